@@ -1,0 +1,58 @@
+# Every target sets up what it needs, on a machine with Python 3 (>= 3.10, with venv), make and git.
+# Set-up is repeated only when pyproject.toml or constraints.txt changes; "rm -rf .venv" starts afresh.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench dev clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
+
+demo: $(VENV)/examples.stamp ## train a small network on the digits data set and show what was monitored
+	$(PY) examples/digits.py fit --config configs/digits.yaml
+
+test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+	$(PY) -m codespell_lib
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_docs.py
+
+bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
+	$(PY) benchmarks/overhead.py
+
+dev: $(VENV)/dev.stamp ## only set up .venv for development
+
+clean: ## remove caches, build results and run outputs; .venv stays
+	rm -rf build dist src/*.egg-info demo_output lightning_logs mlruns wandb htmlcov .coverage .coverage.*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: everything after it then finds the build that suits this machine in place.
+$(VENV)/torch.stamp: $(REQUIREMENTS)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/examples.stamp: $(VENV)/torch.stamp
+	$(INSTALL) -e '.[examples]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/torch.stamp
+	$(INSTALL) -e '.[bench]'
+	@touch $@

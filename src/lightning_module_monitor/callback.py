@@ -1,0 +1,414 @@
+"""The Lightning callback: Lightning's events become the monitor's phases, and its records go to the sinks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_module_monitor.config import Rule, as_tuple, parse_patterns
+from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
+from lightning_module_monitor.forecast import forecast
+from lightning_module_monitor.modules.hooks import HookSet
+from lightning_module_monitor.modules.updates import watch_update
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.record import TRAIN, Record
+from lightning_module_monitor.schedule import Schedule, parse_schedule
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+
+STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
+"""Stage in a key by Lightning's name of it."""
+
+# A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
+_messages = logging.getLogger("lightning.pytorch.module_monitor")
+
+P = ParamSpec("P")
+
+
+def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
+    """An error of ours in an event ends this step's monitoring, and not the run."""
+
+    @functools.wraps(event)
+    def guarded(self: ModuleMonitorCallback, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            event(self, *args, **kwargs)
+        except MonitorError:
+            raise
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            self._abandon_step()
+            _messages.warning("%s failed (%s: %s); this step is not monitored.", event.__name__, type(error).__name__, error, exc_info=error)
+
+    return guarded
+
+
+class ModuleMonitorCallback(Callback):
+    """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
+
+    Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
+    output, and the ``norm`` of every parameter and gradient. Several in one Trainer need different prefixes or modules.
+
+    Args:
+        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
+            function of the step.
+        module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
+        exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
+        rules: What to watch, instead of the default.
+        store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
+        callback_metrics: Patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
+        progress_bar: Whether the progress bar shows those keys.
+        stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
+            one record of the activations of all its batches, under ``validation/...``.
+        prefix: Put before every key: ``run1`` gives ``run1/...``.
+        max_logged_keys: Where there are more keys, loggers get minimum, median and maximum over the sites; the store gets
+            all.
+        on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
+        dry_run: Print what would be watched and what it would take, and watch nothing.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: Schedule = 50,
+        module: str | None = None,
+        exclude: str | list[str] | None = None,
+        rules: list[Rule] | None = None,
+        store: bool | str = True,
+        callback_metrics: list[str] | None = None,
+        progress_bar: bool = False,
+        stages: list[str] | None = None,
+        prefix: str = "",
+        max_logged_keys: int = 500,
+        on_error: Literal["warn", "raise"] = "warn",
+        dry_run: bool = False,
+    ) -> None:
+        self.monitor = ModuleMonitor(
+            every_n_steps, logger=_messages, rules=rules, exclude=exclude, module=module, prefix=prefix, on_error=on_error, history=1
+        )
+        self.last_record: Record | None = None
+        """The newest record."""
+        self._cadence = parse_schedule(every_n_steps, "every_n_steps")
+        self._stages = _parse_stages(stages)
+        self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
+        if progress_bar and not self._callback_metrics:
+            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
+        if max_logged_keys < 1:
+            raise ConfigError(f"max_logged_keys is {max_logged_keys}; expected a number >= 1.")
+        self._progress_bar = progress_bar
+        self._store_option = store
+        self._max_logged_keys = max_logged_keys
+        self._on_error = on_error
+        self._dry_run = dry_run
+        self._identity = ",".join(part for part in (prefix, module) if part)
+        self._configuration = _describe(locals())
+        self._store: Store | None = None
+        self._loggers: LoggerSink | None = None
+        self._store_path: str | None = None
+        self._first_step: int | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the run before: the same callback may serve several."""
+        self._update_hooks = HookSet()
+        self._after_first_closure = ExitStack()
+        self._in_step = False
+        self._took_gradients = False
+
+    # The life of a run
+
+    @property
+    def state_key(self) -> str:
+        """Differs between callbacks of one Trainer."""
+        return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the path of the store that it goes on in."""
+        return {"format": 1, "store": self._store_path}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the store of the run that is resumed."""
+        self._store_path = state_dict.get("store")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what Lightning binds to a callback, which would drag the whole model along."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the model's names and check the rules against them, before the first batch."""
+        self._close()
+        self._reset()
+        self._store_path = None
+        if not self._is_wanted(stage):
+            return
+        _refuse_unsupported(trainer, pl_module)
+        if not is_overridden("configure_model", pl_module, LightningModule):
+            self._set_module(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Layers made in ``configure_model`` exist now; parameters are those that will be trained."""
+        if not self._is_wanted("fit"):
+            return
+        if is_overridden("configure_model", pl_module, LightningModule):
+            self._set_module(pl_module)
+        if self._dry_run:
+            print(forecast(self.monitor.plan(), self.monitor.planned_keys(), self._cadence, trainer.max_steps))
+        else:
+            _messages.info(self._announcement())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take everything off. ``teardown`` does not come after an exception."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take everything off."""
+        self._close()
+
+    # A training step
+
+    @_never_fatal
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The first micro-batch of a step begins it; the hooks go on."""
+        if TRAIN not in self._stages or self._dry_run:
+            return
+        step = _step(trainer)
+        if self._first_step is None:
+            self._first_step = step
+        if not self._in_step:
+            self._in_step = True
+            self._took_gradients = False
+            if self.monitor.begin_step(step):
+                for optimizer in trainer.optimizers:
+                    watch_update(optimizer, self._before_update, self._after_update, self._update_hooks)
+        # Until Lightning says that it begins, a backward pass is an inner one of the user's.
+        self.monitor.end_backward()
+
+    @_never_fatal
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The gradients that arrive at outputs from now on are those of the loss."""
+        self.monitor.begin_backward()
+
+    @_never_fatal
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The activation gradients of this micro-batch are complete."""
+        self.monitor.end_backward()
+
+    @_never_fatal
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Gradients are complete, unscaled and not clipped; parameters have not moved."""
+        if self.monitor.is_monitoring():
+            self.monitor.monitor_gradients(before_clip=True)
+            self.monitor.monitor_parameters()
+
+    @_never_fatal
+    def _before_update(self) -> None:
+        """The optimizer is about to use the gradients. What further closure calls of it (LBFGS) do does not count."""
+        self.monitor.monitor_gradients()
+        self._took_gradients = True
+        self._after_first_closure.enter_context(self.monitor.no_monitor())
+
+    @_never_fatal
+    def _after_update(self) -> None:
+        """The optimizer has moved the parameters, and nobody else has yet."""
+        self._after_first_closure.close()
+        self.monitor.monitor_updates()
+
+    @_never_fatal
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """The micro-batch is over, and with the last one of a step the step is."""
+        self.monitor.after_micro_batch()
+        if not self._in_step or trainer.fit_loop._should_accumulate():
+            return
+        self._in_step = False
+        self._update_hooks.close()
+        self._after_first_closure.close()
+        if not self._took_gradients:
+            self.monitor.monitor_gradients()
+        self._emit(trainer, pl_module, self.monitor.end_step())
+
+    # Loops without training
+
+    @_never_fatal
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training's hooks are silent, also in the middle of an accumulated step."""
+        self._begin_stage("validate", trainer)
+
+    @_never_fatal
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last moment of a validation loop at which values may be logged."""
+        self._end_stage("validate", trainer, pl_module)
+
+    @_never_fatal
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._begin_stage("test", trainer)
+
+    @_never_fatal
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._end_stage("test", trainer, pl_module)
+
+    @_never_fatal
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._begin_stage("predict", trainer)
+
+    @_never_fatal
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._end_stage("predict", trainer, pl_module)
+
+    # Inside
+
+    def _is_wanted(self, stage: str) -> bool:
+        """Whether a run of Lightning's ``fit``, ``validate``, ``test`` or ``predict`` is to be monitored."""
+        wanted = {"train", "validate"} if stage == "fit" else {stage}
+        return bool(wanted & self._stages)
+
+    def _set_module(self, pl_module: LightningModule) -> None:
+        self.monitor.set_module(pl_module)
+        planned = self.monitor.planned_keys()
+        for pattern in self._callback_metrics:
+            if self.monitor.plan().knows_all_keys() and not any(pattern.fullmatch(key) for key in planned):
+                near = nearest(pattern.pattern, planned)
+                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
+
+    def _announcement(self) -> str:
+        plan = self.monitor.plan()
+        keys = len(self.monitor.planned_keys())
+        return (
+            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters: {keys} keys a step, {self._cadence}."
+            + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
+        )
+
+    def _rolls_up(self) -> bool:
+        # By the plan and not by the record, so that a logger's columns are the same at every step.
+        return len(self.monitor.planned_keys()) > self._max_logged_keys
+
+    def _begin_stage(self, stage: str, trainer: Trainer) -> None:
+        if trainer.sanity_checking or self._dry_run:
+            return
+        if stage in self._stages:
+            self.monitor.begin_stage(STAGES[stage], _step(trainer))
+
+    def _end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        if stage in self._stages:
+            self._emit(trainer, pl_module, self.monitor.end_stage())
+
+    def _emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
+        """Give a record to every sink."""
+        if record is None:
+            return
+        self.last_record = record
+        if self._loggers is None:
+            self._loggers = LoggerSink(trainer.loggers, self._rolls_up(), self._callback_metrics, _messages)
+        if self._store is None and self._store_option and not trainer.fast_dev_run:
+            self._store = self._open_store(trainer)
+        if self._store is not None:
+            self._store.write(record)
+        self._loggers.write(record)
+        if self._callback_metrics:
+            CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
+
+    def _open_store(self, trainer: Trainer) -> Store:
+        resume_from = None if self._store_path is None else self._first_step
+        path = self._store_path if resume_from is not None and self._store_path is not None else self._new_store_path(trainer)
+        keys = self.monitor.planned_keys()
+        store = Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
+        self._store_path = str(store.path)
+        return store
+
+    def _new_store_path(self, trainer: Trainer) -> Path:
+        if isinstance(self._store_option, str):
+            return Path(self._store_option)
+        return Path(_run_directory(trainer)) / "monitor.h5"
+
+    def _abandon_step(self) -> None:
+        """Go on without monitoring what is left of this step."""
+        self._after_first_closure.close()
+        self._update_hooks.close()
+        self.monitor.abandon()
+
+    def _close(self) -> None:
+        """Take every hook off and close the sinks; a second call does no harm."""
+        self._abandon_step()
+        self._in_step = False
+        self.monitor.close()
+        self._loggers = None
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+def _step(trainer: Trainer) -> int:
+    """The step that Lightning's own loggers plot against: the number of batches that stepped (not public anywhere)."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _run_directory(trainer: Trainer) -> str:
+    """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
+    if not trainer.loggers:
+        return trainer.default_root_dir
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def _parse_stages(stages: Sequence[str] | None) -> frozenset[str]:
+    for stage in as_tuple(stages):
+        if stage not in STAGES:
+            raise ConfigError(f"stages {stage!r} is not a stage; expected {', '.join(STAGES)}{nearest(str(stage), STAGES)}")
+    return frozenset(as_tuple(stages) or ("train",))
+
+
+def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Refuse, before the first batch, what would be measured wrong.
+
+    Raises:
+        ConfigError: Says what is not supported and what to do.
+    """
+    remedy = "Leave the callback out of this run."
+    if trainer.world_size > 1:
+        raise ConfigError(f"This run has {trainer.world_size} processes, and values are not yet reduced over them. {remedy}")
+    if not pl_module.automatic_optimization:
+        raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, which is not yet monitored. {remedy}")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigError(f"Precision {trainer.precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
+    compiled = [name or "the model" for name, module in pl_module.named_modules() if _is_compiled(module)]
+    if compiled:
+        raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks that come later. {remedy} Or do not compile it.")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _describe(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as the store keeps it, in types that JSON has."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if isinstance(value, Mapping):
+            return {str(key): plain(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "__qualname__", repr(value))
+
+    return {name: plain(value) for name, value in options.items() if name not in ("self", "__class__")}

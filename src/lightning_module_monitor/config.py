@@ -1,0 +1,212 @@
+"""The user's wish, as dataclasses that YAML can hold, and its one check."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
+from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+
+MODULE_KINDS = ("activation", "activation_gradient")
+PARAMETER_KINDS = ("parameter", "gradient_before_clip", "gradient", "update")
+KINDS = MODULE_KINDS + PARAMETER_KINDS
+RELATIVE_KINDS = ("update",)
+"""Kinds that have something to be relative to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of the wish: what to observe, where, and what to compute of it.
+
+    Attributes:
+        kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
+            ``gradient_before_clip``, ``update``.
+        sites: Pattern or patterns (``re.fullmatch``) of module names, for kinds of parameters of parameter names.
+        exclude: Pattern or patterns of names that are left out, with all that is inside of such a module.
+        types: Classes, or import paths of classes, of which the module (of a parameter: the module that owns it) must be.
+        leaf_modules: Only modules without children.
+        statistics: One name or several of ``STATISTICS``.
+        functions: Function of the tensor, or torchmetrics object, by the name that it gets in the key.
+        aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
+            once), ``sum``, ``min``, ``max``, or a function of the concatenated results.
+        every_n_steps: The rule's own schedule, instead of the monitor's.
+    """
+
+    kinds: str | list[str]
+    sites: str | list[str] = ".*"
+    exclude: str | list[str] | None = None
+    types: str | type[nn.Module] | list[str | type[nn.Module]] | None = None
+    leaf_modules: bool = False
+    statistics: str | list[str] = field(default_factory=list)
+    functions: dict[str, Metric | Callable[[Tensor], Any]] = field(default_factory=dict)
+    aggregate: str | Callable[[Tensor], Any] = "mean"
+    every_n_steps: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class ParsedRule:
+    """A rule that was found to make sense, in the form that the engine uses."""
+
+    label: str
+    """Path of the rule, for messages: ``rules[2]``."""
+    kinds: tuple[str, ...]
+    sites: tuple[re.Pattern[str], ...]
+    exclude: tuple[re.Pattern[str], ...]
+    types: tuple[type[nn.Module], ...] | None
+    leaf_modules: bool
+    statistics: Mapping[str, Statistic]
+    functions: tuple[UserFunction, ...]
+    schedule: ParsedSchedule
+
+
+def default_rules() -> list[Rule]:
+    """What is watched where the user gives no rules: useful, and bounded in cost."""
+    return [
+        Rule(kinds="activation", leaf_modules=True, statistics=["rms", "abs_max", "nonfinite_count"]),
+        Rule(kinds=["parameter", "gradient"], statistics="norm"),
+    ]
+
+
+def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
+    """Check a rule.
+
+    Args:
+        rule: The user's rule.
+        label: Its path, for messages.
+        schedule: The monitor's schedule, for a rule without one of its own.
+
+    Returns:
+        The checked rule.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+    """
+    if not isinstance(rule, Rule):
+        raise ConfigError(f"{label} is a {type(rule).__name__}; expected a Rule.")
+    kinds = as_tuple(rule.kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+    if not kinds:
+        raise ConfigError(f"{label}.kinds is empty; expected at least one of {', '.join(KINDS)}.")
+    statistics, functions = _parse_statistics(rule, label, kinds)
+    return ParsedRule(
+        label=label,
+        kinds=kinds,
+        sites=parse_patterns(rule.sites, f"{label}.sites"),
+        exclude=parse_patterns(rule.exclude, f"{label}.exclude"),
+        types=None if rule.types is None else tuple(_parse_type(one, f"{label}.types") for one in as_tuple(rule.types)),
+        leaf_modules=rule.leaf_modules,
+        statistics=statistics,
+        functions=functions,
+        schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
+    )
+
+
+def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re.Pattern[str], ...]:
+    """Compile one pattern or several.
+
+    Raises:
+        ConfigError: If one is not a regular expression.
+    """
+    compiled = []
+    for pattern in as_tuple(patterns):
+        try:
+            compiled.append(re.compile(pattern))
+        except (re.error, TypeError) as error:
+            message = f"{label} {pattern!r} is not a regular expression ({error}); expected a pattern like 'encoder.blocks.*'"
+            raise ConfigError(message) from error
+    return tuple(compiled)
+
+
+def check_name(name: str, label: str) -> str:
+    """The name of a statistic or function, if it may stand in a key.
+
+    Raises:
+        ConfigError: If a logger would not take it.
+    """
+    if not isinstance(name, str) or not name or fit_for_loggers(name, MAX_STATISTIC_LENGTH) != name:
+        raise ConfigError(
+            f"{label} {name!r} cannot stand in a key; expected at most {MAX_STATISTIC_LENGTH} letters, digits, '_', '-' and single dots."
+        )
+    return name
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One value, several, or none, as a tuple.
+
+    >>> as_tuple("rms"), as_tuple(["rms", "max"]), as_tuple(None)
+    (('rms',), ('rms', 'max'), ())
+    """
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+
+
+def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[dict[str, Statistic], tuple[UserFunction, ...]]:
+    """Built-in statistics by name, and functions: the rule's own and those that stand in ``STATISTICS``."""
+    aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
+    statistics: dict[str, Statistic] = {}
+    functions: dict[str, UserFunction] = {}
+    for name in as_tuple(rule.statistics):
+        if name not in STATISTICS:
+            known = ", ".join(STATISTICS)
+            raise ConfigError(f"{label}.statistics {name!r} is not a statistic; expected {known}{nearest(str(name), STATISTICS)}")
+        check_name(name, f"{label}.statistics")
+        statistic = STATISTICS[name]
+        if not isinstance(statistic, Statistic):
+            functions[name] = UserFunction(name, statistic, aggregate)
+            continue
+        unfit = [kind for kind in kinds if statistic.relative and kind not in RELATIVE_KINDS]
+        if unfit:
+            raise ConfigError(
+                f"{label}.statistics {name!r} is relative, and {unfit[0]!r} is relative to nothing; "
+                f"expected kinds {', '.join(RELATIVE_KINDS)}. Give it a rule of its own."
+            )
+        statistics[name] = statistic
+    for name, function in rule.functions.items():
+        if name in statistics or name in functions:
+            raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
+        if not callable(function):
+            raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
+        functions[check_name(name, f"{label}.functions")] = UserFunction(name, function, aggregate)
+    if not statistics and not functions:
+        raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
+    return statistics, tuple(functions.values())
+
+
+def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:
+    if isinstance(aggregate, str) and aggregate in AGGREGATES:
+        return aggregate
+    if callable(aggregate):
+        return aggregate
+    expected = ", ".join(AGGREGATES)
+    raise ConfigError(f"{label} {aggregate!r} is unknown; expected {expected}, or a function{nearest(str(aggregate), AGGREGATES)}")
+
+
+def _parse_type(value: object, label: str) -> type[nn.Module]:
+    """A module class, given as itself or by its import path."""
+    found = value
+    if isinstance(value, str):
+        path, _, name = value.rpartition(".")
+        try:
+            module = importlib.import_module(path)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{label} {value!r} cannot be imported ({error}); expected a path like 'torch.nn.Linear'.") from error
+        found = getattr(module, name, None)
+        if found is None:
+            classes = [known for known, one in vars(module).items() if isinstance(one, type) and issubclass(one, nn.Module)]
+            raise ConfigError(f"{label} {value!r}: {path} has no {name!r}{nearest(name, classes)}")
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear.")
+    return found

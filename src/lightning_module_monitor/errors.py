@@ -1,0 +1,43 @@
+"""What is said when the configuration is wrong or an extra is not installed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class ConfigError(ValueError):
+    """A wrong configuration: the message says what was wrong, what was expected, and how to mend it."""
+
+
+class MonitorError(RuntimeError):
+    """Something could not be measured, and the user asked for an error (``on_error: raise``)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like ``name``, as the end of a sentence: ``; nearest: 'rms'``. Empty if there is none."""
+    candidates = list(known)
+    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)
+    return f"; nearest: {found[0]!r}" if found else ""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import a package that only an extra brings.
+
+    Args:
+        module: Import path, e.g. ``"pandas"``.
+        extra: The extra of this package that installs it.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        ImportError: If it is not installed; the message holds the pip command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f"{module} is not installed. Install it with: pip install 'lightning-module-monitor[{extra}]'"
+        raise ImportError(message) from error

@@ -1,0 +1,63 @@
+"""What monitoring will take, said before it is paid."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_module_monitor.plan import Plan
+from lightning_module_monitor.probes.parameters import WatchedParameter
+from lightning_module_monitor.schedule import ParsedSchedule
+from lightning_module_monitor.statistics.moments import Moments
+
+BYTES_PER_VALUE = 8
+
+
+def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: int) -> str:
+    """The plan as a text: sites x statistics by kind, keys, bytes of the table, and of the store.
+
+    Args:
+        plan: What is watched when every rule is due.
+        keys: Every key of such a step.
+        cadence: When the monitor's rules are due.
+        max_steps: The trainer's; negative if it has no limit.
+
+    Returns:
+        Lines to print.
+    """
+    watches = plan.watches()
+    lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
+    sites = Counter(watch.kind for watch in watches)
+    for kind, num_sites in sites.items():
+        names = dict.fromkeys(name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.functions))
+        lines.append(f"  {kind}: {num_sites} sites x {len(names)} ({', '.join(names)})")
+    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.watches)
+    if copies:
+        lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
+    table = len(watches) * len(Moments._fields) * BYTES_PER_VALUE
+    lines.append(f"  {len(keys)} keys; a table of {_in_bytes(table)} to copy to the host, once")
+    row = len(keys) * BYTES_PER_VALUE
+    if max_steps >= 0:
+        num_records = sum(1 for step in range(max_steps) if cadence(step))
+        lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")
+    else:
+        lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({cadence}; max_steps is not set)")
+    return "\n".join(lines)
+
+
+def _num_bytes(watched: WatchedParameter) -> int:
+    parameter = watched.site.tensor()
+    return 0 if parameter is None else parameter.numel() * parameter.element_size()
+
+
+def _in_bytes(count: int) -> str:
+    """A number of bytes in the unit that it reads best in.
+
+    >>> _in_bytes(1536)
+    '1.5 KiB'
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

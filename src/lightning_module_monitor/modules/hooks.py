@@ -1,0 +1,31 @@
+"""Every hook handle has an owner that takes it off again."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Handle(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook off; a second call does nothing."""
+
+
+class HookSet:
+    """Owns hook handles; :meth:`close` removes every one, also after an error, and may be called again."""
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, handle: Handle) -> None:
+        """Own a handle from now on."""
+        self._handles.append(handle)
+
+    def close(self) -> None:
+        """Remove every hook."""
+        while self._handles:
+            self._handles.pop().remove()

@@ -1,0 +1,119 @@
+"""What modules and parameters are called: names without wrappers, fit for every logger, and their selection by pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torchmetrics import Metric
+
+from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
+
+ROOT = "_root_"
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+
+NameFormat = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class ModuleSite:
+    """A module to observe."""
+
+    name: str
+    """Its first name, without wrappers and fit for every logger."""
+    aliases: tuple[str, ...]
+    """Every name a pattern may match, without wrappers: a shared module has several."""
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class ParameterSite:
+    """A parameter to observe. It is looked up anew each time, because strategies replace parameters."""
+
+    name: str
+    aliases: tuple[str, ...]
+    owner: nn.Module
+    attribute: str
+
+    def tensor(self) -> Tensor | None:
+        """The parameter as it is now; ``None`` if it is gone or has no shape yet (lazy modules before the first batch)."""
+        parameter = self.owner._parameters.get(self.attribute)
+        return None if isinstance(parameter, UninitializedTensorMixin) else parameter
+
+
+def without_wrappers(name: str) -> str:
+    """A name as if ``torch.compile``, Fabric, FSDP and activation checkpointing had not wrapped anything; the root is ``_root_``.
+
+    >>> without_wrappers("_forward_module.blocks.0._orig_mod.fc")
+    'blocks.0.fc'
+    """
+    return _WRAPPERS.sub("", name).rstrip(".") or ROOT
+
+
+class Namer:
+    """Gives every module and parameter one name: fit for loggers, no two alike."""
+
+    def __init__(self, format_name: NameFormat = without_wrappers) -> None:
+        self._format = format_name
+        self._taken: set[str] = set()
+        self.changed: dict[str, str] = {}
+        """New name by old name, of those that could not stay as they were."""
+
+    def name(self, wished: str) -> str:
+        """The name for a new site: the wished one, or the nearest that is fit and free."""
+        fit = base = fit_for_loggers(wished)
+        number = 1
+        while fit in self._taken:
+            number += 1
+            fit = f"{base[: MAX_SITE_LENGTH - 8]}_{number}"
+        self._taken.add(fit)
+        if fit != wished:
+            self.changed[wished] = fit
+        return fit
+
+    def module_sites(self, root: nn.Module) -> list[ModuleSite]:
+        """Every module of ``root``, itself first. A torchmetrics object measures and is not a layer: it is left out."""
+        names: dict[nn.Module, list[str]] = {}
+        outermost: dict[str, nn.Module] = {}
+        for raw, module in root.named_modules(remove_duplicate=False):
+            # A wrapper and what it wraps are one layer; the wrapper, which comes first, stands for both.
+            layer = outermost.setdefault(without_wrappers(raw), module)
+            if not isinstance(module, Metric):
+                names.setdefault(layer, []).append(self._format(raw))
+        return [ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module) for module, known in names.items()]
+
+    def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
+        """Every parameter of ``root``; a tied one once, under its first name."""
+        names: dict[int, list[str]] = {}
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for module_name, module in root.named_modules(remove_duplicate=False):
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(module, Metric):
+                    raw = f"{module_name}.{attribute}" if module_name else attribute
+                    names.setdefault(id(parameter), []).append(self._format(raw))
+                    places.setdefault(id(parameter), (module, attribute))
+        return [
+            ParameterSite(self.name(known[0]), tuple(dict.fromkeys(known)), *places[identity]) for identity, known in names.items()
+        ]
+
+
+Site = ModuleSite | ParameterSite
+
+
+def matches(aliases: Iterable[str], patterns: Iterable[re.Pattern[str]]) -> bool:
+    """Whether any pattern matches any of the names as a whole."""
+    return any(pattern.fullmatch(alias) for pattern in patterns for alias in aliases)
+
+
+def and_insides(aliases: Iterable[str]) -> Iterator[str]:
+    """The names and those of every module around them: what is inside an excluded module is excluded with it.
+
+    >>> list(and_insides(["a.b.weight"]))
+    ['a.b.weight', 'a.b', 'a']
+    """
+    for alias in aliases:
+        parts = alias.split(".")
+        yield from (".".join(parts[:end]) for end in range(len(parts), 0, -1))

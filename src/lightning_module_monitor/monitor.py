@@ -1,0 +1,464 @@
+"""The hook engine and its phases. It knows no Trainer and works in any loop."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.config import Rule, as_tuple, default_rules, parse_patterns, parse_rule
+from lightning_module_monitor.errors import ConfigError, MonitorError
+from lightning_module_monitor.modules.names import without_wrappers
+from lightning_module_monitor.plan import Plan, Sites
+from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, TRAIN, Key, Record, fit_for_loggers
+from lightning_module_monitor.schedule import Schedule, parse_schedule
+from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.observation import Observation, Watch
+
+Function = Callable[[Tensor], Any]
+
+
+class Window:
+    """The time in which one step, or one validation loop, is observed: its probes and what they saw."""
+
+    def __init__(self, step: int, stage: str, observation: Observation, activations: ActivationProbe, parameters: ParameterProbe) -> None:
+        self.step = step
+        self.stage = stage
+        self.observation = observation
+        self.activations = activations
+        self.parameters = parameters
+
+    def close(self) -> None:
+        """Take every hook off and forget every copy."""
+        self.activations.close()
+        self.parameters.close()
+
+
+class ModuleMonitor:
+    """Observes a module while it trains.
+
+    In a plain loop::
+
+        monitor = ModuleMonitor(rules=[Rule(kinds=["activation", "gradient"], statistics="rms")])
+        monitor.set_module(model)
+        for step, (x, y) in enumerate(batches):
+            monitor.begin_step(step)
+            loss_fn(model(x), y).backward()
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step()
+            if monitor.is_step_monitored(step):
+                print(monitor.get_step_metrics())
+
+    Args:
+        monitor_step_fn: Which steps are monitored: every n-th, a list, ``"log"``, or a function of the step.
+        format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
+            wrappers off.
+        excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
+        logger: Where problems and late keys are said.
+        rules: What to watch; methods like :meth:`add_activation_metric` add more.
+        exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
+        module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
+        prefix: Put before every key.
+        on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
+        history: Number of records that are kept in memory.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
+    """
+
+    def __init__(
+        self,
+        monitor_step_fn: Schedule = 1,
+        format_module_name_fn: Callable[[str], str] = without_wrappers,
+        excluded_modules_regex: str | None = None,
+        logger: logging.Logger | None = None,
+        *,
+        rules: Sequence[Rule] | None = (),
+        exclude: str | Sequence[str] | None = None,
+        module: str | None = None,
+        prefix: str = "",
+        on_error: Literal["warn", "raise"] = "warn",
+        history: int = 1000,
+    ) -> None:
+        if on_error not in ("warn", "raise"):
+            raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
+        self._schedule = parse_schedule(monitor_step_fn, "every_n_steps")
+        self._format_name = format_module_name_fn
+        self._exclude = parse_patterns(as_tuple(exclude), "exclude")
+        if excluded_modules_regex is not None:
+            self._exclude += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
+        self._logger = logger or logging.getLogger(__name__)
+        self._within = module
+        self._prefix = _check_prefix(prefix)
+        self._on_error = on_error
+        self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(default_rules() if rules is None else rules)]
+        self._metrics: set[tuple[str, str]] = set()
+        self.storage = StorageManager(history)
+        self._module: nn.Module | None = None
+        self._sites: Sites | None = None
+        self._plans: dict[tuple[str, tuple[int, ...]], Plan] = {}
+        self._window: Window | None = None
+        self._suspended: list[Window | None] = []
+        self._silenced = 0
+        self._said: set[str] = set()
+        self._own_watches: dict[str, Watch] = {}
+
+    # What is watched
+
+    def set_module(self, module: nn.Module) -> None:
+        """Set the module to monitor.
+
+        Args:
+            module: Any module. It gets hooks only while a step is monitored.
+
+        Raises:
+            ValueError: If one was set before, or this is none.
+            ConfigError: If a rule matches nothing in it.
+        """
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
+        if self._module is not None:
+            raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
+        sites = Sites(module, self._within, self._exclude, self._format_name)
+        for rule in self._rules:
+            for kind in sites.check(rule):
+                self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        self._module, self._sites = module, sites
+        for old, new in sites.renamed.items():
+            self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.' only, and names must differ.")
+
+    def add_activation_metric(
+        self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
+    ) -> None:
+        """Add a metric of every module's output.
+
+        Args:
+            metric_name: Its name in the key; without a function, that of a built-in statistic.
+            metric_fn: Function of the output, which returns a tensor of any shape.
+            metric_regex: Modules whose name begins like this (``re.match``).
+            metric_aggregation_fn: Function of the concatenated results of a step; the default is their mean.
+
+        Raises:
+            ValueError: If there is one of this name.
+        """
+        self._add_metric(("activation",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_parameter_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter; arguments as for :meth:`add_activation_metric`."""
+        self._add_metric(("parameter",), metric_name, metric_fn, metric_regex, None)
+
+    def add_gradient_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
+        self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
+
+    def planned_keys(self) -> list[str]:
+        """Every key that is known before the first step, those of all rules together."""
+        return [*self._plan(tuple(range(len(self._rules))), TRAIN).keys(), self._own_key("errors")]
+
+    def plan(self) -> Plan:
+        """What is watched when every rule is due."""
+        return self._plan(tuple(range(len(self._rules))), TRAIN)
+
+    # Phases of a step
+
+    def is_step_monitored(self, step: int) -> bool:
+        """Whether any rule is due in a step."""
+        return bool(self._due(step))
+
+    def is_monitoring(self) -> bool:
+        """Whether what happens now is observed."""
+        return self._window is not None and not self._silenced
+
+    def begin_step(self, step: int) -> bool:
+        """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
+
+        Args:
+            step: Number of the optimizer step. It may be lower than before: after a resume it is.
+
+        Returns:
+            Whether the step is monitored.
+
+        Raises:
+            ValueError: If no module was set.
+        """
+        self.abandon()
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
+        due = self._due(step)
+        if due:
+            self._open(self._plan(due, TRAIN), step, TRAIN)
+        return bool(due)
+
+    def begin_backward(self) -> None:
+        """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
+
+        Where neither is ever called, all do.
+        """
+        if self._window is not None:
+            self._window.activations.counts_gradients = True
+
+    def end_backward(self) -> None:
+        """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
+        if self._window is not None:
+            self._window.activations.counts_gradients = False
+
+    def monitor_gradients(self, before_clip: bool = False) -> None:
+        """Take in the gradients of the parameters, as they are now.
+
+        Args:
+            before_clip: Whether they are about to be clipped; they get keys of their own then.
+        """
+        if self._window is not None and not self._silenced:
+            with self._guard("gradients"):
+                self._window.parameters.see_gradients("gradient_before_clip" if before_clip else "gradient")
+
+    def monitor_parameters(self) -> None:
+        """Take in the parameters, as they are now: before the optimizer moves them."""
+        if self._window is not None and not self._silenced:
+            with self._guard("parameters"):
+                self._window.parameters.see_parameters()
+
+    def monitor_updates(self) -> None:
+        """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise."""
+        if self._window is not None and not self._silenced:
+            with self._guard("updates"):
+                self._window.parameters.see_updates()
+
+    def after_micro_batch(self) -> None:
+        """End one of several micro-batches of a step."""
+        if self._window is not None:
+            self._window.activations.end_micro_batch()
+
+    def end_step(self) -> Record | None:
+        """End the step: hooks off, one transfer, values finished.
+
+        Returns:
+            The record, if the step was monitored.
+        """
+        if self._window is None or self._window.stage != TRAIN:
+            return None
+        self.monitor_updates()
+        return self._finish()
+
+    def begin_stage(self, stage: str, step: int) -> bool:
+        """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
+
+        Args:
+            stage: ``validation``, ``test`` or ``predict``.
+            step: The step that its record gets.
+
+        Returns:
+            Whether any rule asks for activations.
+        """
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
+        plan = self._plan(tuple(range(len(self._rules))), stage)
+        if self._window is not None:
+            self._window.activations.is_open = False
+        self._suspended.append(self._window)
+        self._open(plan, step, stage)
+        return bool(plan.modules)
+
+    def end_stage(self) -> Record | None:
+        """End the loop that was begun last, and go on with the step that it interrupted.
+
+        Returns:
+            The record of the loop.
+        """
+        if not self._suspended:
+            return None
+        record = self._finish()
+        self._window = self._suspended.pop()
+        if self._window is not None:
+            self._window.activations.is_open = not self._silenced
+        return record
+
+    @contextmanager
+    def no_monitor(self) -> Iterator[None]:
+        """Within the block nothing is observed."""
+        self._silenced += 1
+        self._set_open()
+        try:
+            yield
+        finally:
+            self._silenced -= 1
+            self._set_open()
+
+    def abandon(self) -> None:
+        """Close the step, and what it suspended, without a record: what an error left open."""
+        for window in (self._window, *self._suspended):
+            if window is not None:
+                window.close()
+        self._window = None
+        self._suspended.clear()
+
+    def close(self) -> None:
+        """Take every hook off and let the module go. May be called at any time, also twice."""
+        self.abandon()
+        self._module = self._sites = None
+        self._plans.clear()
+        self._said.clear()
+
+    def __enter__(self) -> ModuleMonitor:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    # Values of the user's own, and what was recorded
+
+    def log_scalar(self, key: str, value: float | Tensor, aggregation_fn: Function | None = None, force: bool = False) -> None:
+        """Record a value of your own in this step. Several of one key are joined as those of a metric are.
+
+        Args:
+            key: At most three parts, ``kind/site/name``, of letters, digits, ``_``, ``-`` and ``.``.
+            value: A number, or a tensor on any device, which is not read before the step ends.
+            aggregation_fn: Function of the concatenated values; the default is their mean.
+            force: In a step that is not monitored, record it at once all the same.
+
+        Raises:
+            ValueError: If the key does not fit.
+        """
+        parts = Key.parse(_check_own_key(key))
+        if self._window is not None and not self._silenced:
+            watch = self._own_watches.setdefault(key, Watch(parts.kind, parts.site, self._window.stage, self._prefix))
+            size = value.numel() if isinstance(value, Tensor) else 1
+            value = value.detach() if isinstance(value, Tensor) else value
+            function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
+            self._window.observation.add_result(watch, function, value, size)
+        elif force:
+            last = self.storage.last_step()
+            number = float(value)
+            self.storage.add(Record(0 if last is None else last, {parts._replace(prefix=self._prefix).format(): number}))
+
+    def log_scalars(self, monitor_dict: Mapping[str, float | Tensor], force: bool = False) -> None:
+        """Record several values; see :meth:`log_scalar`."""
+        for key, value in monitor_dict.items():
+            self.log_scalar(key, value, force=force)
+
+    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: Function | None = None) -> None:
+        """Record the mean of a tensor's elements, or what a function makes of those of the whole step; see :meth:`log_scalar`."""
+        self.log_scalar(key, tensor.clone(), aggregation_fn)
+
+    def get_step_metrics(self) -> dict[str, float]:
+        """The values of the step that ended last, by key."""
+        last = self.storage.last_step()
+        return {} if last is None else self.storage.get_step_metrics(last)
+
+    def get_all_metrics(self) -> dict[int, dict[str, float]]:
+        """The values by key of every step that is still in memory, by step."""
+        return self.storage.get_all_metrics()
+
+    # Inside
+
+    def _add_metric(
+        self, kinds: tuple[str, ...], name: str, function: Function | None, regex: str, aggregation: Function | None
+    ) -> None:
+        if (kinds[0], name) in self._metrics:
+            raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
+        wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
+        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **wish)
+        parsed = parse_rule(rule, f"metric {name!r}", self._schedule)
+        if self._sites is not None:
+            self._sites.check(parsed)
+        self._metrics.add((kinds[0], name))
+        self._rules.append(parsed)
+        self._plans.clear()
+
+    def _due(self, step: int) -> tuple[int, ...]:
+        return tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+
+    def _plan(self, due: tuple[int, ...], stage: str) -> Plan:
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) first.")
+        plan = self._plans.get((stage, due))
+        if plan is None:
+            plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due], stage, self._prefix)
+        return plan
+
+    def _open(self, plan: Plan, step: int, stage: str) -> None:
+        assert self._sites is not None
+        observation = Observation(self._trouble)
+        activations = ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)
+        self._window = Window(step, stage, observation, activations, ParameterProbe(plan.parameters, observation))
+        self._set_open()
+        activations.attach()
+
+    def _set_open(self) -> None:
+        if self._window is not None:
+            self._window.activations.is_open = not self._silenced
+
+    def _finish(self) -> Record:
+        """Close the window and finish what it saw."""
+        assert self._window is not None
+        window, self._window = self._window, None
+        window.close()
+        values: dict[str, float] = {}
+        with self._guard("values"):
+            values = window.observation.collect()
+        values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
+        record = Record(window.step, values)
+        self.storage.add(record)
+        return record
+
+    def _own_key(self, name: str, stage: str = TRAIN) -> str:
+        return Key(OWN_KIND, "", name, stage, self._prefix).format()
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """An error of ours is said, and never the reason that a run dies."""
+        try:
+            with torch.no_grad():
+                yield
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._report(f"The {what} of this step could not be taken ({type(error).__name__}: {error}).", error)
+
+    def _trouble(self, watch: Watch, name: str, shape: tuple[int, ...], error: Exception) -> None:
+        message = f"{watch.kind} {watch.site!r}, tensor of shape {shape}: {name} failed with {type(error).__name__}: {error}"
+        self._report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")
+
+    def _report(self, message: str, error: Exception, once: str = "") -> None:
+        if self._on_error == "raise":
+            raise MonitorError(message) from error
+        if (once or message) not in self._said:
+            self._said.add(once or message)
+            self._logger.warning("%s Said once; monitor/errors counts them.", message)
+
+    def _say_once(self, message: str, level: int = logging.INFO) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._logger.log(level, message)
+
+
+def _beginning_with(regex: str) -> str:
+    """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
+    return f"(?:{regex})(?s:.*)"
+
+
+def _check_prefix(prefix: str) -> str:
+    parts = prefix.split("/")
+    if prefix and (len(prefix) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
+        expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
+        raise ConfigError(f"prefix {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
+    return prefix
+
+
+def _check_own_key(key: str) -> str:
+    parts = key.split("/")
+    if len(parts) > 3 or any(not part or fit_for_loggers(part) != part for part in parts):
+        fit = "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", part) for part in parts[:3])
+        raise ValueError(f"key {key!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
+    return key

@@ -1,0 +1,161 @@
+"""From the rules and the model's names to what is watched in a step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_module_monitor.config import MODULE_KINDS, PARAMETER_KINDS, ParsedRule
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.modules.names import ModuleSite, Namer, NameFormat, ParameterSite, and_insides, matches
+from lightning_module_monitor.probes.activations import WatchedModule
+from lightning_module_monitor.probes.parameters import WatchedParameter
+from lightning_module_monitor.record import TRAIN
+from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.observation import Watch
+from lightning_module_monitor.statistics.registry import Statistic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is watched in one step: by the rules that are due in it."""
+
+    modules: list[WatchedModule]
+    parameters: list[WatchedParameter]
+
+    def watches(self) -> list[Watch]:
+        """Every watch, modules first, in the model's order."""
+        of_modules = [watch for one in self.modules for watch in (one.activation, one.gradient) if watch is not None]
+        return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
+
+    def knows_all_keys(self) -> bool:
+        """Whether there is no function whose keys are not known before its first result."""
+        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())
+
+    def keys(self) -> list[str]:
+        """Every key that is known beforehand, kind by kind. A frozen parameter has neither gradient nor key of it."""
+        frozen = {
+            id(watch)
+            for one in self.parameters
+            for kind, watch in one.watches.items()
+            if kind.startswith("gradient") and (tensor := one.site.tensor()) is not None and not tensor.requires_grad
+        }
+        watches = [watch for watch in self.watches() if id(watch) not in frozen]
+        order = {kind: place for place, kind in enumerate(MODULE_KINDS + PARAMETER_KINDS)}
+        return [key for watch in sorted(watches, key=lambda watch: order[watch.kind]) for key in watch.planned_keys()]
+
+
+class Sites:
+    """The names of a model, and which of them the rules pick.
+
+    Args:
+        root: The model; names are from here.
+        within: Name of the submodule outside of which nothing is watched; ``None`` for all.
+        exclude: Names that are never watched, with what is inside of such a module.
+        format_name: Makes a name of what ``named_modules`` gives.
+
+    Raises:
+        ConfigError: If there is no submodule of the name ``within``.
+    """
+
+    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[object], format_name: NameFormat) -> None:
+        self._namer = Namer(format_name)
+        modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
+        self._all_names = {"module": _names(modules), "parameter": _names(parameters)}
+        if within is not None and within not in self._all_names["module"]:
+            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{_nearest(within, modules)}")
+        self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
+        self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
+        self._output_names: dict[tuple[str, str], str] = {}
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """New name by old name, of what loggers would not have taken."""
+        return self._namer.changed
+
+    def output_name(self, site: str, suffix: str) -> str:
+        """The name of a further output of a module, always the same for the same output."""
+        key = (site, suffix)
+        if key not in self._output_names:
+            self._output_names[key] = self._namer.name(f"{site}.{suffix}")
+        return self._output_names[key]
+
+    def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
+        """The sites that a rule picks for a kind."""
+        if kind in MODULE_KINDS:
+            return [site for site in self.modules if _is_picked(site, site.module, rule)]
+        return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
+
+    def check(self, rule: ParsedRule) -> list[str]:
+        """Check that a rule picks anything.
+
+        Returns:
+            The kinds for which it picks nothing, if it picks something for others.
+
+        Raises:
+            ConfigError: If it picks nothing at all; names the nearest right name.
+        """
+        idle = [kind for kind in rule.kinds if not self.matching(rule, kind)]
+        if len(idle) < len(rule.kinds):
+            return idle
+        what = "module" if any(kind in MODULE_KINDS for kind in rule.kinds) else "parameter"
+        sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
+        if not any(matches(site.aliases, rule.sites) for site in sites):
+            patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
+            raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{_nearest(patterns, sites)}")
+        limits = [name for name, is_set in (("types", rule.types), ("leaf_modules", rule.leaf_modules), ("exclude", rule.exclude)) if is_set]
+        expected = "expected at least one site; loosen one of them"
+        raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
+
+    def plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, prefix: str = "") -> Plan:
+        """What is watched when these rules are due. Outside of training there are only activations."""
+        watches: dict[tuple[str, str], Watch] = {}
+        for rule in rules:
+            for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if kind == "activation"]:
+                for site in self.matching(rule, kind):
+                    watch = watches.setdefault((kind, site.name), Watch(kind, site.name, stage, prefix))
+                    _join(watch, rule.statistics, rule.functions)
+        modules = [
+            WatchedModule(site, watches.get(("activation", site.name)), watches.get(("activation_gradient", site.name)))
+            for site in self.modules
+            if any((kind, site.name) in watches for kind in MODULE_KINDS)
+        ]
+        parameters = [
+            WatchedParameter(site, {kind: watches[kind, site.name] for kind in PARAMETER_KINDS if (kind, site.name) in watches})
+            for site in self.parameters
+            if any((kind, site.name) in watches for kind in PARAMETER_KINDS)
+        ]
+        return Plan(modules, parameters)
+
+
+def _join(watch: Watch, statistics: dict[str, Statistic], functions: Iterable[UserFunction]) -> None:
+    watch.statistics.update(statistics)
+    watch.functions.update({function.name: function for function in functions})
+
+
+def _names(sites: Iterable[ModuleSite | ParameterSite]) -> set[str]:
+    return {name for site in sites for name in (*site.aliases, site.name)}
+
+
+def _nearest(pattern: str, sites: Iterable[ModuleSite | ParameterSite]) -> str:
+    found = difflib.get_close_matches(pattern, [site.name for site in sites], n=1, cutoff=0.0)
+    return f"; nearest: {found[0]!r}" if found else ""
+
+
+def _is_within(site: ModuleSite | ParameterSite, within: str | None) -> bool:
+    return within is None or any(within in and_insides([alias]) for alias in site.aliases)
+
+
+def _is_excluded(site: ModuleSite | ParameterSite, patterns: Sequence[object]) -> bool:
+    return matches(and_insides(site.aliases), patterns)
+
+
+def _is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
+    if rule.types is not None and not isinstance(module, rule.types):
+        return False
+    if rule.leaf_modules and next(module.children(), None) is not None:
+        return False
+    return matches((site.name, *site.aliases), rule.sites) and not _is_excluded(site, rule.exclude)

@@ -1,0 +1,130 @@
+"""Outputs of modules, and the gradients that arrive at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.modules.hooks import HookSet
+from lightning_module_monitor.modules.names import ModuleSite
+from lightning_module_monitor.modules.outputs import named_tensors
+from lightning_module_monitor.statistics.observation import Observation, Watch
+
+
+@dataclass(frozen=True)
+class WatchedModule:
+    """A module and what is wanted of its output and of the gradient that arrives there."""
+
+    site: ModuleSite
+    activation: Watch | None
+    gradient: Watch | None
+
+
+OutputName = Callable[[str, str], str]
+"""Gives the name of a further output: from the module's site and the suffix of the output."""
+
+
+class ActivationProbe:
+    """Watches modules for the length of one observation.
+
+    Hooks only look: they return nothing, keep no tensor, and read no value on the host. The gradient of an output is taken
+    by a hook on the output itself, which unlike a module's backward hook leaves in-place layers alone.
+
+    Args:
+        watched: The modules.
+        observation: Where tensors go.
+        output_name: Names further outputs.
+        say: Takes a sentence for the user.
+    """
+
+    def __init__(
+        self, watched: Sequence[WatchedModule], observation: Observation, output_name: OutputName, say: Callable[[str], None]
+    ) -> None:
+        self._watched = watched
+        self._observation = observation
+        self._output_name = output_name
+        self._say = say
+        self._module_hooks = HookSet()
+        self._tensor_hooks = HookSet()
+        self.is_open = True
+        """Whether forward passes count now."""
+        self.counts_gradients = True
+        """Whether gradients that arrive now count: not those of an inner ``autograd.grad``."""
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        for watched in self._watched:
+            self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+
+    def end_micro_batch(self) -> None:
+        """Forget the outputs of the micro-batch that is over."""
+        self._tensor_hooks.close()
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self._module_hooks.close()
+        self._tensor_hooks.close()
+
+    def see_output(self, watched: WatchedModule, suffix: str, tensor: Tensor) -> None:
+        """Take in one tensor of a module's output."""
+        if not tensor.is_floating_point():
+            self._say(f"{watched.site.name}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
+            return
+        activation, gradient = watched.activation, watched.gradient
+        if suffix:
+            name = self._output_name(watched.site.name, suffix)
+            activation = activation and activation.at(name)
+            gradient = gradient and gradient.at(name)
+        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted. The gradient
+        # hook is wanted all the same: under reentrant checkpointing only the recomputed output gets a gradient.
+        if activation is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]  # not in its stubs
+            self._observe(activation, tensor)
+        if gradient is not None and tensor.requires_grad:
+            self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))
+
+    def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
+        """Take in the gradient that arrives at an output."""
+        if self.counts_gradients:
+            self._observe(watch, gradient)
+
+    def _observe(self, watch: Watch, tensor: Tensor) -> None:
+        try:
+            self._observation.observe(watch, tensor.detach())
+        except MonitorError:
+            raise
+        except Exception as error:
+            # A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
+            self._observation.fail(watch, tensor, error)
+
+
+class _ForwardHook:
+    """Called after a watched module's forward. Returns nothing: what a forward hook returns replaces the output."""
+
+    def __init__(self, probe: ActivationProbe, watched: WatchedModule) -> None:
+        self._probe = probe
+        self._watched = watched
+
+    def __call__(self, _module: nn.Module, _args: Any, output: object) -> None:
+        if not self._probe.is_open:
+            return
+        if isinstance(output, Tensor):
+            self._probe.see_output(self._watched, "", output)
+            return
+        for suffix, tensor in named_tensors(output):
+            self._probe.see_output(self._watched, suffix, tensor)
+
+
+class _GradientHook:
+    """Called with the gradient of an output. Returns nothing: what a tensor hook returns replaces the gradient."""
+
+    def __init__(self, probe: ActivationProbe, watch: Watch) -> None:
+        self._probe = probe
+        self._watch = watch
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._probe.see_gradient(self._watch, gradient)

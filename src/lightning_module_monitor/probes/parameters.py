@@ -1,0 +1,69 @@
+"""Parameters, their gradients, and their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.statistics.observation import Observation, Watch
+
+
+@dataclass(frozen=True)
+class WatchedParameter:
+    """A parameter and what is wanted of it, by kind."""
+
+    site: ParameterSite
+    watches: dict[str, Watch]
+
+
+@dataclass
+class ParameterProbe:
+    """Reads parameters at the moments that it is told."""
+
+    watched: Sequence[WatchedParameter]
+    observation: Observation
+    _before: list[tuple[Watch, ParameterSite, Tensor]] = field(default_factory=list)
+
+    def see_parameters(self) -> None:
+        """Take in the parameters, and keep a copy of those whose update is asked for."""
+        self.observation.observe_all((watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter"))
+        self._before = [(watch, site, parameter.detach().clone()) for site, watch, parameter in self._wanted("update")]
+
+    def see_gradients(self, kind: str) -> None:
+        """Take in the gradients that there are.
+
+        Args:
+            kind: ``gradient`` or ``gradient_before_clip``.
+        """
+        gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind))
+        self.observation.observe_all((watch, gradient.detach()) for watch, gradient in gradients if gradient is not None)
+
+    def see_updates(self) -> None:
+        """Take in parameter now minus parameter when it was last seen, and forget the copies."""
+        before, self._before = self._before, []
+        self.observation.observe_base((watch, copy) for watch, _site, copy in before)
+        self.observation.observe_all(
+            (watch, _difference(parameter.detach(), copy)) for watch, site, copy in before if (parameter := site.tensor()) is not None
+        )
+
+    def close(self) -> None:
+        """Forget the copies."""
+        self._before = []
+
+    def _wanted(self, kind: str) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
+        for watched in self.watched:
+            watch = watched.watches.get(kind)
+            parameter = watched.site.tensor() if watch is not None else None
+            if watch is not None and parameter is not None and parameter.is_floating_point():
+                yield watched.site, watch, parameter
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """``after - before`` in the place of ``before``; of half-precision tensors in float32, which does not round it again."""
+    if after.dtype in (torch.float32, torch.float64):
+        return torch.sub(after, before, out=before)
+    return after.float() - before.float()

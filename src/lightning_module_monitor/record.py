@@ -1,0 +1,89 @@
+"""What a monitored step has to say: a step number and named values. Every sink gets this and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+TRAIN = "train"
+STAGES = ("validation", "test", "predict")
+"""Stages that are named in a key. Training is not: its keys start with the kind."""
+
+OWN_KIND = "monitor"
+"""The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
+
+OWN_FIGURES = ("errors", "overhead_fraction", "step_skipped")
+"""The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
+
+MAX_PREFIX_LENGTH = 40
+MAX_SITE_LENGTH = 128
+MAX_STATISTIC_LENGTH = 40
+"""With the longest stage and kind, a key stays within the 250 characters that MLflow takes."""
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def fit_for_loggers(name: str, max_length: int = MAX_SITE_LENGTH) -> str:
+    """A name of letters, digits, ``_``, ``-`` and single dots.
+
+    What a logger would refuse or strip becomes ``_``; of a name that is too long the middle gives way to a digest of it.
+
+    >>> fit_for_loggers("experts.a/b [0]")
+    'experts.a_b__0_'
+    """
+    fit = _UNFIT.sub("_", name).replace("..", "._.")
+    if len(fit) <= max_length:
+        return fit
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    keep = (max_length - len(digest) - 2) // 2
+    return f"{fit[:keep]}-{digest}-{fit[-keep:]}"
+
+
+class Key(NamedTuple):
+    """The name of one series: ``[prefix/][stage/]kind/site/statistic``.
+
+    No part but ``prefix`` holds a ``/``, so that :meth:`parse` undoes :meth:`format`.
+    """
+
+    kind: str
+    site: str
+    statistic: str
+    stage: str = TRAIN
+    prefix: str = ""
+
+    def format(self) -> str:
+        """The key as loggers and the store know it, e.g. ``validation/activation/model.fc/rms``."""
+        stage = "" if self.stage == TRAIN else self.stage
+        return "/".join(part for part in (self.prefix, stage, self.kind, self.site, self.statistic) if part)
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """Take a key apart; the inverse of :meth:`format`.
+
+        Args:
+            text: A key. One with two parts, ``a/b``, has no site: kind ``a``, statistic ``b``; nor have the
+                monitor's own figures, ``monitor/errors``. One without a ``/`` has neither kind nor site.
+
+        Returns:
+            Its parts.
+        """
+        *head, statistic = text.split("/")
+        own = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
+        site = head.pop() if len(head) >= 2 and not own else ""
+        kind = head.pop() if head else ""
+        stage = head.pop() if head and head[-1] in STAGES else TRAIN
+        return cls(kind, site, statistic, stage, "/".join(head))
+
+
+@dataclass(frozen=True)
+class Record:
+    """The finished values of one monitored step (or of one validation, test or predict loop)."""
+
+    step: int
+    """Number of the optimizer step, on Lightning's own x axis."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Value by key. A key that was planned and has no value in this step is absent."""

@@ -1,0 +1,116 @@
+"""Functions and torchmetrics objects of the user's: called without disturbing training, their results aggregated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """How results are joined: one of them into a scalar when it arrives, the scalars of a step on the host."""
+
+    reduce: Callable[[Tensor], Tensor]
+    merge: Callable[[Tensor, Tensor], Tensor]
+    """Takes the scalars and their weights, float64, shape ``(results,)``."""
+
+
+AGGREGATES: dict[str, Aggregate] = {
+    "mean": Aggregate(torch.mean, lambda values, weights: (values * weights).sum() / weights.sum()),
+    "sum": Aggregate(torch.sum, lambda values, weights: values.sum()),
+    "min": Aggregate(torch.min, lambda values, weights: values.min()),
+    "max": Aggregate(torch.max, lambda values, weights: values.max()),
+}
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of a tensor, or a torchmetrics object, with its name and the way its results are joined."""
+
+    name: str
+    function: Metric | Callable[..., Any]
+    aggregate: str | Callable[[Tensor], Any]
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Run a user's code as if nobody had: no graph, no autocast, and every random state as it was before.
+
+    Args:
+        device: The device of the tensor it gets, whose random state is kept beside that of the CPU.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else torch.no_grad()
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad(), autocast:
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@dataclass
+class Results:
+    """What one function returned at one site within a step."""
+
+    aggregate: str | Callable[[Tensor], Any]
+    values: list[Tensor] = field(default_factory=list)
+    """Scalars in float64, or, for an aggregate of the user's, flat results as they came."""
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, result: object, num_elements: int) -> None:
+        """Keep a result, still on its device.
+
+        Args:
+            result: A real tensor of any shape, or a number. A scalar weighs as many elements as it was computed from, a
+                tensor as many as it has.
+            num_elements: Number of elements that it was computed from.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        if isinstance(result, bool | int | float):
+            result = torch.tensor(float(result), dtype=torch.float64)
+        if not isinstance(result, Tensor) or result.is_complex():
+            what = f"a tensor of dtype {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            raise TypeError(f"returned {what}; expected a real tensor or a number")
+        if isinstance(self.aggregate, str):
+            wide = result.to(torch.float64)
+            self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate].reduce(wide))
+            self.weights.append(num_elements if result.dim() == 0 else result.numel())
+        else:
+            self.values.append(result.reshape(-1))
+
+    def parts(self, name: str) -> dict[str, Results]:
+        """Results to be merged on the host, by the name that they get in the key.
+
+        An aggregate of the user's is applied here, on the device; where it returns a dict, its keys are appended.
+        """
+        if isinstance(self.aggregate, str):
+            return {name: self}
+        with undisturbed(self.values[0].device):
+            return by_part(name, self.aggregate(torch.cat(self.values)))
+
+    def merge(self, values: Tensor) -> float:
+        """The one number, from this object's values as they arrived on the host, float64, shape ``(results,)``."""
+        assert isinstance(self.aggregate, str)
+        return float(AGGREGATES[self.aggregate].merge(values, torch.tensor(self.weights, dtype=torch.float64)))
+
+
+def by_part(name: str, result: object) -> dict[str, Results]:
+    """A final result as one, or for a dict several, entries: ``name``, or ``name.part`` for each part."""
+    parts = {f"{name}.{part}": value for part, value in result.items()} if isinstance(result, Mapping) else {name: result}
+    entries = {}
+    for key, value in parts.items():
+        entries[key] = Results("mean")
+        entries[key].add(value, 1)
+    return entries

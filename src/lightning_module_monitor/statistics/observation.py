@@ -1,0 +1,238 @@
+"""All that is seen in one monitored step (or one validation loop), until it is finished into values by key."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
+from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
+from lightning_module_monitor.statistics.moments import Moments
+from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.table import Table, to_host
+
+
+@dataclass
+class Watch:
+    """What is wanted of one kind at one site, by all rules together."""
+
+    kind: str
+    site: str
+    stage: str = TRAIN
+    prefix: str = ""
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    functions: dict[str, UserFunction] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
+    further: dict[str, Watch] = field(default_factory=dict)
+    """The same wish for the module's further outputs, by site."""
+
+    @functools.cached_property
+    def needs(self) -> int:
+        """Which moments its statistics are finished from, bits of ``Need``."""
+        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), 0)
+
+    @functools.cached_property
+    def base_needs(self) -> int:
+        """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
+        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
+
+    @functools.cached_property
+    def statistic_keys(self) -> list[str]:
+        """Keys of the statistics, in order."""
+        return [self.key(name) for name in self.statistics]
+
+    def keys(self) -> list[str]:
+        """The key of every statistic and function; a function that returns a dict has others instead."""
+        return self.statistic_keys + [self.key(name) for name in self.functions]
+
+    def planned_keys(self) -> list[str]:
+        """The keys that are known before the first step: not those of results that may yet turn out to be dicts."""
+        plain = [one for one in self.functions.values() if isinstance(one.aggregate, str) and not isinstance(one.function, Metric)]
+        return self.statistic_keys + [self.key(one.name) for one in plain]
+
+    def key(self, statistic: str) -> str:
+        """The key of one value."""
+        return Key(self.kind, self.site, fit_for_loggers(statistic, MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
+
+    def at(self, site: str) -> Watch:
+        """The same wish for another site, a further output of the module: always the same object."""
+        if site not in self.further:
+            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, self.statistics, self.functions)
+        return self.further[site]
+
+
+Trouble = Callable[[Watch, str, tuple[int, ...], Exception], None]
+"""Takes what could not be computed: watch, statistic or function, shape of the tensor, cause."""
+
+
+class Observation:
+    """Takes tensors in while a step runs, without a host read, and gives their values at its end.
+
+    Args:
+        on_trouble: Told of every error of a user's function; the value becomes NaN.
+    """
+
+    def __init__(self, on_trouble: Trouble) -> None:
+        self._on_trouble = on_trouble
+        self._table = Table()
+        self._watches: list[Watch] = []
+        self._rows: dict[int, int] = {}
+        self._results: dict[str, tuple[Watch, str, Results]] = {}
+        self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
+        self._failed: set[str] = set()
+        self.num_errors = 0
+
+    def observe(self, watch: Watch, tensor: Tensor) -> None:
+        """Take one tensor in; it may be overwritten as soon as this returns.
+
+        Args:
+            watch: What is wanted of it.
+            tensor: Any shape, any real floating dtype, detached.
+        """
+        tensor = _strided(tensor)
+        if watch.needs:
+            self._table.add(self._row(watch), tensor, watch.needs)
+        if watch.functions:
+            self._call_functions(watch, tensor)
+
+    def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
+        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper."""
+        strided = [(watch, _strided(tensor)) for watch, tensor in pairs]
+        self._table.add_all((self._row(watch), tensor, watch.needs) for watch, tensor in strided if watch.needs)
+        for watch, tensor in strided:
+            if watch.functions:
+                self._call_functions(watch, tensor)
+
+    def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
+        """Take in what relative statistics are relative to, for watches that have one."""
+        relative = ((watch, tensor) for watch, tensor in pairs if watch.base_needs)
+        self._table.add_all((self._row(watch) + 1, _strided(tensor), watch.base_needs) for watch, tensor in relative)
+
+    def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
+        """Take in a result that somebody else computed.
+
+        Args:
+            watch: Kind and site that it belongs to.
+            function: Its name and aggregate.
+            result: A real tensor of any shape or a number.
+            num_elements: Number of elements it was computed from.
+
+        Raises:
+            TypeError: If it is neither tensor nor number.
+        """
+        key = watch.key(function.name)
+        if key not in self._results:
+            self._results[key] = (watch, function.name, Results(function.aggregate))
+        self._results[key][2].add(result, num_elements)
+
+    def collect(self) -> dict[str, float]:
+        """Finish everything: one transfer per device.
+
+        Returns:
+            Value by key. A site that was not seen is absent; what could not be computed is NaN.
+        """
+        parts = self._finished_parts()
+        shares, scalars = to_host(self._table.collect(len(self._watches)), [value for _key, part in parts for value in part.values])
+        values = self._finish(shares)
+        start = 0
+        for key, part in parts:
+            end = start + len(part.values)
+            values[key] = part.merge(scalars[start:end])
+            start = end
+        values.update(dict.fromkeys(self._failed, float("nan")))
+        return values
+
+    def _row(self, watch: Watch) -> int:
+        """Row of a watch in the table; a watch with relative statistics has the next row too, for their base."""
+        row = self._rows.get(id(watch))
+        if row is None:
+            row = self._rows[id(watch)] = len(self._watches)
+            self._watches += [watch, watch] if watch.base_needs else [watch]
+        return row
+
+    def _finish(self, shares: list[Moments]) -> dict[str, float]:
+        """Statistics of every row that was seen; rows with the same statistics are finished together."""
+        if not self._rows:
+            return {}
+        num_rows = len(self._watches)
+        together = Moments(*(torch.cat(parts) for parts in zip(*shares, Moments.of_nothing(num_rows), strict=True)))
+        moments = together.merge(torch.arange(num_rows).repeat(len(shares) + 1), num_rows)
+        groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for row in self._rows.values():
+            groups[tuple(self._watches[row].statistics)].append(row)
+        values: dict[str, float] = {}
+        for rows in groups.values():
+            index = torch.tensor(rows)
+            group, base = moments.rows(index), moments.rows((index + 1).clamp(max=num_rows - 1))
+            statistics = self._watches[rows[0]].statistics.values()
+            finished = torch.stack([one.finish(group, base) if one.relative else one.finish(group) for one in statistics], dim=1)
+            keys = itertools.chain.from_iterable(self._watches[row].statistic_keys for row in rows)
+            values.update(zip(keys, finished.flatten().tolist(), strict=True))
+        return values
+
+    def _call_functions(self, watch: Watch, tensor: Tensor) -> None:
+        for function in watch.functions.values():
+            try:
+                with undisturbed(tensor.device):
+                    # A copy: the function may write into it, and a torchmetrics object may keep it, while the layer after
+                    # this one overwrites the original.
+                    copy = tensor.clone()
+                    if isinstance(function.function, Metric):
+                        self._update_metric(watch, function.function, function.name, copy)
+                    else:
+                        self.add_result(watch, function, function.function(copy), tensor.numel())
+            except Exception as error:
+                self._fail(watch, function.name, tensor, error)
+
+    def _update_metric(self, watch: Watch, metric: Metric, name: str, tensor: Tensor) -> None:
+        own = watch.metrics.get(name)
+        if own is None:
+            own = watch.metrics[name] = metric.clone().to(tensor.device)
+        key = watch.key(name)
+        if key not in self._metrics:
+            own.reset()
+            self._metrics[key] = (watch, name, own)
+        own.update(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float())
+
+    def _finished_parts(self) -> list[tuple[str, Results]]:
+        """Function results by key, ready for the transfer: aggregates of the user's and torchmetrics objects are computed."""
+        parts: list[tuple[str, Results]] = []
+        for watch, name, results in self._results.values():
+            parts += self._parts(watch, name, functools.partial(results.parts, name))
+        for watch, name, metric in self._metrics.values():
+            with undisturbed(metric.device):
+                parts += self._parts(watch, name, lambda metric=metric, name=name: by_part(name, metric.compute()))
+                metric.reset()
+        return parts
+
+    def _parts(self, watch: Watch, name: str, compute: Callable[[], Mapping[str, Results]]) -> list[tuple[str, Results]]:
+        try:
+            return [(watch.key(part), results) for part, results in compute().items()]
+        except Exception as error:
+            self._fail(watch, name, None, error)
+            return []
+
+    def fail(self, watch: Watch, tensor: Tensor, error: Exception) -> None:
+        """Note that nothing of a watch could be computed."""
+        self.num_errors += 1
+        self._failed.update(watch.keys())
+        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.functions)), tuple(tensor.shape), error)
+
+    def _fail(self, watch: Watch, name: str, tensor: Tensor | None, error: Exception) -> None:
+        self.num_errors += 1
+        self._failed.add(watch.key(name))
+        self._on_trouble(watch, name, () if tensor is None else tuple(tensor.shape), error)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The tensor with the zeros that a sparse one leaves out."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,0 +1,120 @@
+"""The built-in statistics, each finished from moments, and the place where a user's own are added.
+
+``n`` is the number of elements and ``x`` an element, over all micro-batches and calls of a step; a token is a slice
+along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.statistics.moments import Moments, Need
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic that is finished from moments.
+
+    Attributes:
+        needs: Bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
+        finish: Takes moments with fields of shape ``(sites,)``, float64, on the host, and returns the statistic, float64,
+            of the same shape. A relative statistic also takes the moments of what it is relative to.
+        relative: Whether it is relative to another tensor: the parameter of an update.
+    """
+
+    needs: int
+    finish: Callable[..., Tensor]
+    relative: bool = False
+
+
+TensorFunction = Callable[[Tensor], Tensor]
+
+
+# Named functions and no lambdas, so that a callback with its rules can be pickled.
+
+
+def _mean(moments: Moments) -> Tensor:
+    return _unless_empty(moments.mean, moments)
+
+
+def _var(moments: Moments) -> Tensor:
+    # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
+    return moments.deviations / (moments.count - 1).clamp(min=0)
+
+
+def _std(moments: Moments) -> Tensor:
+    return _var(moments).sqrt()
+
+
+def _norm(moments: Moments) -> Tensor:
+    return moments.squares.sqrt()
+
+
+def _rms(moments: Moments) -> Tensor:
+    return (moments.squares / moments.count).sqrt()
+
+
+def _min(moments: Moments) -> Tensor:
+    return _unless_empty(moments.minimum, moments)
+
+
+def _max(moments: Moments) -> Tensor:
+    return _unless_empty(moments.maximum, moments)
+
+
+def _abs_mean(moments: Moments) -> Tensor:
+    return moments.magnitude / moments.count
+
+
+def _abs_max(moments: Moments) -> Tensor:
+    return _unless_empty(torch.maximum(moments.maximum, -moments.minimum), moments)
+
+
+def _zero_fraction(moments: Moments) -> Tensor:
+    return moments.zeros / moments.count
+
+
+def _nonfinite_count(moments: Moments) -> Tensor:
+    return moments.nonfinite
+
+
+def _token_norm(moments: Moments) -> Tensor:
+    return moments.token_norm / moments.tokens
+
+
+def _token_rms(moments: Moments) -> Tensor:
+    return moments.token_rms / moments.tokens
+
+
+def _ratio(moments: Moments, base: Moments) -> Tensor:
+    return _norm(moments) / _norm(base)
+
+
+def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
+    return torch.where(moments.count > 0, values, torch.nan)
+
+
+STATISTICS: dict[str, Statistic | TensorFunction] = {
+    "mean": Statistic(Need.MEAN, _mean),
+    "std": Statistic(Need.DEVIATIONS, _std),
+    "var": Statistic(Need.DEVIATIONS, _var),
+    "norm": Statistic(Need.SQUARES, _norm),
+    "rms": Statistic(Need.SQUARES, _rms),
+    "min": Statistic(Need.EXTREMES, _min),
+    "max": Statistic(Need.EXTREMES, _max),
+    "abs_mean": Statistic(Need.MAGNITUDE, _abs_mean),
+    "abs_max": Statistic(Need.EXTREMES, _abs_max),
+    "zero_fraction": Statistic(Need.ZEROS, _zero_fraction),
+    "nonfinite_count": Statistic(Need.NONFINITE, _nonfinite_count),
+    "token_norm": Statistic(Need.TOKENS, _token_norm),
+    "token_rms": Statistic(Need.TOKENS, _token_rms),
+    "ratio": Statistic(Need.SQUARES, _ratio, relative=True),
+}
+"""Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
+is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
+relative to. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+Tensor``, or a :class:`Statistic`."""
