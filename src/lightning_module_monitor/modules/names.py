@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -103,9 +103,9 @@ class Namer:
 Site = ModuleSite | ParameterSite
 
 
-def matches(aliases: Iterable[str], patterns: Iterable[re.Pattern[str]]) -> bool:
+def matches(aliases: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> bool:
     """Whether any pattern matches any of the names as a whole."""
-    return any(pattern.fullmatch(alias) for pattern in patterns for alias in aliases)
+    return any(pattern.fullmatch(alias) for alias in aliases for pattern in patterns)
 
 
 def and_insides(aliases: Iterable[str]) -> Iterator[str]:

@@ -47,10 +47,11 @@ class Need:
 Figures = dict[str, Tensor]
 """What is measured of every piece of a block: figure by name, each of shape ``(pieces,)``, in the block's dtype.
 
-``factor``: the power of two by which the piece was multiplied first; ``center``, ``residual``, ``spread``, ``root``,
-``token_norm`` and ``magnitude`` are those of the multiplied piece. ``center``: its rounded mean. ``residual`` and
-``spread``: sum and Euclidean norm of the deviations from ``center``. ``root``: Euclidean norm. ``token_norm``: sum over
-the tokens of their norm. ``magnitude``: sum of magnitudes. ``maximum``, ``minimum``. ``zeros``, ``finite``: how many.
+``factor``: the power of two by which the piece was multiplied first; ``center``, ``residual``, ``deviations``,
+``squares``, ``token_norm`` and ``magnitude`` are those of the multiplied piece. ``center``: its rounded mean.
+``residual`` and ``deviations``: sum of the deviations from ``center``, and of their squares. ``squares``: sum of squares.
+``token_norm``: sum over the tokens of their Euclidean norm. ``magnitude``: sum of magnitudes. ``maximum``, ``minimum``.
+``zeros``, ``finite``: how many.
 """
 
 
@@ -136,7 +137,7 @@ class Scratch:
     """Two buffers that blocks of one dtype and device are measured in, each of at least the size of a block."""
 
     scaled: Tensor
-    centered: Tensor
+    other: Tensor
     num_elements: int
     """Size of each."""
 
@@ -185,17 +186,23 @@ def _view(buffer: Tensor, block: Tensor) -> Tensor:
 
 
 def _measure_sums(scaled: Tensor, needs: int, features: int, scratch: Scratch, figures: Figures) -> None:
-    """Add the sums and norms of a scaled block to its figures."""
+    """Add the sums of a scaled block to its figures.
+
+    Squares are written out and summed: ``sum`` adds pairwise, while ``vector_norm`` adds one after the other in float32
+    and is off by 3e-6 where one element of a few thousand stands out.
+    """
+    other = _view(scratch.other, scaled)
+    if needs & Need.TOKENS or needs & (Need.SQUARES | Need.DEVIATIONS) == Need.SQUARES:
+        squares = torch.mul(scaled, scaled, out=other)
+        figures["squares"] = squares.sum(1)
+        if needs & Need.TOKENS:
+            figures["token_norm"] = squares.view(len(scaled), -1, features).sum(2).sqrt_().sum(1)
     if needs & (Need.MEAN | Need.DEVIATIONS):
         figures["center"] = scaled.sum(1).div_(scaled.shape[1])
     if needs & Need.DEVIATIONS:
-        centered = torch.sub(scaled, figures["center"].unsqueeze(1), out=_view(scratch.centered, scaled))
-        figures["residual"] = centered.sum(1)
-        figures["spread"] = torch.linalg.vector_norm(centered, dim=1)
-    elif needs & Need.SQUARES:
-        figures["root"] = torch.linalg.vector_norm(scaled, dim=1)
-    if needs & Need.TOKENS:
-        figures["token_norm"] = torch.linalg.vector_norm(scaled.view(len(scaled), -1, features), dim=2).sum(1)
+        deviations = torch.sub(scaled, figures["center"].unsqueeze(1), out=other)
+        figures["residual"] = deviations.sum(1)
+        figures["deviations"] = deviations.square_().sum(1)
 
 
 def _normalizing_power_of_two(peak: Tensor) -> Tensor:
@@ -227,8 +234,8 @@ def moments_of_pieces(figures: Figures, length: Tensor, features: int) -> Moment
     residual_mean = residual / length
     mean = (figures.get("center", nothing) + residual_mean) * scale
     # Multiplied twice: the square of a large float64 scale is infinite, and zero times infinite is not zero.
-    deviations = (figures.get("spread", nothing) ** 2 - residual * residual_mean).clamp(min=0.0) * scale * scale
-    squares = figures["root"] ** 2 * scale * scale if "root" in figures else deviations + length * mean * mean
+    deviations = (figures.get("deviations", nothing) - residual * residual_mean).clamp(min=0.0) * scale * scale
+    squares = figures["squares"] * scale * scale if "squares" in figures else deviations + length * mean * mean
     token_norm = figures.get("token_norm", nothing) * scale
     return Moments(
         count=length,

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_module_monitor.statistics.moments import Figures, Moments, Need, Scratch, measure, moments_of_pieces
 
 PIECE_ELEMENTS = 8192
-"""Longest piece, unless one token has more features: short enough for a float32 sum to be right to seven digits."""
+"""Longest piece, unless one token has more features: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
 
 CPU_BLOCK_ELEMENTS = 1 << 16
 """Elements measured at once on a CPU: a block and its scratch stay in the second-level cache."""

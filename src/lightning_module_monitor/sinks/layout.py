@@ -1,0 +1,280 @@
+"""What the store's file looks like: one schema for the writer, the reader, and the rewrite that connects files.
+
+One group per kind; in it ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A row of
+``values`` is one chunk: it is compressed and written once, and never rewritten while others read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.record import Key
+
+FORMAT_VERSION = 1
+"""Raise it whenever a reader has to know."""
+
+ABSENT_BITS = 0x7FF8_6162_7365_6E74
+"""A quiet NaN that spells "absent": a value that was never recorded, as opposed to a recorded NaN."""
+
+ABSENT: float = np.uint64(ABSENT_BITS).view(np.float64)
+
+SITELESS = "logged"
+"""Group of keys without a kind (one part, as a user logs ``loss``)."""
+
+_RESERVED = {"", ".", SITELESS, "values", "steps", "columns"}
+_STEPS_PER_CHUNK = 256
+_ROWS_PER_COPY = 256
+# The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
+_LIBVER = ("v110", "v110")
+
+
+@dataclass
+class Attributes:
+    """What a file says of itself: the versions, and every run that wrote to it."""
+
+    package_version: str
+    started: str
+    """ISO 8601, UTC."""
+
+    configurations: list[dict[str, object]]
+    """One ``{"started", "first_step", "configuration"}`` per run, oldest first."""
+
+
+def split(key: str) -> tuple[str, str]:
+    """Where a key lives: its group and its column, e.g. ``("validation/activation", "model.fc/rms")``."""
+    parsed = Key.parse(key)
+    column = f"{parsed.site}/{parsed.statistic}" if parsed.site else parsed.statistic
+    if column == key:
+        return SITELESS, column
+    head = key[: -len(column) - 1]
+    # A part that HDF5 or this layout uses itself gets a "_", one more if it ends in "_" already: undone by `join`.
+    return "/".join(part + "_" if part.rstrip("_") in _RESERVED else part for part in head.split("/")), column
+
+
+def join(group: str, column: str) -> str:
+    """The key of a group and a column; the inverse of :func:`split`."""
+    if group == SITELESS:
+        return column
+    parts = (part[:-1] if part.rstrip("_") in _RESERVED else part for part in group.split("/"))
+    return "/".join((*parts, column))
+
+
+def columns_by_group(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The tables that these keys need, in their order, each column once."""
+    tables: dict[str, dict[str, None]] = {}
+    for key in keys:
+        group, column = split(key)
+        tables.setdefault(group, {})[column] = None
+    return {group: list(columns) for group, columns in tables.items()}
+
+
+def is_absent(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which values were never recorded; any shape."""
+    absent: NDArray[np.bool_] = values.view(np.uint64) == np.uint64(ABSENT_BITS)
+    return absent
+
+
+# ------------------------------------------------------------------ reading
+
+
+@contextmanager
+def open_store(path: Path) -> Iterator[h5py.File]:
+    """A store's file opened for reading, whether it is being written, was left by a kill, or was closed.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it is not a store that this version can read.
+    """
+    if not path.is_file():
+        message = f"There is no store at {str(path)!r}."
+        raise FileNotFoundError(message)
+    with _open_hdf5(path) as file:
+        version = file.attrs.get("format_version")
+        if version is None or "configurations" not in file.attrs:
+            message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
+            raise ValueError(message)
+        if version > FORMAT_VERSION:
+            message = f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. Update lightning-module-monitor to read it."
+            raise ValueError(message)
+        yield file
+
+
+def _open_hdf5(path: Path) -> h5py.File:
+    # No HDF5 lock anywhere: a reader's shared lock would make the writer fail. Writers have their own (see hdf5.py).
+    try:
+        return h5py.File(path, "r", swmr=True, locking=False)
+    except OSError as error:
+        with suppress(OSError):  # files of other programs may be too old for SWMR; they are looked at all the same
+            return h5py.File(path, "r", locking=False)
+        if isinstance(error, PermissionError):
+            raise
+        message = f"{str(path)!r} is not a readable HDF5 file ({error}). Give the path of a monitor's store."
+        raise ValueError(message) from error
+
+
+def is_plain(path: Path) -> bool:
+    """Whether any HDF5 program can open the file: it is neither being written nor left so by a kill."""
+    try:
+        h5py.File(path, "r", locking=False).close()
+    except OSError:
+        return False
+    return True
+
+
+def read_attributes(file: h5py.File) -> Attributes:
+    """What the file says of itself."""
+    started, package_version = str(file.attrs["started"]), str(file.attrs["package_version"])
+    return Attributes(package_version, started, json.loads(file.attrs["configurations"]))
+
+
+def read_columns(file: h5py.File) -> dict[str, list[str]]:
+    """The columns of every table in the file, by group."""
+    groups: list[str] = []
+
+    def visit(name: str) -> None:
+        if name.endswith("/columns"):
+            groups.append(name.removesuffix("/columns"))
+
+    file.visit(visit)
+    return {group: [column.decode() for column in file[group]["columns"][...].tolist()] for group in groups}
+
+
+def read_steps(group: h5py.Group) -> NDArray[np.int64]:
+    """The steps of a table's complete rows, shape ``(rows,)``: a row counts from the moment its step is there, too."""
+    steps: NDArray[np.int64] = group["steps"][: len(group["values"])]
+    return steps
+
+
+# ------------------------------------------------------------------ writing
+
+
+@contextmanager
+def new_file(path: Path, attributes: Attributes, tables: Mapping[str, Sequence[str]]) -> Iterator[h5py.File]:
+    """A new file with empty tables, replacing what is at ``path``; afterwards it is closed and on the disk, or gone after an error."""
+    file = h5py.File(path, "w", libver=_LIBVER, locking=False)
+    try:
+        file.attrs["format_version"] = FORMAT_VERSION
+        file.attrs["package_version"] = attributes.package_version
+        file.attrs["started"] = attributes.started
+        file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
+        for group, columns in tables.items():
+            _create_table(file.create_group(group), columns)
+        yield file
+        file.close()
+        _synchronize(path)
+    except BaseException:
+        abandon(file)
+        path.unlink()
+        raise
+
+
+def _create_table(group: h5py.Group, columns: Sequence[str]) -> None:
+    encoded = [column.encode() for column in columns]
+    width = len(columns)
+    values = group.create_dataset(
+        "values",
+        (0, width),
+        "f8",
+        maxshape=(None, width),
+        chunks=(1, width),
+        shuffle=True,
+        compression="gzip",
+        compression_opts=1,
+        fillvalue=ABSENT,
+    )
+    steps = group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,))
+    # Fixed-length: SWMR cannot do variable length.
+    names = group.create_dataset("columns", data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
+    for axis, scale in enumerate((steps, names)):
+        scale.make_scale(scale.name.rpartition("/")[2])
+        values.dims[axis].attach_scale(scale)
+
+
+def open_for_appending(path: Path) -> h5py.File:
+    """A file opened for its single writer; from here on others can read it, and a kill does no harm."""
+    file = h5py.File(path, "r+", libver=_LIBVER, locking=False)
+    file.swmr_mode = True
+    return file
+
+
+def abandon(file: h5py.File) -> None:
+    """Close a file without another byte to its disk, which stays as it was last flushed.
+
+    After a failed write HDF5 tries again when it closes the file, fails again, and ends the process with SIGSEGV at exit,
+    whatever was caught. So what it still has to say goes into memory that is thrown away.
+    """
+    with suppress(Exception):
+        if file and hasattr(os, "memfd_create"):
+            nowhere = os.memfd_create("abandoned-store")
+            os.dup2(nowhere, file.id.get_vfd_handle())
+            os.close(nowhere)
+        file.close()
+
+
+def temporary_path(path: Path) -> Path:
+    """Where a file's successor is prepared; a leftover of a killed rewrite is written over by the next."""
+    return path.with_name(f".{path.name}.new")
+
+
+def rewrite(
+    source: h5py.File,
+    target: Path,
+    *,
+    attributes: Attributes | None = None,
+    more: Mapping[str, Sequence[str]] | None = None,
+    before_step: int | None = None,
+) -> None:
+    """Copy a store into a new, plain file at ``target``: the one way to repair, to widen, and to cut.
+
+    Args:
+        source: The store, open in any mode.
+        target: Path of the copy; not the source's own.
+        attributes: Replaces the source's own.
+        more: Columns by group that the copy has besides the source's.
+        before_step: Only rows of earlier steps are copied.
+    """
+    tables = read_columns(source)
+    wider = dict(tables)
+    for group, columns in (more or {}).items():
+        wider[group] = list(dict.fromkeys((*tables.get(group, ()), *columns)))
+    with new_file(target, attributes or read_attributes(source), wider) as copy:
+        for group in tables:
+            _copy_rows(source[group], copy[group], before_step)
+
+
+def _copy_rows(source: h5py.Group, target: h5py.Group, before_step: int | None) -> None:
+    steps = read_steps(source)
+    kept = np.flatnonzero(steps < before_step) if before_step is not None else np.arange(len(steps))
+    width = source["values"].shape[1]
+    for name in ("values", "steps"):
+        target[name].resize(len(kept), axis=0)
+    target["steps"][...] = steps[kept]
+    # The union begins with the source's own columns, in their order; in blocks, because a store can be larger than memory.
+    for first in range(0, len(kept), _ROWS_PER_COPY):
+        rows = kept[first : first + _ROWS_PER_COPY]
+        block = source["values"][rows[0] : rows[-1] + 1][rows - rows[0]]
+        wide = np.full((len(rows), target["values"].shape[1]), ABSENT)
+        wide[:, :width] = block
+        target["values"][first : first + len(rows)] = wide
+
+
+def _synchronize(path: Path) -> None:
+    # On the disk before it takes the old file's name: after a power cut the name must not stand for an empty file.
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Put a finished file in another's place, atomically: a kill leaves one or the other, whole."""
+    shutil.copymode(path, temporary)
+    temporary.replace(path)

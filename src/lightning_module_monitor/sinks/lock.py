@@ -1,0 +1,31 @@
+"""One writer per store: a lock that the operating system takes back when its holder is killed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+
+def acquire(path: Path) -> BaseFileLock | None:
+    """The right to write to ``path``, or ``None`` if another store, in this or another process, has it.
+
+    HDF5's own lock is dropped in SWMR mode, so this one is on a hidden file beside the store.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
+
+
+def release(lock: BaseFileLock) -> None:
+    """Give the right back and remove the hidden file.
+
+    It is removed while it is held: who opened it before and gets it after sees that it has no name any more.
+    """
+    with suppress(OSError):  # e.g. Windows, which removes no open file: it stays, and does no harm
+        Path(lock.lock_file).unlink()
+    lock.release()

@@ -1,0 +1,203 @@
+"""Reading a store: as a series, a tidy frame, or an xarray dataset, while it grows, after a kill, or when it is done."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.errors import nearest, require
+from lightning_module_monitor.record import Key
+from lightning_module_monitor.sinks import layout, lock
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+
+def load_store(path: str | os.PathLike[str]) -> StoreReader:
+    """Open the file of a run, at any time: while it is written, after a ``kill -9``, after a clean end.
+
+    Args:
+        path: The ``.h5`` file.
+
+    Returns:
+        A reader of it.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If the file is not HDF5, not a monitor's store, or of a newer format.
+
+    Example:
+        >>> steps, values = load_store("monitor.h5").series("activation/fc/rms")  # doctest: +SKIP
+    """
+    reader = StoreReader(Path(path))
+    with layout.open_store(reader.path):
+        return reader
+
+
+class StoreReader:
+    """A store's content. Each call opens the file anew and closes it again, so that it always tells the newest.
+
+    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or spoiled by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """The file."""
+
+    def keys(self) -> list[str]:
+        """All keys, group by group, in the order of the columns."""
+        with layout.open_store(self.path) as file:
+            tables = layout.read_columns(file)
+        return [layout.join(group, column) for group, columns in tables.items() for column in columns]
+
+    def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """One key's values.
+
+        Args:
+            key: One of :meth:`keys`.
+
+        Returns:
+            Steps (int64) and values (float64), both of shape ``(rows,)``: the rows in which the key was recorded. A NaN among
+            the values was recorded as such.
+
+        Raises:
+            KeyError: If there is no such key; the message names the nearest.
+        """
+        group, column = layout.split(key)
+        with layout.open_store(self.path) as file:
+            columns = layout.read_columns(file).get(group, [])
+            if column in columns:
+                steps = layout.read_steps(file[group])
+                values: NDArray[np.float64] = file[group]["values"][: len(steps), columns.index(column)]
+                present = ~layout.is_absent(values)
+                return steps[present], values[present]
+        message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
+        raise KeyError(message)
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """What the file says of itself.
+
+        ``format_version`` (int), ``package_version``, ``started`` (ISO 8601, UTC), and ``configurations``: a list with one
+        ``{"started", "first_step", "configuration"}`` for each run that wrote to the file.
+        """
+        with layout.open_store(self.path) as file:
+            return {"format_version": int(file.attrs["format_version"]), **vars(layout.read_attributes(file))}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Everything as a tidy frame, a row per recorded value.
+
+        Returns:
+            Columns ``step``, ``stage`` (``train``, ``validation``, ...), ``kind`` (with its prefix, if the run had one:
+            ``run1/activation``), ``site``, ``statistic``, ``value``.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        pd = require("pandas", "pandas")
+        with layout.open_store(self.path) as file:
+            tables = [(group, columns, *_read_table(file[group])) for group, columns in layout.read_columns(file).items()]
+        names = ["step", "stage", "kind", "site", "statistic", "value"]
+        frames = [pd.DataFrame(_tidy(*table), columns=names) for table in tables]
+        frame: pandas.DataFrame = pd.concat(frames, ignore_index=True)
+        return frame
+
+    def to_xarray(self, kind: str) -> xarray.Dataset:
+        """One kind as an xarray dataset.
+
+        Args:
+            kind: What comes before site and statistic in a key: ``"activation"``, ``"validation/activation"``.
+
+        Returns:
+            One float64 variable per statistic, dimensions ``(step, site)``, or ``(step,)`` where keys have no site. NaN where
+            nothing was recorded.
+
+        Raises:
+            KeyError: If there is no such kind; the message names the nearest.
+            ImportError: If xarray is not installed.
+        """
+        xr = require("xarray", "xarray")
+        with layout.open_store(self.path) as file:
+            tables = layout.read_columns(file)
+            group_by_kind = {_head(group, columns): group for group, columns in tables.items()}
+            if kind not in group_by_kind:
+                message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
+                raise KeyError(message)
+            group = group_by_kind[kind]
+            steps, values = _read_table(file[group])
+        return _to_dataset(xr, steps, _keys_of(group, tables[group]), values)
+
+    def repair(self) -> None:
+        """Make a file that a kill left half open readable for every HDF5 program; its content stays. Atomic.
+
+        A file that was closed is left as it is.
+
+        Raises:
+            RuntimeError: If a run is still writing to it.
+        """
+        with layout.open_store(self.path):
+            path = self.path.resolve()
+        held = lock.acquire(path)
+        if held is None:
+            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
+            raise RuntimeError(message)
+        try:
+            if layout.is_plain(path):
+                return
+            temporary = layout.temporary_path(path)
+            with layout.open_store(path) as source:
+                layout.rewrite(source, temporary)
+            layout.replace(temporary, path)
+        finally:
+            lock.release(held)
+
+
+def _read_table(group: h5py.Group) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Steps, shape ``(rows,)``, and values, shape ``(rows, columns)``."""
+    steps = layout.read_steps(group)
+    return steps, group["values"][: len(steps)]
+
+
+def _keys_of(group: str, columns: list[str]) -> list[Key]:
+    return [Key.parse(layout.join(group, column)) for column in columns]
+
+
+def _head(group: str, columns: list[str]) -> str:
+    """A group's kind as a user knows it."""
+    return layout.join(group, columns[0])[: -len(columns[0])].removesuffix("/") or group
+
+
+def _tidy(
+    group: str, columns: list[str], steps: NDArray[np.int64], values: NDArray[np.float64]
+) -> dict[str, NDArray[np.generic] | list[str]]:
+    """The recorded values of a table, one after the other, each with the parts of its key."""
+    keys = _keys_of(group, columns)
+    row, column = np.nonzero(~layout.is_absent(values))
+    parts = {
+        "stage": [key.stage for key in keys],
+        "kind": [f"{key.prefix}/{key.kind}" if key.prefix else key.kind for key in keys],
+        "site": [key.site for key in keys],
+        "statistic": [key.statistic for key in keys],
+    }
+    tidy = {name: np.array(texts, dtype=object)[column] for name, texts in parts.items()}
+    return {"step": steps[row], **tidy, "value": values[row, column]}
+
+
+def _to_dataset(xr: ModuleType, steps: NDArray[np.int64], keys: list[Key], values: NDArray[np.float64]) -> xarray.Dataset:
+    sites = list(dict.fromkeys(key.site for key in keys))
+    place = {site: index for index, site in enumerate(sites)}
+    columns = np.where(layout.is_absent(values), np.nan, values)
+    cubes = {key.statistic: np.full((len(sites), len(steps)), np.nan) for key in keys}
+    for column, key in enumerate(keys):
+        cubes[key.statistic][place[key.site]] = columns[:, column]
+    dataset: xarray.Dataset = xr.Dataset(
+        {name: (("step", "site"), cube.T) for name, cube in cubes.items()}, coords={"step": steps, "site": sites}
+    )
+    return dataset.squeeze("site", drop=True) if sites == [""] else dataset

@@ -1,0 +1,37 @@
+"""Every built-in statistic by its formula, in numpy's float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from lightning_module_monitor import STATISTICS, Statistic
+
+PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative]
+
+
+def textbook(name: str, x: Tensor) -> float:
+    """The statistic in numpy's float64, by its formula."""
+    a = x.detach().double().numpy()
+    flat = a.ravel()
+    n = flat.size
+    tokens = a.reshape(-1, a.shape[-1]) if a.ndim else flat.reshape(1, 1)
+    with np.errstate(all="ignore"):
+        formulas = {
+            "mean": lambda: flat.sum() / n,
+            "var": lambda: ((flat - flat.mean()) ** 2).sum() / (n - 1),
+            "std": lambda: math.sqrt(((flat - flat.mean()) ** 2).sum() / (n - 1)),
+            "norm": lambda: math.sqrt((flat**2).sum()),
+            "rms": lambda: math.sqrt((flat**2).sum() / n),
+            "min": lambda: flat.min(),
+            "max": lambda: flat.max(),
+            "abs_mean": lambda: np.abs(flat).sum() / n,
+            "abs_max": lambda: np.abs(flat).max(),
+            "zero_fraction": lambda: (flat == 0).sum() / n,
+            "nonfinite_count": lambda: float((~np.isfinite(flat)).sum()),
+            "token_norm": lambda: np.sqrt((tokens**2).sum(1)).mean(),
+            "token_rms": lambda: np.sqrt((tokens**2).mean(1)).mean(),
+        }
+        return float(formulas[name]())

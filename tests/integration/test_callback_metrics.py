@@ -1,0 +1,163 @@
+"""Keys of callback_metrics reach the real EarlyStopping, ModelCheckpoint and progress bar; no others do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor.errors import ConfigError
+from tests.helpers.tiny import KeepRecords, Tiny, fit
+
+KEY = "parameter/model.0.weight/norm"
+VALIDATION_KEY = "validation/activation/model.2/rms"
+BATCHES = 6  # an epoch of fit(), without accumulation
+
+
+class Swinging(Tiny):
+    """Its weights shrink for two epochs and grow afterwards: neither its first nor its last epoch is the smallest."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.current_epoch < 2 else -loss
+
+
+def monitor(patterns: list[str], **options: Any) -> ModuleMonitorCallback:
+    """A monitor of weights and activations that gives keys of these patterns away."""
+    rules = [Rule(kinds="parameter", statistics="norm"), Rule(kinds="activation", statistics="rms")]
+    return ModuleMonitorCallback(**{"every_n_steps": 1, "rules": rules, "store": False, "callback_metrics": patterns, **options})
+
+
+def recorded(root: Path, key: str, epochs: int, **options: Any) -> dict[int, float]:
+    """The values of a key in a run that nobody stops, by step."""
+    callback = monitor([key], **options)
+    kept = KeepRecords(callback)
+    fit(root, [callback, kept], Swinging, max_epochs=epochs)
+    return kept.series()[key]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_early_stopping_stops_on_a_monitored_key(is_first: bool, tmp_path: Path) -> None:
+    """Training ends after the epoch in which the value crossed the threshold, wherever EarlyStopping stands in the list."""
+    values = recorded(tmp_path, KEY, 2)
+    threshold = (values[2 * BATCHES - 1] + values[BATCHES - 1]) / 2
+    stopping = EarlyStopping(KEY, mode="min", stopping_threshold=threshold, patience=100, check_on_train_epoch_end=True)
+    callbacks: list[Callback] = [monitor([KEY])]
+    callbacks.insert(0 if is_first else 1, stopping)
+    trainer = fit(tmp_path, callbacks, Swinging, max_epochs=10)
+    assert stopping.stopped_epoch == 1
+    assert trainer.global_step == 2 * BATCHES
+    assert trainer.callback_metrics[KEY].item() == pytest.approx(values[2 * BATCHES - 1], rel=1e-6)
+
+
+def test_early_stopping_stops_on_a_key_of_validation(tmp_path: Path) -> None:
+    """With the stage on, values of the validation loop are there when EarlyStopping looks, at the loop's end."""
+    options: dict[str, Any] = {"stages": ["train", "validate"]}
+    values = list(recorded(tmp_path, VALIDATION_KEY, 3, **options).values())
+    assert values[1] < values[0]
+    stopping = EarlyStopping(VALIDATION_KEY, mode="min", stopping_threshold=(values[0] + values[1]) / 2, patience=100)
+    trainer = fit(tmp_path, [monitor(["validation/.*"], **options), stopping], Swinging, max_epochs=10)
+    assert trainer.global_step == 2 * BATCHES
+    assert trainer.callback_metrics[VALIDATION_KEY].item() == pytest.approx(values[1], rel=1e-6)
+
+
+def test_validation_alone_gives_its_keys(tmp_path: Path) -> None:
+    """Where only validation is monitored, its keys can be had, and those of training cannot."""
+    trainer = fit(tmp_path, [monitor([VALIDATION_KEY], stages=["validate"])])
+    assert VALIDATION_KEY in trainer.callback_metrics
+    with pytest.raises(ConfigError, match="matches none of the"):
+        fit(tmp_path, [monitor([KEY], stages=["validate"])])
+
+
+def test_model_checkpoint_picks_the_best_epoch(tmp_path: Path) -> None:
+    """The checkpoint that is kept is that of the epoch whose last value is the smallest."""
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, save_on_train_epoch_end=True)
+    callback = monitor([KEY])
+    kept = KeepRecords(callback)
+    fit(tmp_path, [checkpoint, callback, kept], Swinging, max_epochs=4, enable_checkpointing=True)
+    ends = [kept.series()[KEY][epoch * BATCHES - 1] for epoch in range(1, 5)]
+    assert ends.index(min(ends)) == 1, "the smallest must be neither the first nor the last"
+    assert checkpoint.best_model_score is not None
+    assert checkpoint.best_model_score.item() == pytest.approx(min(ends), rel=1e-6)
+    saved = torch.load(checkpoint.best_model_path, weights_only=True)
+    assert (saved["epoch"], saved["global_step"]) == (1, 2 * BATCHES)
+
+
+def test_model_checkpoint_picks_the_best_step(tmp_path: Path) -> None:
+    """A checkpoint of every step is judged by the value of that very step, not of the one before."""
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, every_n_train_steps=1)
+    callback = monitor([KEY])
+    kept = KeepRecords(callback)
+    fit(tmp_path, [checkpoint, callback, kept], Swinging, max_epochs=4, enable_checkpointing=True)
+    values = kept.series()[KEY]
+    best = min(values, key=values.__getitem__)
+    assert 0 < best < 4 * BATCHES - 1
+    saved = torch.load(checkpoint.best_model_path, weights_only=True)
+    assert saved["global_step"] == best + 1
+
+
+def test_values_of_a_sparse_schedule_are_there_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    """The newest value stays until there is a newer one, also if the last step of the epoch was not monitored."""
+    callback = monitor([KEY], every_n_steps=4)
+    kept = KeepRecords(callback)
+    stopping = EarlyStopping(KEY, check_on_train_epoch_end=True, patience=100)
+    trainer = fit(tmp_path, [callback, kept, stopping], max_epochs=2)
+    assert set(kept.series()[KEY]) == {0, 4, 8}
+    assert trainer.callback_metrics[KEY].item() == pytest.approx(kept.series()[KEY][8], rel=1e-6)
+
+
+def test_only_matching_keys_are_given_away(tmp_path: Path) -> None:
+    """A pattern takes the whole key (re.fullmatch); what it does not match is in loggers and store only."""
+    trainer = fit(tmp_path, [monitor(["parameter/.*weight/norm"])])
+    given = {key for key in trainer.callback_metrics if "/" in key}
+    assert given == {"parameter/model.0.weight/norm", "parameter/model.2.weight/norm"}
+
+
+class Bar(Callback):
+    """What a progress bar would show, step by step."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_args: Any) -> None:
+        self.shown.append(dict(trainer.progress_bar_metrics))
+
+
+def test_the_progress_bar_shows_them_if_wished(tmp_path: Path) -> None:
+    """With progress_bar the bar has each step's value; without it, none."""
+    callback = monitor([KEY], progress_bar=True)
+    kept, bar = KeepRecords(callback), Bar()
+    fit(tmp_path, [callback, kept, bar])
+    assert [shown[KEY] for shown in bar.shown] == pytest.approx(list(kept.series()[KEY].values()), rel=1e-6)
+    assert {key for shown in bar.shown for key in shown if "/" in key} == {KEY}
+    silent = Bar()
+    fit(tmp_path, [monitor([KEY]), silent])
+    assert not any(KEY in shown for shown in silent.shown)
+
+
+def test_a_pattern_that_matches_no_key_is_refused(tmp_path: Path) -> None:
+    """Before the first batch, with the nearest key, so that EarlyStopping does not wait for what never comes."""
+    with pytest.raises(ConfigError) as refused:
+        fit(tmp_path, [monitor(["parameter/model.0.weigth/norm"])])
+    message = str(refused.value)
+    assert message == f"callback_metrics 'parameter/model.0.weigth/norm' matches none of the 10 keys; nearest: '{KEY}'"
+
+
+def test_keys_of_a_stage_that_is_off_are_refused(tmp_path: Path) -> None:
+    """validation/... without stages: [validate] would never come."""
+    with pytest.raises(ConfigError, match=r"callback_metrics 'validation/activation/model\.2/rms' matches none of the"):
+        fit(tmp_path, [monitor([VALIDATION_KEY])])
+
+
+def test_a_prefix_is_part_of_the_key(tmp_path: Path) -> None:
+    """With a prefix the patterns have it too."""
+    trainer = fit(tmp_path, [monitor([f"run1/{KEY}"], prefix="run1")])
+    assert f"run1/{KEY}" in trainer.callback_metrics
+    with pytest.raises(ConfigError, match=f"nearest: 'run1/{KEY}'"):
+        fit(tmp_path, [monitor([KEY], prefix="run1")])

@@ -1,0 +1,304 @@
+"""Records in the real Lightning loggers, offline: written by the callback, read back by each tool's own reader."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch import nn
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor.sinks.loggers import rolled_up
+from tests.helpers.tiny import KeepRecords, Tiny, fit
+
+Series = dict[str, dict[int, float]]
+
+RULES = [
+    Rule(kinds=["activation", "activation_gradient"], statistics=["rms", "mean", "zero_fraction"]),
+    Rule(kinds=["parameter", "gradient", "gradient_before_clip", "update"], statistics="norm"),
+]
+LIGHTNINGS_OWN = {"epoch", "loss", "own_weight_norm", "validation_loss"}
+
+
+def read_csv(root: Path) -> Series:
+    """The rows of a CSVLogger, by key and step."""
+    series: Series = {}
+    with (root / "csv" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for key, text in row.items():
+                if text and key != "step":
+                    series.setdefault(key, {})[int(row["step"])] = float(text)
+    return series
+
+
+def read_tensorboard(root: Path) -> Series:
+    """The scalars of a TensorBoardLogger, by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {key: {event.step: event.value for event in events.Scalars(key)} for key in events.Tags()["scalars"]}
+
+
+def wandb_log(path: Path) -> Iterator[bytes]:
+    """The entries of a wandb transaction log: LevelDB's log format after a header of seven bytes."""
+    data = path.read_bytes()
+    block, header, place = 32768, struct.Struct("<IHB"), 7
+    entry = b""
+    while place + header.size <= len(data):
+        left = block - place % block
+        if left < header.size:
+            place += left
+            continue
+        _checksum, size, part = header.unpack_from(data, place)
+        place += header.size + size
+        entry += data[place - size : place]
+        if part in (1, 4):  # whole, or the last part
+            yield entry
+            entry = b""
+
+
+def read_wandb(root: Path) -> Series:
+    """The history rows that an offline wandb run wrote, as ``wandb sync`` would send them."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    wandb.finish()
+    [path] = root.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30
+    entries: list[WandbRecord] = []
+    while not any(entry.HasField("exit") for entry in entries):  # a process of wandb's own writes on after finish()
+        assert time.monotonic() < deadline, "wandb did not finish its file"
+        entries = [WandbRecord.FromString(data) for data in wandb_log(path)]
+        time.sleep(0.01)
+    series: Series = {}
+    for entry in entries:
+        row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item}
+        for key, value in row.items():
+            if not key.startswith("_") and key != "trainer/global_step":
+                series.setdefault(key, {})[row["trainer/global_step"]] = float(value)
+    return series
+
+
+def read_mlflow(root: Path) -> Series:
+    """The metrics of the one run in a local MLflow file store, by MLflow's own client."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"file:{root / 'mlflow'}")
+    [experiment] = [one for one in client.search_experiments() if one.name == "tiny"]
+    [run] = client.search_runs([experiment.experiment_id])
+    return {key: {one.step: one.value for one in client.get_metric_history(run.info.run_id, key)} for key in run.data.metrics}
+
+
+MAKE: dict[str, Callable[[Path], Logger]] = {
+    "csv": lambda root: CSVLogger(root, name="", version="csv"),
+    "tensorboard": lambda root: TensorBoardLogger(root, name="", version="tensorboard"),
+    "wandb": lambda root: WandbLogger(project="tiny", save_dir=root, offline=True),
+    "mlflow": lambda root: MLFlowLogger(experiment_name="tiny", tracking_uri=f"file:{root / 'mlflow'}"),
+}
+READ = {"csv": read_csv, "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is sent anywhere, and no wandb run outlives its test."""
+    import wandb
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.17 has to be asked
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield
+    wandb.finish()
+
+
+def assert_holds(name: str, found: Series, expected: Series) -> None:
+    """The logger called ``name`` holds exactly these keys, at these steps, with these values."""
+    found = {key: by_step for key, by_step in found.items() if key not in LIGHTNINGS_OWN}
+    assert found.keys() == expected.keys(), name
+    for key, by_step in expected.items():
+        wide = {step: float(np.float32(value)) if name == "tensorboard" else value for step, value in by_step.items()}
+        assert found[key] == pytest.approx(wide, rel=0, abs=0, nan_ok=True), (name, key)
+
+
+def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
+    """A short run with accumulation, clipping and a validation loop; returns what was recorded."""
+    options = {"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], "store": False, **options}
+    callback = ModuleMonitorCallback(**options)
+    kept = KeepRecords(callback)
+    fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2, gradient_clip_val=0.01)
+    return kept
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
+    """Every key arrives unchanged in each of the four loggers, with the record's values at the record's steps."""
+    expected = train(tmp_path, [MAKE[name](tmp_path)]).series()
+    assert set(expected["gradient/model.0.weight/norm"]) == {0, 1, 2}
+    assert set(expected["validation/activation/model.2/rms"]) == {2}  # the validation loop ends within Lightning's step 2
+    assert_holds(name, READ[name](tmp_path), expected)
+
+
+def test_real_loggers_side_by_side_hold_the_same(tmp_path: Path) -> None:
+    """With all four loggers in one Trainer each holds every record."""
+    expected = train(tmp_path, [make(tmp_path) for make in MAKE.values()]).series()
+    for name, read in READ.items():
+        assert_holds(name, read(tmp_path), expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> None:
+    """With two micro-batches a step, what is measured in step k stands where Lightning puts what the model logs in step k."""
+    train(tmp_path, [MAKE[name](tmp_path)])
+    found = READ[name](tmp_path)
+    assert set(found["loss"]) == {0, 1, 2}
+    own = found["own_weight_norm"]
+    assert len(set(own.values())) == 3, "the weights must move, or a shifted axis would not show"
+    assert found["parameter/model.0.weight/norm"] == pytest.approx(own, rel=1e-6)
+    assert set(found["validation/activation/model.2/rms"]) == set(found["validation_loss"])
+
+
+def test_a_sparse_schedule_logs_only_its_steps(tmp_path: Path) -> None:
+    """Steps that the schedule did not pick have no row of the monitor's, whatever Lightning logs there."""
+    train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], every_n_steps=2, stages=["train"])
+    found = read_csv(tmp_path)
+    assert set(found["parameter/model.0.weight/norm"]) == {0, 2}
+    assert set(found["loss"]) == {0, 1, 2}
+
+
+class Failing(CSVLogger):
+    """A logger whose service is down; Lightning's own values pass."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if any(key.startswith("parameter/") for key in metrics):
+            raise ConnectionError("service unavailable")
+        super().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A logger that raises is said once; training goes on, and the logger beside it gets everything, in either order."""
+    loggers: list[Logger] = [CSVLogger(tmp_path, name="", version="csv")]
+    loggers.insert(place, Failing(tmp_path, name="", version="failing"))
+    with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
+        kept = train(tmp_path, loggers)
+    assert_holds("csv", read_csv(tmp_path), kept.series())
+    assert len(kept.records) == 4
+    said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
+    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Said once."]
+
+
+# Roll-ups
+
+
+def with_roll_ups(root: Path, **options: Any) -> tuple[KeepRecords, Series]:
+    """A run with more keys than loggers should get, and what the CSVLogger got."""
+    kept = train(root, [CSVLogger(root, name="", version="csv")], max_logged_keys=5, **options)
+    return kept, {key: by_step for key, by_step in read_csv(root).items() if key not in LIGHTNINGS_OWN}
+
+
+def test_roll_ups_are_minimum_median_and_maximum_over_the_sites(tmp_path: Path) -> None:
+    """Beyond max_logged_keys a logger gets three values for each kind and statistic; the record keeps every key."""
+    kept, found = with_roll_ups(tmp_path)
+    assert {key for key in found if key.startswith("gradient/")} == {f"gradient/{site}/norm" for site in ("_min_", "_median_", "_max_")}
+    roll_ups: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
+    groups = [
+        *[("", kind, name) for kind in ("activation", "activation_gradient") for name in ("rms", "mean", "zero_fraction")],
+        *[("", kind, "norm") for kind in ("parameter", "gradient", "gradient_before_clip", "update")],
+        *[("validation/", "activation", name) for name in ("rms", "mean", "zero_fraction")],
+    ]
+    expected: Series = {}
+    for record in kept.records:
+        for stage, kind, name in groups:
+            head, tail = f"{stage}{kind}/", f"/{name}"
+            members = [value for key, value in record.values.items() if key.startswith(head) and key.endswith(tail)]
+            for site, roll_up in roll_ups.items() if members else ():
+                expected.setdefault(f"{head}{site}{tail}", {})[record.step] = roll_up(members)
+        stage = "validation/" if "validation/monitor/errors" in record.values else ""
+        expected.setdefault(f"{stage}monitor/errors", {})[record.step] = 0.0
+    assert found == expected
+    assert sum(key.startswith("gradient/") for key in kept.records[0].values) == 4
+
+
+def test_as_many_keys_as_allowed_are_not_rolled_up(tmp_path: Path) -> None:
+    """max_logged_keys is the largest number of keys that a logger gets one by one."""
+    rules = [Rule(kinds="parameter", statistics="norm")]
+    kept = train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], rules=rules, stages=["train"], max_logged_keys=5)
+    assert len(kept.records[0].values) == 5  # four parameters and monitor/errors
+    assert_holds("csv", read_csv(tmp_path), kept.series())
+
+
+def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
+    """A key of callback_metrics is logged beside the roll-ups."""
+    kept, found = with_roll_ups(tmp_path, callback_metrics=["gradient/model.0.weight/norm"])
+    assert found["gradient/model.0.weight/norm"] == kept.series()["gradient/model.0.weight/norm"]
+    assert "gradient/model.2.weight/norm" not in found
+
+
+class Sick(Tiny):
+    """One weight of the last layer is NaN, so its outputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.model[2].weight, float("nan"))
+
+
+def test_roll_ups_do_not_hide_a_nan(tmp_path: Path) -> None:
+    """One site with a NaN makes the roll-ups of its kind and statistic NaN, and no others."""
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["activation", "parameter"], statistics="rms")], store=False, max_logged_keys=1)
+    fit(tmp_path, [callback], Sick, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=1)
+    assert callback.last_record is not None
+    assert math.isfinite(callback.last_record.values["activation/model.0/rms"])
+    found = read_csv(tmp_path)
+    assert all(math.isnan(found[f"activation/{site}/rms"][0]) for site in ("_min_", "_median_", "_max_"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_nan_anywhere_makes_a_roll_up_nan(place: int) -> None:
+    """Wherever the NaN stands among the sites: Python's min and max alone would depend on the order."""
+    members = [1.0, 2.0]
+    members.insert(place, float("nan"))
+    result = rolled_up({f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0})
+    assert all(math.isnan(result[f"activation/{site}/rms"]) for site in ("_min_", "_median_", "_max_"))
+    assert [result[f"activation/{site}/mean"] for site in ("_min_", "_median_", "_max_")] == [3.0] * 3
+
+
+class Shrinking(Tiny):
+    """Its middle layer runs at even steps only."""
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Any:
+        hidden = self.model[0](batch[0])
+        return self.model[2](self.model[1](hidden) if self.global_step % 2 == 0 else hidden).pow(2).mean()
+
+
+def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
+    """Whether loggers get roll-ups is decided once: a step with fewer keys has the same columns."""
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="rms")], store=False, max_logged_keys=4)
+    kept = KeepRecords(callback)
+    fit(tmp_path, [callback, kept], Shrinking, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=4)
+    assert [len(record.values) for record in kept.records] == [4, 3, 4, 3]  # with _root_'s and model's outputs absent
+    found = read_csv(tmp_path)
+    columns = {key for key in found if "/" in key}
+    assert columns == {"monitor/errors", *(f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_"))}
+    assert all(set(found[key]) == {0, 1, 2, 3} for key in columns)
+
+
+def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That loggers get roll-ups is said at the start, with the option that changes it."""
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        with_roll_ups(tmp_path)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
+    assert len(said) == 1
+    assert said[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")

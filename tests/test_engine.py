@@ -1,0 +1,502 @@
+"""The engine in a plain loop, against the raw tensors of the same step in float64."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from helpers.textbook import PLAIN, textbook
+from helpers.zoo import ZOO, Outputs, RawTensors, Shared, batches, make, raw_tensors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_module_monitor import ModuleMonitor, Record, Rule
+
+KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
+
+
+def run_step(model: nn.Module, monitor: ModuleMonitor, micro_batches: list[tuple[Tensor, Tensor]], step: int = 0) -> Record:
+    """One step of a plain loop, without an update."""
+    monitor.begin_step(step)
+    for x, y in micro_batches:
+        F.cross_entropy(model(x), y).backward()
+        monitor.after_micro_batch()
+    monitor.monitor_gradients()
+    monitor.monitor_parameters()
+    record = monitor.end_step()
+    assert record is not None
+    return record
+
+
+def assert_record_equals(record: Record, raw: RawTensors) -> None:
+    """Every value is the textbook's, and there is none too many and none too few."""
+    expected = {}
+    for (kind, site), tensors in raw.items():
+        rows = [tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1) for tensor in tensors]
+        whole = torch.cat(rows) if len({row.shape[1] for row in rows}) == 1 else torch.cat([row.reshape(-1) for row in rows])
+        for name in PLAIN:
+            if whole.numel():
+                expected[f"{kind}/{site}/{name}"] = (textbook(name, whole), textbook("abs_mean", whole))
+    recorded = {key: value for key, value in record.values.items() if not key.startswith("monitor/")}
+    assert {key for key in recorded if not key.startswith(("activation/empty/", "activation_gradient/empty/"))} == set(expected)
+    for key, (value, magnitude) in expected.items():
+        # A mean near zero is right to within the rounding of the magnitudes that it is a sum of.
+        assert recorded[key] == pytest.approx(value, rel=2e-6, abs=1e-6 * magnitude if key.endswith("/mean") else 0, nan_ok=True), key
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("sizes", [(8,), (3, 5)], ids=str)
+def test_every_statistic_of_every_tensor(name: str, sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    """All kinds, all sites, all statistics; micro-batches count as their concatenation, in-place layers as they were."""
+    model = make(name)
+    torch.manual_seed(5)
+    raw = raw_tensors(model, batches(*sizes), F.cross_entropy)
+    with ModuleMonitor(rules=[Rule(kinds=KINDS, statistics=PLAIN)]) as monitor:
+        monitor.set_module(model)
+        torch.manual_seed(5)
+        with caplog.at_level(logging.INFO):
+            record = run_step(model, monitor, batches(*sizes))
+    assert_record_equals(record, raw)
+    assert record.values["monitor/errors"] == 0
+    said = [message for message in caplog.messages if "is not watched" in message]
+    assert len(said) == (3 if name == "outputs" else 0)  # int64 and bool of one module, complex of another: once each
+
+
+def test_values_of_a_linear_layer_by_hand() -> None:
+    """W = [[1, 2], [3, 4]], x = [[1, 1], [0, 1]], loss = sum of outputs: everything is known on paper."""
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    monitor = ModuleMonitor(rules=[Rule(kinds=KINDS, statistics=["mean", "norm"]), Rule(kinds="update", statistics=["norm", "ratio", "max"])])
+    monitor.set_module(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    monitor.begin_step(7)
+    model(torch.tensor([[1.0, 1.0], [0.0, 1.0]])).sum().backward()  # outputs [[3, 7], [2, 4]]
+    monitor.monitor_gradients()
+    monitor.monitor_parameters()
+    optimizer.step()
+    record = monitor.end_step()
+    assert record is not None
+    assert record.step == 7
+    assert record.values == pytest.approx(
+        {
+            "activation/_root_/mean": 4.0,
+            "activation/_root_/norm": 78**0.5,
+            "activation_gradient/_root_/mean": 1.0,
+            "activation_gradient/_root_/norm": 2.0,
+            "parameter/weight/mean": 2.5,
+            "parameter/weight/norm": 30**0.5,
+            "gradient/weight/mean": 1.5,  # column sums of x are 1 and 2, for both rows of W
+            "gradient/weight/norm": 10**0.5,
+            "update/weight/norm": 0.5 * 10**0.5,
+            "update/weight/ratio": 0.5 * 10**0.5 / 30**0.5,
+            "update/weight/max": -0.5,
+            "monitor/errors": 0.0,
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_update_is_after_minus_before(dtype: torch.dtype) -> None:
+    """The parameters themselves are compared; in half precision the difference is not rounded again."""
+    model = make("mlp").to(dtype)
+    with ModuleMonitor(rules=[Rule(kinds="update", statistics=["norm", "std", "abs_max", "ratio"])]) as monitor:
+        monitor.set_module(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        before = {name: parameter.detach().clone().double() for name, parameter in model.named_parameters()}
+        monitor.begin_step(0)
+        model(batches(8)[0][0].to(dtype)).float().pow(2).sum().backward()
+        monitor.monitor_parameters()
+        optimizer.step()
+        record = monitor.end_step()
+    assert record is not None
+    for name, parameter in model.named_parameters():
+        update = parameter.detach().double() - before[name]
+        assert record.values[f"update/{name}/norm"] == pytest.approx(float(update.norm()), rel=1e-6)
+        assert record.values[f"update/{name}/std"] == pytest.approx(float(update.std()), rel=1e-6)
+        assert record.values[f"update/{name}/abs_max"] == pytest.approx(float(update.abs().max()), rel=1e-6)
+        assert record.values[f"update/{name}/ratio"] == pytest.approx(float(update.norm() / before[name].norm()), rel=1e-6)
+
+
+def test_before_clip_and_after_clip_have_keys_of_their_own() -> None:
+    """``gradient`` is what the optimizer uses."""
+    model = make("mlp")
+    with ModuleMonitor() as monitor:
+        monitor.add_gradient_metric("norm", lambda g: g.norm())
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        F.cross_entropy(model(batches(8)[0][0]), batches(8)[0][1]).backward()
+        monitor.monitor_gradients(before_clip=True)
+        total = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        monitor.monitor_gradients()
+        monitor.end_step()
+        values = monitor.get_step_metrics()
+    names = [name for name, _parameter in model.named_parameters()]
+    for kind, expected in (("gradient_before_clip", total), ("gradient", 0.01)):
+        assert np.linalg.norm([values[f"{kind}/{name}/norm"] for name in names]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_shared_module_and_a_tied_weight_are_matched_by_either_name_and_counted_once() -> None:
+    """The first name is reported."""
+    for pattern, site in (("inner", "inner"), ("again", "inner")):
+        with ModuleMonitor(rules=[Rule(kinds="activation", sites=pattern, statistics="norm")]) as monitor:
+            monitor.set_module(Shared())
+            assert monitor.planned_keys() == [f"activation/{site}/norm", "monitor/errors"]
+    for pattern in ("encoder.weight", "decoder.weight"):
+        with ModuleMonitor(rules=[Rule(kinds="gradient", sites=pattern, statistics="norm")]) as monitor:
+            monitor.set_module(Shared())
+            assert monitor.planned_keys() == ["gradient/encoder.weight/norm", "monitor/errors"]
+
+
+def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
+    """``types``, ``leaf_modules``, ``exclude`` with all that is inside, ``module`` without renaming."""
+
+    def planned(model: nn.Module, *rules: Rule, **options: object) -> set[str]:
+        with ModuleMonitor(rules=rules, **options) as monitor:  # type: ignore[arg-type]
+            monitor.set_module(model)
+            return {key.split("/")[1] for key in monitor.planned_keys() if not key.startswith("monitor/")}
+
+    cnn = make("cnn")
+    assert planned(cnn, Rule(kinds="activation", types=["torch.nn.Conv2d", nn.BatchNorm2d], statistics="rms")) == {"stem.0", "stem.1", "block"}
+    assert planned(cnn, Rule(kinds="parameter", types=nn.Linear, statistics="rms")) == {"head.weight", "head.bias"}
+    assert planned(cnn, Rule(kinds="activation", leaf_modules=True, statistics="rms")) == {"stem.0", "stem.1", "stem.2", "block", "head"}
+    everything = Rule(kinds=["activation", "parameter"], statistics="rms")
+    assert planned(cnn, everything, exclude="stem") == {"_root_", "block", "head", "block.weight", "block.bias", "head.weight", "head.bias"}
+    assert planned(cnn, Rule(kinds="activation", exclude=[".*[0-9]", "_root_"], statistics="rms")) == {"stem", "block", "head"}
+    assert planned(cnn, everything, module="stem.1") == {"stem.1", "stem.1.weight", "stem.1.bias"}
+    assert planned(cnn, everything, excluded_modules_regex="st|he") == {"_root_", "block", "block.weight", "block.bias"}
+
+
+def test_schedules_of_rules_and_of_the_monitor() -> None:
+    """A number, a list, ``log`` and a function; a rule's own cadence stands beside the monitor's."""
+    model = nn.Linear(2, 2)
+    rules = [
+        Rule(kinds="parameter", sites="weight", statistics="mean"),
+        Rule(kinds="parameter", sites="weight", statistics="max", every_n_steps=[1, 4]),
+        Rule(kinds="parameter", sites="weight", statistics="min", every_n_steps="log"),
+        Rule(kinds="parameter", sites="weight", statistics="norm", every_n_steps=lambda step: step == 7),
+    ]
+    seen: dict[str, list[int]] = {}
+    with ModuleMonitor(3, rules=rules) as monitor:
+        monitor.set_module(model)
+        for step in range(12):
+            assert monitor.begin_step(step) == monitor.is_step_monitored(step)
+            monitor.monitor_parameters()
+            record = monitor.end_step()
+            for key in record.values if record else ():
+                seen.setdefault(key.rpartition("/")[2], []).append(step)
+    assert {name: steps for name, steps in seen.items() if name != "errors"} == {
+        "mean": [0, 3, 6, 9],
+        "max": [1, 4],
+        "min": [1, 2, 5, 10],
+        "norm": [7],
+    }
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "scalars", "tensors"),
+    [("mean", (3 * 3 + 5 * 5) / 8, 36 / 8), ("sum", 8.0, 36.0), ("min", 3.0, 1.0), ("max", 5.0, 8.0)],
+)
+def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, tensors: float) -> None:
+    """A scalar weighs as many elements as it was computed from, a tensor as many as it has."""
+    rules = [
+        Rule(kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": lambda x: len(x)}, aggregate=aggregate),
+        Rule(kinds="activation", functions={"all": lambda x: x.flatten()}, aggregate=aggregate),
+    ]
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(identity := nn.Identity())
+        monitor.begin_step(0)
+        identity(torch.arange(1.0, 4.0).view(3, 1))
+        monitor.after_micro_batch()
+        identity(torch.arange(4.0, 9.0).view(5, 1))
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation/_root_/rows"] == record.values["activation/_root_/number"] == scalars
+    assert record.values["activation/_root_/all"] == tensors
+
+
+def test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict() -> None:
+    """Custom function over the concatenated values; the keys of a dict are appended."""
+    with ModuleMonitor() as monitor:
+        monitor.set_module(identity := nn.Identity())
+        monitor.add_activation_metric("abs", lambda x: x.abs(), metric_aggregation_fn=lambda values: {"median": values.median(), "n/a": len(values)})
+        monitor.add_activation_metric("mean", metric_aggregation_fn=None)
+        monitor.begin_step(0)
+        for values in ([1.0, -9.0], [2.0, 4.0, 3.0]):
+            identity(torch.tensor(values))
+            monitor.after_micro_batch()
+        monitor.end_step()
+    values = monitor.get_step_metrics()
+    assert values["activation/_root_/abs.median"] == 3.0
+    assert values["activation/_root_/abs.n_a"] == 5.0
+    assert values["activation/_root_/mean"] == pytest.approx(0.2)
+
+
+def test_torchmetrics_objects_see_every_element_and_start_afresh_each_step() -> None:
+    """A Metric is cloned for each site, fed (N, D) float tensors, computed and reset at the end of the step."""
+    from torchmetrics import MaxMetric, MeanMetric
+
+    metrics = {"average": MeanMetric(), "largest": MaxMetric()}
+    model = nn.Sequential(nn.Identity(), nn.ReLU())
+    with ModuleMonitor(rules=[Rule(kinds="activation", sites="[01]", functions=metrics)]) as monitor:
+        monitor.set_module(model)
+        for step, factor in enumerate((1.0, 0.5)):
+            monitor.begin_step(step)
+            model(factor * torch.tensor([[-2.0, 1.0]]))
+            model(factor * torch.tensor([[4.0, 5.0], [6.0, 8.0]]))
+            record = monitor.end_step()
+            assert record is not None
+            assert record.values["activation/0/average"] == pytest.approx(factor * 22 / 6)
+            assert record.values["activation/1/average"] == pytest.approx(factor * 24 / 6)
+            assert record.values["activation/0/largest"] == factor * 8
+    assert metrics["average"].update_count == 0  # the user's own object is not touched
+
+
+def test_a_function_cannot_change_training() -> None:
+    """It may write into its tensor, draw random numbers, and would see autocast: nobody else notices."""
+    import random
+
+    def rude(x: Tensor) -> Tensor:
+        x.zero_()
+        np.random.random()  # noqa: NPY002  # the global state is the point
+        random.random()
+        assert not torch.is_autocast_enabled("cpu")
+        return torch.rand(3)
+
+    model = make("mlp")
+    outputs = []
+    for rules in ([], [Rule(kinds=KINDS, functions={"rude": rude})]):
+        torch.manual_seed(3)
+        np.random.seed(3)  # noqa: NPY002  # the global state is the point
+        random.seed(3)
+        with ModuleMonitor(rules=rules) as monitor, torch.autocast("cpu", torch.bfloat16):
+            monitor.set_module(model)
+            model.zero_grad()
+            monitor.begin_step(0)
+            out = model(batches(8)[0][0])
+            out.float().sum().backward()
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            record = monitor.end_step()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        outputs.append([out, *gradients, torch.rand(2), torch.tensor([np.random.random(), random.random()])])  # noqa: NPY002  # as above
+    assert record is not None
+    assert record.values["monitor/errors"] == 0
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+def test_a_metric_that_raises_is_said_once_and_recorded_as_nan(caplog: pytest.LogCaptureFixture) -> None:
+    """Module, shape and cause are named; the others' values are there; every failure is counted."""
+
+    def picky(x: Tensor) -> Tensor:
+        raise RuntimeError(f"no tensors of shape {tuple(x.shape)} please")
+
+    model = make("mlp")
+    functions = {"picky": picky, "text": lambda x: "hello", "fine": lambda x: x.mean()}
+    with ModuleMonitor(rules=[Rule(kinds="activation", sites="layers.[03]", functions=functions)]) as monitor:
+        monitor.set_module(model)
+        records = [run_step(model, monitor, batches(3, 5), step) for step in range(2)]
+    for record in records:
+        for site in ("layers.0", "layers.3"):
+            assert np.isnan(record.values[f"activation/{site}/picky"])
+            assert np.isnan(record.values[f"activation/{site}/text"])
+            assert np.isfinite(record.values[f"activation/{site}/fine"])
+        assert record.values["monitor/errors"] == 2 * 2 * 2
+    picky_said, text_said = caplog.messages
+    assert "activation 'layers.0', tensor of shape (3, 16): picky failed with RuntimeError: no tensors of shape (3, 16) please" in picky_said
+    assert "text failed with TypeError: returned a str; expected a real tensor or a number" in text_said
+
+
+def test_on_error_raise_is_an_error_with_module_shape_and_cause() -> None:
+    """For those who want it."""
+    with ModuleMonitor(rules=[Rule(kinds="activation", functions={"bad": lambda x: 1 / 0})], on_error="raise") as monitor:
+        monitor.set_module(model := make("mlp"))
+        monitor.begin_step(0)
+        with pytest.raises(RuntimeError, match=r"activation 'layers.0', tensor of shape \(8, 16\): bad failed with ZeroDivisionError"):
+            model(batches(8)[0][0])
+
+
+def test_an_error_in_the_model_leaves_no_window_open() -> None:
+    """The next step begins as if nothing had been; a lower step number, as after a resume, is fine."""
+    model = make("mlp")
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(5)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(torch.randn(2, 5))
+        assert monitor.begin_step(2)
+        model(batches(8)[0][0])
+        record = monitor.end_step()
+        assert record is not None
+        assert record.step == 2
+        assert monitor.get_all_metrics().keys() == {2}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_no_monitor_hides_what_happens_inside() -> None:
+    """Forward passes under ``no_monitor`` do not count, those around it do."""
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(identity := nn.Identity())
+        monitor.begin_step(0)
+        identity(torch.tensor([1.0]))
+        with monitor.no_monitor():
+            assert not monitor.is_monitoring()
+            identity(torch.tensor([100.0]))
+        identity(torch.tensor([2.0]))
+        assert monitor.is_monitoring()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation/_root_/max"] == 2.0
+
+
+def test_values_of_the_users_own_are_recorded_and_joined() -> None:
+    """``log_scalar``, ``log_scalars``, ``log_tensor``; only in monitored steps, unless forced."""
+    with ModuleMonitor(2, rules=[Rule(kinds="parameter", statistics="norm")]) as monitor:
+        monitor.set_module(nn.Linear(1, 1))
+        for step in range(2):
+            monitor.begin_step(step)
+            monitor.log_scalar("mine/loss", 1.0)
+            monitor.log_scalar("mine/loss", torch.tensor(3.0))
+            monitor.log_scalars({"a": 1, "b/c/d": torch.tensor([1.0, 2.0])})
+            monitor.log_tensor("t", torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.max)
+            monitor.end_step()
+        assert monitor.get_all_metrics().keys() == {0}
+        values = monitor.get_all_metrics()[0]
+        monitor.log_scalar("late", 9.0, force=True)
+        assert monitor.get_step_metrics()["late"] == 9.0
+        with pytest.raises(ValueError, match=r"key 'a/b/c/d' does not fit; expected at most three parts .* e.g. 'a/b/c'"):
+            monitor.log_scalar("a/b/c/d", 1.0)
+    assert (values["mine/loss"], values["a"], values["b/c/d"], values["t"]) == (2.0, 1.0, 1.5, 6.0)
+
+
+def test_names_are_fit_for_every_logger_and_without_wrappers(caplog: pytest.LogCaptureFixture) -> None:
+    """Characters that some logger strips become ``_``, two that would then be alike get numbers, both are said."""
+    model = nn.ModuleDict({"a b": nn.Linear(2, 2), "a:b": nn.Linear(2, 2), "x" * 200: nn.Linear(2, 2)})
+    with caplog.at_level(logging.INFO), ModuleMonitor(rules=[Rule(kinds="parameter", sites=".*weight", statistics="norm")]) as monitor:
+        monitor.set_module(model)
+        keys = monitor.planned_keys()
+    assert keys[:2] == ["parameter/a_b.weight/norm", "parameter/a_b.weight_2/norm"]
+    assert len(keys[2].split("/")[1]) == 128
+    assert any("'a:b.weight' is called 'a_b.weight_2' in keys" in message for message in caplog.messages)
+
+    inner = nn.Linear(2, 2)
+    wrapper = nn.Module()
+    wrapper._orig_mod = inner
+    outer = nn.Module()
+    outer._forward_module = nn.Sequential(wrapper)
+    with ModuleMonitor(rules=[Rule(kinds=["parameter", "activation"], statistics="norm")]) as monitor:
+        monitor.set_module(outer)
+        sites = {key.split("/")[1] for key in monitor.planned_keys()[:-1]}
+    assert sites == {"_root_", "0", "0.weight", "0.bias"}
+
+
+def test_sparse_gradients_are_measured_with_their_zeros() -> None:
+    """An embedding with ``sparse=True``: the rows that no token used count as zeros."""
+    model = nn.Embedding(10, 4, sparse=True)
+    with ModuleMonitor(rules=[Rule(kinds="gradient", statistics=["zero_fraction", "mean", "norm"])]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.tensor([1, 1, 3])).sum().backward()
+        monitor.monitor_gradients()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["gradient/weight/zero_fraction"] == 0.8
+    assert record.values["gradient/weight/mean"] == pytest.approx(12 / 40)
+    assert record.values["gradient/weight/norm"] == pytest.approx((4 * 4 + 4 * 1) ** 0.5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_activation_and_its_gradient_count_once(use_reentrant: bool) -> None:
+    """The recomputation in the backward pass is not a second activation."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+            self.head = nn.Linear(6, 3)
+            self.use_checkpoint = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            h = checkpoint(self.inner, x, use_reentrant=use_reentrant) if self.use_checkpoint else self.inner(x)
+            return self.head(h)
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    records = []
+    for model.use_checkpoint in (False, True):
+        with ModuleMonitor(rules=[Rule(kinds=["activation", "activation_gradient"], statistics=["norm", "mean"])]) as monitor:
+            monitor.set_module(model)
+            records.append(run_step(model, monitor, batches(8)).values)
+    if use_reentrant:
+        # The container's own output is the checkpoint's: it is recomputed, and gets its gradient, as the last layer's does.
+        assert records[0].keys() == records[1].keys()
+    assert records[1] == pytest.approx(records[0], rel=1e-6, abs=1e-9)
+
+
+def test_gradients_of_an_inner_autograd_grad_do_not_count_between_backward_phases() -> None:
+    """A gradient penalty differentiates before the backward pass: only what arrives in the pass itself is the loss's."""
+    model = nn.Linear(3, 1, bias=False)
+    x = torch.ones(2, 3, requires_grad=True)
+    with ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics=["norm", "nonfinite_count"])]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        monitor.end_backward()
+        out = model(x)
+        (inner,) = torch.autograd.grad(out.sum() * 100, x, create_graph=True)
+        monitor.begin_backward()
+        (out.sum() + 0 * inner.sum()).backward()
+        monitor.end_backward()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation_gradient/_root_/norm"] == pytest.approx(2**0.5)
+
+
+def test_engine_misuse_is_told() -> None:
+    """A second module, no module, a repeated name."""
+    monitor = ModuleMonitor()
+    with pytest.raises(ValueError, match="There is no module to monitor; call set_module"):
+        monitor.begin_step(0)
+    with pytest.raises(ValueError, match="expected a torch.nn.Module"):
+        monitor.set_module("model")  # type: ignore[arg-type]
+    monitor.set_module(make("mlp"))
+    with pytest.raises(ValueError, match="A module was set before"):
+        monitor.set_module(make("mlp"))
+    monitor.add_activation_metric("rms")
+    with pytest.raises(ValueError, match="There is a metric 'rms' of kind 'activation' already"):
+        monitor.add_activation_metric("rms", lambda x: x.norm())
+    monitor.add_parameter_metric("rms")
+
+
+def test_late_outputs_get_their_own_names_beside_children_of_the_same_name() -> None:
+    """A child module that is called like an output does not share its key."""
+
+    class Awkward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output_1 = nn.Identity()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.output_1(x), x * 10
+
+    model = nn.Sequential(Awkward())
+    with ModuleMonitor(rules=[Rule(kinds="activation", sites="0.*", statistics="max")]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.ones(2))
+        record = monitor.end_step()
+    assert record is not None
+    assert {key: value for key, value in record.values.items() if key.startswith("activation")} == {
+        "activation/0.output_1/max": 1.0,
+        "activation/0/max": 1.0,
+        "activation/0.output_1_2/max": 10.0,
+    }
+
+
+def test_outputs_model_covers_every_form() -> None:
+    """The zoo's expectations, written by hand, are about modules that exist."""
+    from helpers.zoo import EXPECTED_OUTPUTS
+
+    assert {"tuple", "list", "dict", "dataclass", "named", "nested", "lstm"} <= set(dict(Outputs().named_modules())) & set(EXPECTED_OUTPUTS)
