@@ -1,6 +1,6 @@
 """A small GPT over the source text of Python's standard library, with accumulation and clipping, configured in Python.
 
-Real text that is on every machine. Run it; it takes a minute or two::
+Real text that is on every machine. Run it; it takes about a minute::
 
     python examples/char_gpt.py
     python examples/char_gpt.py --max_steps 1000 --layers 4 --width 256
@@ -132,7 +132,7 @@ def print_update_ratios(store_path: Path) -> None:
     """How far an optimizer step moves each weight, relative to its size: about 0.001 is usual, 0.1 is a leap."""
     store = load_store(store_path)
     print(f"\n{'norm of update / norm of weight':44}{'first':>10}{'last':>10}{'largest':>10}")
-    for key in store.keys():
+    for key in store.keys():  # noqa: SIM118 # a store is no dict
         if key.startswith("update/"):
             _steps, ratios = store.series(key)
             print(f"{key.split('/')[1]:44}{ratios[0]:10.2g}{ratios[-1]:10.2g}{ratios.max():10.2g}")
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Arguments instead of those of the process.
     """
     parser = argparse.ArgumentParser(description="Train a small GPT on the source text of the standard library, monitored.")
-    parser.add_argument("--max_steps", type=int, default=150)
+    parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--every_n_steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=96)

@@ -15,12 +15,15 @@ import shlex
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -121,7 +124,7 @@ class DigitsCLI(LightningCLI):
             store = callback.state_dict().get("store") if isinstance(callback, ModuleMonitorCallback) else None
             if store is not None:
                 console.print(summary(Path(store)))
-                console.print(directions(Path(store), self.trainer.log_dir), soft_wrap=True, highlight=False)
+                console.print(directions(Path(store), self.trainer.loggers), soft_wrap=True, highlight=False)
 
 
 def summary(store_path: Path) -> Table:
@@ -139,7 +142,7 @@ def summary(store_path: Path) -> Table:
     highest: dict[tuple[str, str], float] = {}
     nonfinite: dict[str, int] = {}
     all_steps: set[int] = set()
-    for text in store.keys():
+    for text in store.keys():  # noqa: SIM118 # a store is no dict
         key = Key.parse(text)
         steps, values = store.series(text)
         finite = values[np.isfinite(values)]
@@ -159,27 +162,32 @@ def summary(store_path: Path) -> Table:
         elif key.statistic == "nonfinite_count":
             nonfinite[kind] = nonfinite.get(kind, 0) + int(finite.sum())
 
-    table = Table(title=f"Seen at {len(all_steps)} steps, {min(all_steps)} to {max(all_steps)}", title_justify="left")
+    # As little around the columns as lets them fit into 80 characters.
+    title = f"Seen at {len(all_steps)} steps, {min(all_steps)} to {max(all_steps)}"
+    table = Table(title=title, title_justify="left", box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in ("kind", "sites", "widest range", "of site", "non-finite"):
         table.add_column(column, justify="left" if column in ("kind", "of site") else "right", overflow="fold")
     for kind, sites in sites_by_kind.items():
         ranges = {site: (lowest[kind, site], highest[kind, site]) for site in sites if (kind, site) in highest}
         widest = max(ranges, key=lambda site: ranges[site][1] - ranges[site][0], default=None)
-        extent = "" if widest is None else "{:.3g} .. {:.3g}".format(*ranges[widest])
+        extent = "" if widest is None else "{:.2g} .. {:.2g}".format(*ranges[widest])
         table.add_row(kind, str(len(sites)), extent, widest, str(nonfinite.get(kind, "")))
     return table
 
 
-def directions(store_path: Path, log_dir: str | None) -> str:
+def directions(store_path: Path, loggers: Sequence[Logger]) -> str:
     """Where the output lies, and the commands that show more of it."""
     # The interpreter that runs this program, so that the commands work where no environment is activated.
     python = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
-    plot = shlex.join([python, os.path.relpath(Path(__file__).with_name("plot_store.py")), os.path.relpath(store_path)])
-    lines = [f"store: {os.path.relpath(store_path)} ({store_path.stat().st_size / 1024:.0f} KiB)"]
-    if log_dir is not None:
-        lines += [f"logs: {os.path.relpath(log_dir)}", "", "Look further:"]
-        lines += ["  " + shlex.join([python, "-m", "tensorboard.main", "--logdir", os.path.relpath(log_dir)])]
-    return "\n".join([*lines, f"  {plot}"])
+    store = os.path.relpath(store_path)
+    plot = [python, os.path.relpath(Path(__file__).with_name("plot_store.py")), store]
+    places = [f"store: {store} ({store_path.stat().st_size / 1024:.0f} KiB)"]
+    commands = [shlex.join(plot)]
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            places.append(f"TensorBoard logs: {os.path.relpath(logger.log_dir)}")
+            commands.append(shlex.join([python, "-m", "tensorboard.main", "--logdir", os.path.relpath(logger.log_dir)]))
+    return "\n".join([*places, "", "Look further:", *(f"  {command}" for command in commands)])
 
 
 def main(args: ArgsType = None) -> DigitsCLI:
@@ -192,7 +200,7 @@ def main(args: ArgsType = None) -> DigitsCLI:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     # Lightning 2.6 calls what torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
-    return DigitsCLI(DigitsClassifier, Digits, args=args, trainer_defaults=TRAINER_DEFAULTS)
+    return DigitsCLI(DigitsClassifier, Digits, args=args, seed_everything_default=1, trainer_defaults=TRAINER_DEFAULTS)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 from lightning_module_monitor import load_store
@@ -36,7 +37,7 @@ def read_panels(store_path: Path) -> dict[str, dict[str, dict[int, float]]]:
     """
     store = load_store(store_path)
     panels: dict[str, dict[str, dict[int, float]]] = {}
-    for text in store.keys():
+    for text in store.keys():  # noqa: SIM118 # a store is no dict
         key = Key.parse(text)
         if key.site:  # the monitor's own figures have none
             steps, values = store.series(text)
@@ -63,11 +64,15 @@ def draw_panel(axes: Axes, title: str, value_by_site: dict[str, dict[int, float]
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", interpolation="nearest", norm=norm, cmap="viridis")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_yticks(range(len(sites)), sites, fontsize=8)
-    ticks = np.unique(np.linspace(0, len(steps) - 1, num=9).round().astype(int))
+    # Columns are records, of which some schedules have more early than late; the labels say their steps.
+    ticks = range(0, len(steps), -(-len(steps) // 10))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
     axes.set_xlabel("optimizer step")
     assert axes.figure is not None
-    axes.figure.colorbar(image, ax=axes, pad=0.01)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, label=title.rpartition("/")[2])
+    if is_log:
+        bar.ax.yaxis.set_major_formatter(LogFormatter())
+        bar.ax.yaxis.set_minor_formatter(LogFormatter())
 
 
 def draw(panels: dict[str, dict[str, dict[int, float]]]) -> Figure:

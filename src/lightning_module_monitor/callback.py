@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,8 +39,7 @@ P = ParamSpec("P")
 def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
     """An error of ours in an event ends this step's monitoring, and not the run."""
 
-    @functools.wraps(event)
-    def guarded(self: ModuleMonitorCallback, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             event(self, *args, **kwargs)
         except MonitorError:
@@ -50,8 +48,10 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
             if self._on_error == "raise":
                 raise
             self._abandon_step()
-            _messages.warning("%s failed (%s: %s); this step is not monitored.", event.__name__, type(error).__name__, error, exc_info=error)
+            name = event.__name__
+            _messages.warning("%s failed (%s: %s); this step is not monitored.", name, type(error).__name__, error, exc_info=error)
 
+    functools.update_wrapper(guarded, event)
     return guarded
 
 
@@ -84,6 +84,7 @@ class ModuleMonitorCallback(Callback):
 
     def __init__(
         self,
+        *,
         every_n_steps: Schedule = 50,
         module: str | None = None,
         exclude: str | list[str] | None = None,
@@ -118,7 +119,8 @@ class ModuleMonitorCallback(Callback):
         self._configuration = _describe(locals())
         self._store: Store | None = None
         self._loggers: LoggerSink | None = None
-        self._store_path: str | None = None
+        self.store_path: str | None = None
+        """Where the store of this run is, once something was recorded."""
         self._first_step: int | None = None
         self._reset()
 
@@ -138,11 +140,11 @@ class ModuleMonitorCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: the path of the store that it goes on in."""
-        return {"format": 1, "store": self._store_path}
+        return {"format": 1, "store": self.store_path}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in the store of the run that is resumed."""
-        self._store_path = state_dict.get("store")
+        self.store_path = state_dict.get("store")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
@@ -152,7 +154,7 @@ class ModuleMonitorCallback(Callback):
         """Read the model's names and check the rules against them, before the first batch."""
         self._close()
         self._reset()
-        self._store_path = None
+        self.store_path = None
         if not self._is_wanted(stage):
             return
         _refuse_unsupported(trainer, pl_module)
@@ -181,7 +183,7 @@ class ModuleMonitorCallback(Callback):
     # A training step
 
     @_never_fatal
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins it; the hooks go on."""
         if TRAIN not in self._stages or self._dry_run:
             return
@@ -228,9 +230,7 @@ class ModuleMonitorCallback(Callback):
         self.monitor.monitor_updates()
 
     @_never_fatal
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
         self.monitor.after_micro_batch()
         if not self._in_step or trainer.fit_loop._should_accumulate():
@@ -292,9 +292,8 @@ class ModuleMonitorCallback(Callback):
     def _announcement(self) -> str:
         plan = self.monitor.plan()
         keys = len(self.monitor.planned_keys())
-        return (
-            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters: {keys} keys a step, {self._cadence}."
-            + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
+        return f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters: {keys} keys a step, {self._cadence}." + (
+            f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
         )
 
     def _rolls_up(self) -> bool:
@@ -318,7 +317,7 @@ class ModuleMonitorCallback(Callback):
         self.last_record = record
         if self._loggers is None:
             self._loggers = LoggerSink(trainer.loggers, self._rolls_up(), self._callback_metrics, _messages)
-        if self._store is None and self._store_option and not trainer.fast_dev_run:
+        if self._store is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
             self._store = self._open_store(trainer)
         if self._store is not None:
             self._store.write(record)
@@ -327,17 +326,17 @@ class ModuleMonitorCallback(Callback):
             CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
 
     def _open_store(self, trainer: Trainer) -> Store:
-        resume_from = None if self._store_path is None else self._first_step
-        path = self._store_path if resume_from is not None and self._store_path is not None else self._new_store_path(trainer)
+        resume_from = None if self.store_path is None else self._first_step
+        path = self.store_path if resume_from is not None and self.store_path is not None else self._new_store_path(trainer)
         keys = self.monitor.planned_keys()
         store = Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
-        self._store_path = str(store.path)
+        self.store_path = str(store.path)
         return store
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if isinstance(self._store_option, str):
             return Path(self._store_option)
-        return Path(_run_directory(trainer)) / "monitor.h5"
+        return _run_directory(trainer) / "monitor.h5"
 
     def _abandon_step(self) -> None:
         """Go on without monitoring what is left of this step."""
@@ -361,13 +360,13 @@ def _step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def _run_directory(trainer: Trainer) -> str:
+def _run_directory(trainer: Trainer) -> Path:
     """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
     if not trainer.loggers:
-        return trainer.default_root_dir
+        return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
 def _parse_stages(stages: Sequence[str] | None) -> frozenset[str]:
@@ -389,10 +388,11 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
     if not pl_module.automatic_optimization:
         raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, which is not yet monitored. {remedy}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ConfigError(f"Precision {trainer.precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
+        precision = trainer.precision
+        raise ConfigError(f"Precision {precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
     compiled = [name or "the model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled:
-        raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks that come later. {remedy} Or do not compile it.")
+        raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks put on later. {remedy} Or do not compile it.")
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -402,7 +402,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def _describe(options: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as the store keeps it, in types that JSON has."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(value, Mapping):

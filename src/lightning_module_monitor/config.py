@@ -142,7 +142,7 @@ def check_name(name: str, label: str) -> str:
     return name
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: object) -> tuple[Any, ...]:
     """One value, several, or none, as a tuple.
 
     >>> as_tuple("rms"), as_tuple(["rms", "max"]), as_tuple(None)

@@ -102,7 +102,8 @@ class ModuleMonitor:
         self._within = module
         self._prefix = _check_prefix(prefix)
         self._on_error = on_error
-        self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(default_rules() if rules is None else rules)]
+        wish = default_rules() if rules is None else rules
+        self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
         self._module: nn.Module | None = None
@@ -136,7 +137,7 @@ class ModuleMonitor:
                 self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         self._module, self._sites = module, sites
         for old, new in sites.renamed.items():
-            self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.' only, and names must differ.")
+            self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -362,9 +363,7 @@ class ModuleMonitor:
 
     # Inside
 
-    def _add_metric(
-        self, kinds: tuple[str, ...], name: str, function: Function | None, regex: str, aggregation: Function | None
-    ) -> None:
+    def _add_metric(self, kinds: tuple[str, ...], name: str, function: Function | None, regex: str, aggregation: Function | None) -> None:
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_module_monitor.config import MODULE_KINDS, PARAMETER_KINDS, ParsedRule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.modules.names import ModuleSite, Namer, NameFormat, ParameterSite, and_insides, matches
+from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.probes.activations import WatchedModule
 from lightning_module_monitor.probes.parameters import WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -61,7 +62,7 @@ class Sites:
         ConfigError: If there is no submodule of the name ``within``.
     """
 
-    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[object], format_name: NameFormat) -> None:
+    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
         self._namer = Namer(format_name)
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         self._all_names = {"module": _names(modules), "parameter": _names(parameters)}
@@ -106,7 +107,8 @@ class Sites:
         if not any(matches(site.aliases, rule.sites) for site in sites):
             patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
             raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{_nearest(patterns, sites)}")
-        limits = [name for name, is_set in (("types", rule.types), ("leaf_modules", rule.leaf_modules), ("exclude", rule.exclude)) if is_set]
+        options = {"types": rule.types, "leaf_modules": rule.leaf_modules, "exclude": rule.exclude}
+        limits = [name for name, is_set in options.items() if is_set]
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
@@ -131,7 +133,7 @@ class Sites:
         return Plan(modules, parameters)
 
 
-def _join(watch: Watch, statistics: dict[str, Statistic], functions: Iterable[UserFunction]) -> None:
+def _join(watch: Watch, statistics: Mapping[str, Statistic], functions: Iterable[UserFunction]) -> None:
     watch.statistics.update(statistics)
     watch.functions.update({function.name: function for function in functions})
 
@@ -149,7 +151,7 @@ def _is_within(site: ModuleSite | ParameterSite, within: str | None) -> bool:
     return within is None or any(within in and_insides([alias]) for alias in site.aliases)
 
 
-def _is_excluded(site: ModuleSite | ParameterSite, patterns: Sequence[object]) -> bool:
+def _is_excluded(site: ModuleSite | ParameterSite, patterns: Sequence[re.Pattern[str]]) -> bool:
     return matches(and_insides(site.aliases), patterns)
 
 

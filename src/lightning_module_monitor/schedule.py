@@ -19,6 +19,7 @@ class EveryN:
     n: int
 
     def __call__(self, step: int) -> bool:
+        """Whether a step is monitored."""
         return step % self.n == 0
 
     def __str__(self) -> str:
@@ -32,6 +33,7 @@ class Listed:
     steps: frozenset[int]
 
     def __call__(self, step: int) -> bool:
+        """Whether a step is monitored."""
         return step in self.steps
 
     def __str__(self) -> str:
@@ -43,6 +45,7 @@ class Logarithmic:
     """Steps 1, 2, 5, 10, 20, 50, ..."""
 
     def __call__(self, step: int) -> bool:
+        """Whether a step is monitored."""
         digits = str(step)
         return digits[0] in "125" and not digits[1:].strip("0")
 
@@ -57,6 +60,7 @@ class Chosen:
     is_chosen: Callable[[int], bool]
 
     def __call__(self, step: int) -> bool:
+        """Whether a step is monitored."""
         return bool(self.is_chosen(step))
 
     def __str__(self) -> str:

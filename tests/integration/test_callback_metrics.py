@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
-from tests.helpers.tiny import KeepRecords, Tiny, fit
+from helpers.tiny import KeepRecords, Tiny, fit
 
 KEY = "parameter/model.0.weight/norm"
 VALIDATION_KEY = "validation/activation/model.2/rms"

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.sinks.loggers import rolled_up
-from tests.helpers.tiny import KeepRecords, Tiny, fit
+from helpers.tiny import KeepRecords, Tiny, fit
 
 Series = dict[str, dict[int, float]]
 

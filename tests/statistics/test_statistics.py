@@ -219,7 +219,7 @@ def test_merging_rows_is_associative_and_has_an_identity(groups: list[list[int]]
         one_by_one = pair.merge(torch.zeros(2, dtype=torch.int64), 1)
     everything = torch.tensor([value for group in groups for value in group], dtype=torch.float64)
     for moments in (at_once, one_by_one):
-        assert float(moments.count) == len(everything)
+        assert float(moments.elements) == len(everything)
         assert float(moments.mean) == pytest.approx(float(everything.mean()), rel=1e-12, abs=1e-9)
         assert float(moments.deviations) == pytest.approx(float(((everything - everything.mean()) ** 2).sum()), rel=1e-9, abs=1e-6)
         assert float(moments.squares) == pytest.approx(float((everything**2).sum()), rel=1e-12)

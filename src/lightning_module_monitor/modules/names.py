@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 from torchmetrics import Metric
 
 from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
@@ -41,7 +41,7 @@ class ParameterSite:
     def tensor(self) -> Tensor | None:
         """The parameter as it is now; ``None`` if it is gone or has no shape yet (lazy modules before the first batch)."""
         parameter = self.owner._parameters.get(self.attribute)
-        return None if isinstance(parameter, UninitializedTensorMixin) else parameter
+        return None if isinstance(parameter, UninitializedParameter) else parameter
 
 
 def without_wrappers(name: str) -> str:
@@ -95,9 +95,7 @@ class Namer:
                     raw = f"{module_name}.{attribute}" if module_name else attribute
                     names.setdefault(id(parameter), []).append(self._format(raw))
                     places.setdefault(id(parameter), (module, attribute))
-        return [
-            ParameterSite(self.name(known[0]), tuple(dict.fromkeys(known)), *places[identity]) for identity, known in names.items()
-        ]
+        return [ParameterSite(self.name(known[0]), tuple(dict.fromkeys(known)), *places[identity]) for identity, known in names.items()]
 
 
 Site = ModuleSite | ParameterSite

@@ -27,13 +27,16 @@ def watch_update(optimizer: Optimizer, before: Callable[[], None], after: Callab
     hooks.add(optimizer.register_step_post_hook(lambda _optimizer, _args, _kwargs: after()))
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class _PreHook:
     """Called when ``step`` is entered; may hand it other arguments."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
 
-    def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         closure = kwargs.get("closure")
         if closure is not None:
             return args, {**kwargs, "closure": _TellingClosure(closure, self._before)}
@@ -51,7 +54,7 @@ class _TellingClosure:
         self._closure = closure
         self._before: Callable[[], None] | None = before
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         loss = self._closure()
         if self._before is not None:
             before, self._before = self._before, None

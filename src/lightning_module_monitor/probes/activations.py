@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +81,7 @@ class ActivationProbe:
             gradient = gradient and gradient.at(name)
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted. The gradient
         # hook is wanted all the same: under reentrant checkpointing only the recomputed output gets a gradient.
-        if activation is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]  # not in its stubs
+        if activation is not None and torch._C._current_graph_task_id() == -1:
             self._observe(activation, tensor)
         if gradient is not None and tensor.requires_grad:
             self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))
@@ -109,7 +108,7 @@ class _ForwardHook:
         self._probe = probe
         self._watched = watched
 
-    def __call__(self, _module: nn.Module, _args: Any, output: object) -> None:
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
         if not self._probe.is_open:
             return
         if isinstance(output, Tensor):

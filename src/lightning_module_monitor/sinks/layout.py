@@ -104,7 +104,9 @@ def open_store(path: Path) -> Iterator[h5py.File]:
             message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
             raise ValueError(message)
         if version > FORMAT_VERSION:
-            message = f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. Update lightning-module-monitor to read it."
+            message = (
+                f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. Update lightning-module-monitor to read it."
+            )
             raise ValueError(message)
         yield file
 
@@ -168,7 +170,8 @@ def new_file(path: Path, attributes: Attributes, tables: Mapping[str, Sequence[s
         file.attrs["started"] = attributes.started
         file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
         for group, columns in tables.items():
-            _create_table(file.create_group(group), columns)
+            # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
+            _create_table(file.require_group(group), columns)
         yield file
         file.close()
         _synchronize(path)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
 from lightning_module_monitor.record import OWN_KIND, TRAIN, Key, Record
 
-ROLL_UPS = {"_min_": min, "_median_": statistics.median, "_max_": max}
+ROLL_UPS: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
 """Sites that stand for all, and how they do."""
 
 
@@ -71,7 +72,7 @@ def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = (
         if key.site:
             groups[key._replace(site="")].append(value)
     for group, members in groups.items():
-        has_nan = any(member != member for member in members)
+        has_nan = any(math.isnan(member) for member in members)
         for site, roll_up in ROLL_UPS.items():
             kept[group._replace(site=site).format()] = float("nan") if has_nan else roll_up(members)
     return kept

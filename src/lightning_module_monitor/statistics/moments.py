@@ -61,7 +61,7 @@ class Moments(NamedTuple):
     Rows merge: the moments of two tensors, merged, are the moments of both together.
     """
 
-    count: Tensor
+    elements: Tensor
     """Number of elements."""
     mean: Tensor
     squares: Tensor
@@ -111,16 +111,16 @@ class Moments(NamedTuple):
             start = torch.full((num_rows,), identity, dtype=torch.float64, device=values.device)
             return start.scatter_reduce_(0, index, values, reduce)
 
-        count = total(self.count)
+        elements = total(self.elements)
         # The mean of means and not the sum over the count, whose rounding the squares of the spread would show. A row
-        # alone in its group keeps its mean to the last bit: count / count is 1.
-        mean = total(self.mean * (self.count / count.clamp(min=1.0)[index]))
+        # alone in its group keeps its mean to the last bit: its share is 1.
+        mean = total(self.mean * (self.elements / elements.clamp(min=1.0)[index]))
         spread = self.mean - mean[index]
         return Moments(
-            count=count,
+            elements=elements,
             mean=mean,
             squares=total(self.squares),
-            deviations=total(self.deviations + self.count * spread * spread),
+            deviations=total(self.deviations + self.elements * spread * spread),
             magnitude=total(self.magnitude),
             maximum=extreme(self.maximum, "amax", -torch.inf),
             minimum=extreme(self.minimum, "amin", torch.inf),
@@ -238,7 +238,7 @@ def moments_of_pieces(figures: Figures, length: Tensor, features: int) -> Moment
     squares = figures["squares"] * scale * scale if "squares" in figures else deviations + length * mean * mean
     token_norm = figures.get("token_norm", nothing) * scale
     return Moments(
-        count=length,
+        elements=length,
         mean=mean,
         squares=squares,
         deviations=deviations,

@@ -210,7 +210,7 @@ class Observation:
             parts += self._parts(watch, name, functools.partial(results.parts, name))
         for watch, name, metric in self._metrics.values():
             with undisturbed(metric.device):
-                parts += self._parts(watch, name, lambda metric=metric, name=name: by_part(name, metric.compute()))
+                parts += self._parts(watch, name, functools.partial(_computed, name, metric))
                 metric.reset()
         return parts
 
@@ -231,6 +231,10 @@ class Observation:
         self.num_errors += 1
         self._failed.add(watch.key(name))
         self._on_trouble(watch, name, () if tensor is None else tuple(tensor.shape), error)
+
+
+def _computed(name: str, metric: Metric) -> dict[str, Results]:
+    return by_part(name, metric.compute())
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def _mean(moments: Moments) -> Tensor:
 
 def _var(moments: Moments) -> Tensor:
     # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
-    return moments.deviations / (moments.count - 1).clamp(min=0)
+    return moments.deviations / (moments.elements - 1).clamp(min=0)
 
 
 def _std(moments: Moments) -> Tensor:
@@ -55,7 +55,7 @@ def _norm(moments: Moments) -> Tensor:
 
 
 def _rms(moments: Moments) -> Tensor:
-    return (moments.squares / moments.count).sqrt()
+    return (moments.squares / moments.elements).sqrt()
 
 
 def _min(moments: Moments) -> Tensor:
@@ -67,7 +67,7 @@ def _max(moments: Moments) -> Tensor:
 
 
 def _abs_mean(moments: Moments) -> Tensor:
-    return moments.magnitude / moments.count
+    return moments.magnitude / moments.elements
 
 
 def _abs_max(moments: Moments) -> Tensor:
@@ -75,7 +75,7 @@ def _abs_max(moments: Moments) -> Tensor:
 
 
 def _zero_fraction(moments: Moments) -> Tensor:
-    return moments.zeros / moments.count
+    return moments.zeros / moments.elements
 
 
 def _nonfinite_count(moments: Moments) -> Tensor:
@@ -95,7 +95,7 @@ def _ratio(moments: Moments, base: Moments) -> Tensor:
 
 
 def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
-    return torch.where(moments.count > 0, values, torch.nan)
+    return torch.where(moments.elements > 0, values, torch.nan)
 
 
 STATISTICS: dict[str, Statistic | TensorFunction] = {

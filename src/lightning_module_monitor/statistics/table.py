@@ -43,7 +43,7 @@ class Piecing(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def piecing(num_elements: int, features: int) -> Piecing:
-    """Cut ``num_elements`` into pieces of at most ``PIECE_ELEMENTS``, each a multiple of ``features``, of equal length if one divides evenly."""
+    """Cut ``num_elements`` into pieces of at most ``PIECE_ELEMENTS``, of whole tokens, and of one length if one divides evenly."""
     num_tokens = num_elements // features
     most = max(1, PIECE_ELEMENTS // features)
     fewest = -(-num_tokens // most)
@@ -233,7 +233,6 @@ class Table:
 def _features(tensor: Tensor, needs: int) -> int:
     """Size of the last dimension where tokens are asked for: else it is not looked at, and more pieces share a lane."""
     return tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
-
 
 
 def to_host(shares: Sequence[Moments], scalars: Sequence[Tensor]) -> tuple[list[Moments], Tensor]:

@@ -1,0 +1,419 @@
+"""Every option as YAML and as command line flags, through the real LightningCLI: judged by what the run then records."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_module_monitor import ModuleMonitorCallback, load_store
+from helpers.tiny import Tiny, loader
+
+CLASS_PATH = "lightning_module_monitor.ModuleMonitorCallback"
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "max_steps": 6,
+}
+LEAVES = {"activation/model.0", "activation/model.1", "activation/model.2"}
+ALL_SITES = LEAVES | {"activation/model"}
+
+
+class Data(LightningDataModule):
+    """Six batches, always the same ones."""
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return loader()
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return loader(2)
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    """A function of the user's own, in a module of the user's own."""
+    return ((x - x.mean()) / x.std()).pow(4).mean()
+
+
+def is_third(step: int) -> bool:
+    """A schedule of the user's own."""
+    return step % 3 == 2
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs leave their files here, and model and data do not depend on other tests."""
+    monkeypatch.chdir(tmp_path)
+
+
+def write_config(**init_args: Any) -> str:
+    """The YAML file of a run with one callback; returns the flag that names it."""
+    callback = {"class_path": CLASS_PATH, "init_args": init_args}
+    Path("config.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": {**QUIET, "callbacks": [callback]}}))
+    return "--config=config.yaml"
+
+
+def monitors(cli: LightningCLI) -> list[ModuleMonitorCallback]:
+    """The monitors of a Trainer that the CLI has made."""
+    return [callback for callback in cli.trainer.callbacks if isinstance(callback, ModuleMonitorCallback)]
+
+
+def run_cli(*args: str) -> ModuleMonitorCallback:
+    """Run ``fit`` with these arguments; returns the one monitor."""
+    [callback] = monitors(LightningCLI(Tiny, Data, args=["fit", *args], save_config_callback=None))
+    return callback
+
+
+def fit_with(**init_args: Any) -> ModuleMonitorCallback:
+    """Run ``fit`` with these options of the callback in a YAML file."""
+    return run_cli(write_config(**init_args))
+
+
+def keys(callback: ModuleMonitorCallback) -> set[str]:
+    """The keys of the newest record, without the monitor's own."""
+    assert callback.last_record is not None
+    return {key for key in callback.last_record.values if "monitor/" not in key}
+
+
+def stored_steps(key: str, path: str = "monitor.h5") -> list[int]:
+    """The steps at which a key has a value, from the run's store."""
+    return [int(step) for step in load_store(path).series(key)[0]]
+
+
+def rule(**options: Any) -> dict[str, Any]:
+    """A rule as YAML has it, by default for the activations' rms."""
+    return {"kinds": "activation", "statistics": "rms", **options} if "functions" not in options else {"kinds": "activation", **options}
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        (1, [0, 1, 2, 3, 4, 5]),
+        (4, [0, 4]),
+        ([0, 3, 100], [0, 3]),
+        ("log", [1, 2, 5]),
+        (f"{__name__}.is_third", [2, 5]),
+    ],
+)
+def test_every_n_steps_in_all_its_forms(value: Any, steps: list[int]) -> None:
+    """A number, a list, ``log``, or the import path of a function: the store holds just those steps."""
+    fit_with(every_n_steps=value, rules=[rule()])
+    assert stored_steps("activation/model.0/rms") == steps
+
+
+def test_a_rule_has_its_own_cadence() -> None:
+    """A rule's every_n_steps is its own; the callback's is that of the others."""
+    fit_with(every_n_steps=2, rules=[rule(), rule(kinds="parameter", every_n_steps=[3]), rule(kinds="gradient", every_n_steps="log")])
+    assert stored_steps("activation/model.0/rms") == [0, 2, 4]
+    assert stored_steps("parameter/model.0.weight/rms") == [3]
+    assert stored_steps("gradient/model.0.weight/rms") == [1, 2, 5]
+
+
+# Rules
+
+
+@pytest.mark.parametrize(
+    ("kinds", "statistics", "sites"),
+    [("gradient", "norm", r"model\.0\..*"), (["gradient"], ["norm"], [r"model\.0\.weight", r"model\.0\.bias"])],
+    ids=["one", "list"],
+)
+def test_one_or_several(kinds: Any, statistics: Any, sites: Any) -> None:
+    """Where one value may stand, a list may, and the other way round."""
+    callback = fit_with(every_n_steps=1, rules=[rule(kinds=kinds, statistics=statistics, sites=sites)])
+    assert keys(callback) == {"gradient/model.0.weight/norm", "gradient/model.0.bias/norm"}
+
+
+@pytest.mark.parametrize("types", ["torch.nn.Linear", ["torch.nn.Linear", "torch.nn.Conv2d"]])
+def test_types_by_import_path(types: Any) -> None:
+    """Types are import paths; only modules of these classes are watched."""
+    callback = fit_with(every_n_steps=1, rules=[rule(types=types)])
+    assert keys(callback) == {"activation/model.0/rms", "activation/model.2/rms"}
+
+
+def test_functions_by_import_path() -> None:
+    """Functions of torch and of the user's own modules, under the name that the rule gives them."""
+    functions = {"kurtosis": f"{__name__}.kurtosis", "middle": "torch.median"}
+    callback = fit_with(every_n_steps=[0], rules=[rule(functions=functions, sites=r"model\.0")])
+    assert keys(callback) == {"activation/model.0/kurtosis", "activation/model.0/middle"}
+    torch.manual_seed(0)
+    output = Tiny().model[0](next(iter(loader()))[0])
+    assert callback.last_record is not None
+    assert callback.last_record.values["activation/model.0/kurtosis"] == pytest.approx(kurtosis(output).item(), rel=1e-5)
+    assert callback.last_record.values["activation/model.0/middle"] == pytest.approx(output.median().item(), rel=1e-6)
+
+
+def test_torchmetrics_by_class_path() -> None:
+    """A torchmetrics object with its arguments, and one without."""
+    functions = {
+        "average": {"class_path": "torchmetrics.MeanMetric", "init_args": {"nan_strategy": "disable"}},
+        "largest": {"class_path": "torchmetrics.MaxMetric", "init_args": {"nan_strategy": "disable"}},
+    }
+    callback = fit_with(every_n_steps=[0], rules=[rule(functions=functions, statistics=["mean", "max"], sites=r"model\.2")])
+    assert callback.last_record is not None
+    values = callback.last_record.values
+    assert values["activation/model.2/average"] == pytest.approx(values["activation/model.2/mean"], rel=1e-5)
+    assert values["activation/model.2/largest"] == pytest.approx(values["activation/model.2/max"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [("mean", lambda a, b: (a + b) / 2), ("sum", lambda a, b: a + b), ("min", min), ("max", max), ("torch.numel", lambda a, b: 2.0)],
+)
+def test_aggregate_by_name_or_import_path(aggregate: str, expected: Any) -> None:
+    """How the results of two micro-batches are joined: by name, or by a function of the concatenated results."""
+    config = write_config(every_n_steps=[0], rules=[rule(functions={"f": "torch.amax"}, aggregate=aggregate, sites=r"model\.0")])
+    callback = run_cli(config, "--trainer.accumulate_grad_batches=2")
+    torch.manual_seed(0)
+    first_layer = Tiny().model[0]
+    first, second = [first_layer(x).amax().item() for (x,) in itertools.islice(loader(), 2)]
+    assert callback.last_record is not None
+    assert callback.last_record.values["activation/model.0/f"] == pytest.approx(expected(first, second), rel=1e-6)
+
+
+def test_leaf_modules_and_a_rules_own_exclude() -> None:
+    """A rule may leave out what is inside a module that it excludes, and modules with children."""
+    callback = fit_with(every_n_steps=1, rules=[rule(leaf_modules=True, exclude=[r"model\.1"]), rule(kinds="parameter", exclude=r"model\.0")])
+    assert keys(callback) == {
+        "activation/model.0/rms",
+        "activation/model.2/rms",
+        "parameter/model.2.weight/rms",
+        "parameter/model.2.bias/rms",
+    }
+
+
+# The callback's own options
+
+
+def test_module_narrows_what_is_watched() -> None:
+    """Only what is inside the submodule, under the names of the whole."""
+    callback = fit_with(every_n_steps=1, module="model.0", rules=[rule(kinds=["activation", "parameter"])])
+    assert keys(callback) == {"activation/model.0/rms", "parameter/model.0.weight/rms", "parameter/model.0.bias/rms"}
+
+
+@pytest.mark.parametrize("exclude", [r"model\.[01]", [r"model\.0", r"model\.1"]])
+def test_exclude_takes_out_a_module_with_its_parameters(exclude: Any) -> None:
+    """What is excluded gives neither activations nor parameters."""
+    callback = fit_with(every_n_steps=1, exclude=exclude, rules=[rule(kinds=["activation", "parameter"])])
+    parameters = {"parameter/model.2.weight/rms", "parameter/model.2.bias/rms"}
+    assert keys(callback) == parameters | {"activation/model/rms", "activation/model.2/rms"}
+
+
+def test_without_rules_the_default_is_watched() -> None:
+    """Leaf modules' activations, parameters and gradients."""
+    callback = fit_with(every_n_steps=1)
+    parameters = ("model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias")
+    activations = {f"{site}/{statistic}" for site in LEAVES for statistic in ("rms", "abs_max", "nonfinite_count")}
+    assert keys(callback) == activations | {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+
+
+def test_store_is_off_on_or_at_a_path() -> None:
+    """``false`` writes no file; ``true`` monitor.h5 in the run's directory; a path that file, with missing folders made."""
+    fit_with(every_n_steps=2, rules=[rule()], store=False)
+    assert not list(Path().rglob("*.h5"))
+    fit_with(every_n_steps=2, rules=[rule()], store=True)
+    assert [str(path) for path in Path().rglob("*.h5")] == ["monitor.h5"]
+    callback = fit_with(every_n_steps=2, rules=[rule()], store="some/folder/mine.h5")
+    assert stored_steps("activation/model.0/rms", "some/folder/mine.h5") == [0, 2, 4]
+    assert callback.last_record is not None
+    stored = load_store("some/folder/mine.h5").series("activation/model.0/rms")[1]
+    assert stored[-1] == callback.last_record.values["activation/model.0/rms"]
+
+
+def test_stages() -> None:
+    """With ``validate`` the record of the validation loop has keys under validation/..., and nothing else."""
+    callback = fit_with(every_n_steps=1, rules=[rule(kinds=["activation", "gradient"])], stages=["train", "validate"])
+    assert keys(callback) == {f"validation/{site}/rms" for site in ALL_SITES}
+    callback = fit_with(every_n_steps=1, rules=[rule()], stages=["train"])
+    assert keys(callback) == {f"{site}/rms" for site in ALL_SITES}
+
+
+def test_prefix_is_in_every_key() -> None:
+    """A prefix stands before every key, the monitor's own included, in the store too."""
+    callback = fit_with(every_n_steps=1, rules=[rule()], prefix="run1/a")
+    assert callback.last_record is not None
+    assert set(callback.last_record.values) == {*(f"run1/a/{site}/rms" for site in ALL_SITES), "run1/a/monitor/errors"}
+    assert stored_steps("run1/a/activation/model.0/rms") == [0, 1, 2, 3, 4, 5]
+
+
+def test_callback_metrics_and_progress_bar() -> None:
+    """The chosen keys reach Lightning's own metrics and its bar."""
+    options: dict[str, Any] = {"every_n_steps": 1, "rules": [rule()], "callback_metrics": [r"activation/model\.2/.*"]}
+    cli = LightningCLI(Tiny, Data, args=["fit", write_config(**options, progress_bar=True)], save_config_callback=None)
+    assert {key for key in cli.trainer.callback_metrics if "/" in key} == {"activation/model.2/rms"}
+    assert "activation/model.2/rms" in cli.trainer.progress_bar_metrics
+    cli = LightningCLI(Tiny, Data, args=["fit", write_config(**options)], save_config_callback=None)
+    assert "activation/model.2/rms" not in cli.trainer.progress_bar_metrics
+
+
+def test_max_logged_keys() -> None:
+    """Loggers get roll-ups beyond it."""
+    config = write_config(every_n_steps=1, rules=[rule()], max_logged_keys=2)
+    logger = '{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: "", version: csv}}'
+    run_cli(config, f"--trainer.logger={logger}")
+    head = Path("logs/csv/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {column for column in head if column.startswith("activation")} == {
+        f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_")
+    }
+
+
+def broken(x: Tensor) -> Tensor:
+    """A function of the user's that does not work."""
+    raise ZeroDivisionError("no")
+
+
+def test_on_error() -> None:
+    """``warn`` records NaN and counts; ``raise`` ends the run."""
+    rules = [rule(functions={"broken": f"{__name__}.broken"}, sites=r"model\.0")]
+    callback = fit_with(every_n_steps=1, rules=rules)
+    assert callback.last_record is not None
+    assert callback.last_record.values["monitor/errors"] == 1.0
+    with pytest.raises(RuntimeError, match=r"model\.0.*\(5, 8\).*ZeroDivisionError"):
+        fit_with(every_n_steps=1, rules=rules, on_error="raise")
+
+
+def test_dry_run_prints_the_plan_and_watches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is printed; no record, no store."""
+    callback = fit_with(every_n_steps=2, rules=[rule()], dry_run=True)
+    assert callback.last_record is None
+    assert not list(Path().rglob("*.h5"))
+    printed = capsys.readouterr().out
+    assert "activation: 5 sites x 1 (rms)" in printed
+    assert "3 monitored steps in max_steps=6" in printed
+
+
+# print_config, and flags
+
+FULL: dict[str, Any] = {
+    "every_n_steps": [0, 3],
+    "module": "model",
+    "exclude": ".*dropout.*",
+    "rules": [
+        {"kinds": ["activation", "activation_gradient"], "statistics": ["rms", "abs_max", "zero_fraction"]},
+        {"kinds": ["parameter", "gradient"], "statistics": ["norm"], "every_n_steps": 100},
+        {"kinds": "update", "statistics": "ratio", "sites": ".*weight", "every_n_steps": "log"},
+        {"kinds": "activation", "types": ["torch.nn.Linear"], "functions": {"kurtosis": "torch.var"}, "aggregate": "max"},
+        {"kinds": "activation", "functions": {"m": {"class_path": "torchmetrics.MaxMetric"}}, "leaf_modules": True},
+        {"kinds": "gradient", "functions": {"own": f"{__name__}.kurtosis"}, "aggregate": "torch.median"},
+    ],
+    "store": "some/run.h5",
+    "callback_metrics": ["update/.*/ratio"],
+    "progress_bar": True,
+    "stages": ["train", "validate"],
+    "prefix": "run1",
+    "max_logged_keys": 10,
+    "on_error": "raise",
+    "dry_run": False,
+}
+
+
+def print_config(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``--print_config`` prints."""
+    with pytest.raises(SystemExit) as done:
+        LightningCLI(Tiny, Data, args=["fit", flag, "--print_config"])
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("init_args", [{}, FULL, {"every_n_steps": 7}, {"every_n_steps": "log"}, {"store": False}], ids=["defaults", "full", "number", "log", "no store"])
+def test_print_config_round_trips(init_args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed, loaded and printed again is the same byte for byte, and still says what was asked for."""
+    first = print_config(write_config(**init_args), capsys)
+    Path("again.yaml").write_text(first)
+    assert print_config("--config=again.yaml", capsys) == first
+    [printed] = yaml.safe_load(first)["trainer"]["callbacks"]
+    assert printed["class_path"] == CLASS_PATH
+    for name, value in init_args.items():
+        if name == "rules":
+            for given, shown in zip(value, printed["init_args"]["rules"], strict=True):
+                simple = {key: one for key, one in given.items() if "class_path" not in str(one)}
+                assert simple.items() <= {key: one for key, one in shown.items() if key in simple}.items()
+        else:
+            assert printed["init_args"][name] == value
+
+
+def make(*args: str) -> list[ModuleMonitorCallback]:
+    """The monitors of a CLI that was given these arguments, and did not run."""
+    quiet = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
+    return monitors(LightningCLI(Tiny, Data, args=[*quiet, *args], run=False, save_config_callback=None))
+
+
+def test_a_callback_from_flags_alone() -> None:
+    """``+=`` adds it, further flags set its options, with or without init_args in the path."""
+    flags = [
+        f"--trainer.callbacks+={CLASS_PATH}",
+        "--trainer.callbacks.every_n_steps=3",
+        "--trainer.callbacks.init_args.prefix=mine",
+        "--trainer.callbacks.rules=[{kinds: parameter, statistics: norm, sites: '.*bias'}]",
+    ]
+    config = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
+    callback = run_cli(*config, *flags)
+    assert keys(callback) == {"mine/parameter/model.0.bias/norm", "mine/parameter/model.2.bias/norm"}
+    assert stored_steps("mine/parameter/model.0.bias/norm") == [0, 3]
+
+
+def test_several_callbacks_from_flags_keep_their_order() -> None:
+    """Each ``+=`` adds one; flags apply to the last."""
+    first, second = make(
+        f"--trainer.callbacks+={CLASS_PATH}",
+        "--trainer.callbacks.prefix=a",
+        f"--trainer.callbacks+={CLASS_PATH}",
+        "--trainer.callbacks.prefix=b",
+        "--trainer.callbacks.every_n_steps=log",
+    )
+    assert [first.state_key, second.state_key] == ["ModuleMonitorCallback[a]", "ModuleMonitorCallback[b]"]
+    assert [first.monitor.is_step_monitored(step) for step in (0, 5, 50)] == [True, False, True]
+    assert [second.monitor.is_step_monitored(step) for step in (0, 5, 50)] == [False, True, True]
+
+
+def test_a_flag_adds_to_or_changes_what_the_file_says() -> None:
+    """``+=`` appends to the file's callbacks; without it a flag overrides an option of the file's."""
+    config = write_config(every_n_steps=10, prefix="file")
+    both = make(config, f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.prefix=flag")
+    assert [callback.state_key for callback in both] == ["ModuleMonitorCallback[file]", "ModuleMonitorCallback[flag]"]
+    [changed] = make(config, "--trainer.callbacks.every_n_steps=4")
+    assert changed.state_key == "ModuleMonitorCallback[file]"
+    assert [changed.monitor.is_step_monitored(step) for step in (4, 10)] == [True, False]
+
+
+def test_the_short_class_name_will_do() -> None:
+    """Once the package is imported, its callback needs no path."""
+    [callback] = make("--trainer.callbacks+=ModuleMonitorCallback", "--trainer.callbacks.every_n_steps=2")
+    assert [callback.monitor.is_step_monitored(step) for step in (1, 2)] == [False, True]
+
+
+def test_help_has_every_option_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--trainer.callbacks.help`` lists all options, with what the docstring says of them."""
+    with pytest.raises(SystemExit):
+        make(f"--trainer.callbacks.help={CLASS_PATH}")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert set(FULL) <= {word.split(".")[-1] for word in shown.replace("=", " ").split() if word.startswith("--")}
+    assert "Print what would be watched and what it would take, and watch nothing." in shown
+
+
+def test_two_callbacks_in_one_file_work_side_by_side() -> None:
+    """Each has its rules and its schedule, and records what it would alone."""
+    first = {"class_path": CLASS_PATH, "init_args": {"every_n_steps": 2, "rules": [rule()], "prefix": "a", "store": "a.h5"}}
+    second = {"class_path": CLASS_PATH, "init_args": {"every_n_steps": 3, "rules": [rule(kinds="update")], "prefix": "b", "store": "b.h5"}}
+    Path("config.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": {**QUIET, "callbacks": [first, second]}}))
+    cli = LightningCLI(Tiny, Data, args=["fit", "--config=config.yaml"], save_config_callback=None)
+    assert [keys(callback) for callback in monitors(cli)] == [
+        {f"a/{site}/rms" for site in ALL_SITES},
+        {f"b/update/{name}/rms" for name in ("model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias")},
+    ]
+    assert stored_steps("a/activation/model.0/rms", "a.h5") == [0, 2, 4]
+    assert stored_steps("b/update/model.0.weight/rms", "b.h5") == [0, 3]

@@ -1,0 +1,270 @@
+"""The promises of the callback in a real Trainer: training unchanged, no waiting, nothing left behind, no memory kept."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from helpers.zoo import ZOO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.config import KINDS
+from lightning_module_monitor.statistics import table
+
+EVERYTHING = [
+    Rule(kinds=list(KINDS), statistics=["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm"]),
+    Rule(kinds="update", statistics="ratio"),
+    Rule(kinds=["activation", "gradient"], functions={"noise": lambda x: (x + torch.rand_like(x)).mean()}),
+]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "64-true": {"precision": "64-true"},
+    "clipping": {"gradient_clip_val": 0.05},
+    "accumulation, bf16-mixed, clipping": {"accumulate_grad_batches": 3, "precision": "bf16-mixed", "gradient_clip_val": 0.05},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "shared"])
+def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Path) -> None:
+    """Promise 1: losses, weights, buffers and random states are bit-identical over 30 steps, with all there is switched on."""
+    steps = 30
+    runs = []
+    for monitored in (False, True):
+        seed()
+        module = Classifier(model)
+        keep = KeepLosses()
+        callback = ModuleMonitorCallback(every_n_steps=2, rules=EVERYTHING, stages=["train", "validate"])
+        options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 4} | WAYS[way]
+        run = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
+        run.fit(module, loader(shuffle=True), loader(8))
+        runs.append((keep, module.state_dict()))
+        if monitored:
+            assert callback.last_record is not None
+            assert callback.last_record.values["monitor/errors" if "monitor/errors" in callback.last_record.values else "validation/monitor/errors"] == 0
+    (one, weights), (other, monitored_weights) = runs
+    # Of 10 batches an epoch, accumulation makes 4 steps: of 3, 3, 3 and, at the end, of 1.
+    assert len(one.losses) == (76 if "accumulate_grad_batches" in WAYS[way] else steps)
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.random_states == other.random_states
+    assert weights.keys() == monitored_weights.keys()
+    assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on any operation that reads a value on the host; counts nothing else."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        assert name not in self.FORBIDDEN, f"{func} reads a value on the host"
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise 3: from begin_step to the transfer at its end there is no host read; there is one transfer, whatever the number of keys."""
+    from lightning_module_monitor import ModuleMonitor
+
+    transfers = []
+    original = table.transfer
+
+    def count(tensor: Tensor) -> Tensor:
+        transfers.append(tensor.numel())
+        return original(tensor)
+
+    monkeypatch.setattr(table, "transfer", count)
+    for model in (Classifier("mlp"), Classifier("cnn"), Classifier("outputs")):
+        transfers.clear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ModuleMonitor(rules=EVERYTHING[:2]) as monitor:
+            monitor.set_module(model)
+            x, y = next(iter(loader()))
+            with NoHostReads():
+                monitor.begin_step(0)
+                for _micro_batch in range(2):
+                    nn.functional.cross_entropy(model.model(x), y).backward()
+                    monitor.after_micro_batch()
+                monitor.monitor_gradients(before_clip=True)
+                monitor.monitor_gradients()
+                monitor.monitor_parameters()
+            optimizer.step()
+            assert transfers == []
+            with NoHostReads():
+                monitor.monitor_updates()
+            record = monitor.end_step()
+        assert record is not None
+        assert len(record.values) > 200
+        assert len(transfers) == 1
+
+
+def test_the_dispatch_mode_does_catch_a_host_read() -> None:
+    """The test above can fail."""
+    with NoHostReads(), pytest.raises(AssertionError, match="reads a value on the host"):
+        torch.ones(3).sum().item()
+
+
+def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(tmp_path: Path) -> None:
+    """Promise 3: hooks exist in monitored steps only; the others dispatch exactly what they dispatch without the callback."""
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class CountSteps(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.hooks = [*getattr(self, "hooks", []), sum(len(module._forward_hooks) for module in self.modules())]
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            with Count() as count:
+                super().optimizer_step(*args, **kwargs)
+            self.dispatched = [*getattr(self, "dispatched", []), len(count.names)]
+
+    seed()
+    plain = CountSteps("cnn")
+    trainer(tmp_path, [], max_steps=6).fit(plain, loader(), loader(8))
+    seed()
+    module = CountSteps("cnn")
+    trainer(tmp_path, [ModuleMonitorCallback(every_n_steps=3, rules=EVERYTHING)], max_steps=6).fit(module, loader(), loader(8))
+    assert [num > 0 for num in module.hooks] == [True, False, False, True, False, False]
+    for step in (1, 2, 4, 5):
+        assert module.dispatched[step] == plain.dispatched[step]
+    assert module.dispatched[3] > plain.dispatched[3]
+
+
+def traces(model: nn.Module) -> list[str]:
+    """What a monitor could have left on a model."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+    found = [f"{name}.{kind}" for name, module in model.named_modules() for kind in kinds if getattr(module, kind)]
+    return found + [name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
+
+
+class Ends(Callback):
+    """Ends a run in the middle of a monitored step, in some way."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            if self.how == "exception":
+                raise RuntimeError("on purpose")
+            if self.how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("how", ["success", "exception", "interrupt", "twice"])
+def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
+    """Promise 5: no hook, no attribute, no patched method; the model deep-copies, pickles and saves as before."""
+    seed()
+    module = Classifier("cnn")
+    plain = Classifier("cnn")
+    trainer(tmp_path, []).fit(plain, loader(), loader(8))
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=EVERYTHING, stages=["train", "validate"])
+    run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
+    if how == "exception":
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run.fit(module, loader(), loader(8))
+    elif how == "interrupt":
+        with pytest.raises(SystemExit):
+            run.fit(module, loader(), loader(8))
+    else:
+        run.fit(module, loader(), loader(8))
+        if how == "twice":
+            trainer(tmp_path, [callback], max_epochs=1).fit(module, loader(), loader(8))
+    optimizer_hooks = [len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in run.optimizers]
+    assert sum(optimizer_hooks) == 0
+    assert traces(module) == []
+    for (name, part), unmonitored in zip(module.named_modules(), plain.modules(), strict=True):
+        assert part.__dict__.keys() == unmonitored.__dict__.keys(), name
+    clone = copy.deepcopy(module)
+    assert all(torch.equal(a, b) for a, b in zip(clone.state_dict().values(), module.state_dict().values(), strict=True))
+    file = io.BytesIO()
+    torch.save(module.model.state_dict(), file)
+    assert pickle.loads(pickle.dumps(module.model)).state_dict().keys() == module.model.state_dict().keys()  # noqa: S301  # our own bytes
+    assert load_store(callback.store_path).keys()
+
+
+def test_the_callback_pickles_without_the_model(tmp_path: Path) -> None:
+    """What Lightning binds to a callback would drag it along."""
+    callback = ModuleMonitorCallback(every_n_steps=1)
+    module = Classifier(nn.Linear(6, 3000))
+    trainer(tmp_path, [callback], max_steps=2).fit(module, loader(), loader(8))
+    data = pickle.dumps(callback)
+    assert len(data) < 20_000
+    revived = pickle.loads(data)  # noqa: S301  # our own bytes
+    assert revived.last_record == callback.last_record
+
+
+def test_the_model_is_garbage_after_fit(tmp_path: Path) -> None:
+    """The callback lets go of it."""
+    import weakref
+
+    callback = ModuleMonitorCallback(every_n_steps=1)
+    module = Classifier("mlp")
+    run = trainer(tmp_path, [callback], max_steps=2)
+    run.fit(module, loader(), loader(8))
+    gone = weakref.ref(module.model)
+    del module, run
+    for bound in ("log", "log_dict"):  # Lightning's own bindings
+        callback.__dict__.pop(bound, None)
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
+    """A tiny model, every step monitored and stored: the process and its Python objects stay as they were after 2,000 steps."""
+
+    class Measure(Callback):
+        def __init__(self) -> None:
+            self.objects: list[int] = []
+            self.resident_bytes: list[int] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *_args: Any) -> None:
+            if trainer.global_step in (2000, 10_000):
+                gc.collect()
+                self.objects.append(len(gc.get_objects()))
+                self.resident_bytes.append(resident_bytes())
+
+    measure = Measure()
+    module = Classifier(nn.Linear(6, 3))
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=["activation", "parameter", "update"], statistics=["rms", "std"])])
+    run = trainer(tmp_path, [callback, measure], max_steps=10_000, max_epochs=-1)
+    run.fit(module, loader(400), loader(8))
+    assert measure.objects[1] - measure.objects[0] < 1000
+    assert measure.resident_bytes[1] - measure.resident_bytes[0] < 10e6
+    steps, _values = load_store(callback.store_path).series("update/model.weight/rms")
+    assert list(steps) == list(range(10_000))
+
+
+def resident_bytes() -> int:
+    """Memory that the process holds now; where the system does not tell, the most that it has held."""
+    import resource
+
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,414 @@
+"""The store's writer: what is written, where, and what it never does."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import shutil
+import struct
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.reader import StoreReader, load_store
+
+RMS = "activation/model.fc/rms"
+STD = "activation/model.fc/std"
+
+
+def bits(value: float) -> bytes:
+    """A float's eight bytes: tells -0.0 from 0.0, and one NaN from another."""
+    return struct.pack("<d", value)
+
+
+def store(path: Path, *records: Record, **options: object) -> Store:
+    """A store that has written these records and is closed."""
+    opened = Store(path, **{"configuration": {}, **options})  # type: ignore[arg-type]
+    for record in records:
+        opened.write(record)
+    opened.close()
+    return opened
+
+
+def content(path: Path) -> dict[str, list[tuple[int, bytes]]]:
+    """Everything in a store, bit-exact: (step, bits) by key."""
+    reader = load_store(path)
+    keys = reader.keys()
+    return {key: [(int(step), bits(value)) for step, value in zip(*reader.series(key), strict=True)] for key in keys}
+
+
+def digest(path: Path) -> str:
+    """A file's content and age, to see that nobody touched it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
+
+
+part = st.text("abcXYZ019_.-é", min_size=1, max_size=8) | st.sampled_from(
+    ["values", "steps", "columns", "logged", "values_", ".", "monitor", "errors", "_"]
+)
+any_key = st.lists(part, min_size=1, max_size=5).map("/".join) | st.sampled_from(["", "a/", "/a", "a//b", "a//b/c", "//", "logged/x"])
+
+
+@given(any_key)
+def test_a_key_comes_back_from_its_place(key: str) -> None:
+    """Group and column tell the key exactly, whatever it is made of."""
+    group, column = layout.split(key)
+    assert layout.join(group, column) == key
+    assert not {"", ".", "values", "steps", "columns"} & set(group.split("/"))
+
+
+@given(st.lists(any_key, min_size=2, max_size=2, unique=True))
+def test_two_keys_never_share_a_place(keys: list[str]) -> None:
+    """Different keys have different columns."""
+    assert layout.split(keys[0]) != layout.split(keys[1])
+
+
+plain_key = st.sampled_from(
+    [
+        RMS,
+        STD,
+        "validation/activation/model.fc/rms",
+        "run1/activation/fc/rms",
+        "run1/test/update/fc/ratio",
+        "monitor/errors",
+        "loss",
+        "validation/loss",
+    ]
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.dictionaries(plain_key, st.floats(width=64), min_size=1), min_size=1, max_size=8), st.booleans())
+def test_round_trip_is_bit_exact(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]], planned: bool) -> None:
+    """Every value comes back bit for bit, NaN, infinities and -0.0 included; absent ones do not; planned keys or not."""
+    path = tmp_path_factory.mktemp("store") / "monitor.h5"
+    keys = sorted({key for row in rows for key in row}) if planned else []
+    store(path, *(Record(10 * i, row) for i, row in enumerate(rows)), keys=keys)
+    expected: dict[str, list[tuple[int, bytes]]] = {}
+    for i, row in enumerate(rows):
+        for key, value in row.items():
+            expected.setdefault(key, []).append((10 * i, bits(value)))
+    assert content(path) == expected
+
+
+def test_a_recorded_nan_is_not_an_absent_value(tmp_path: Path) -> None:
+    """A NaN that was recorded is kept; a step in which the key had no value is left out."""
+    store(tmp_path / "m.h5", Record(0, {RMS: math.nan, STD: 1.0}), Record(1, {STD: 2.0}), Record(2, {RMS: 3.0}))
+    steps, values = load_store(tmp_path / "m.h5").series(RMS)
+    assert steps.tolist() == [0, 2]
+    np.testing.assert_array_equal(values, [math.nan, 3.0])
+
+
+def test_layout_is_the_documented_one(tmp_path: Path) -> None:
+    """Groups, columns, scales and attributes are where the documentation says, for people with other tools."""
+    keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
+    store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
+    with h5py.File(tmp_path / "m.h5") as file:
+        assert set(file) == {"activation", "validation", "monitor", "logged"}
+        assert file["activation/columns"][...].tolist() == [b"model.fc/rms", b"model.fc/std"]
+        assert file["monitor/columns"][...].tolist() == [b"errors"]
+        assert file["logged/columns"][...].tolist() == [b"loss"]
+        values = file["validation/activation/values"]
+        assert (values.dtype, values.shape, values[0, 0]) == (np.dtype("f8"), (1, 1), 1.5)
+        assert file["activation/steps"][...].tolist() == [7]
+        assert file["activation/values"].dims[0][0].name == "/activation/steps"
+        assert file["activation/values"].dims[1][0].name == "/activation/columns"
+        assert file.attrs["format_version"] == 1
+        assert set(file.attrs) == {"format_version", "package_version", "started", "configurations"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
+    """A cleanly closed file is an ordinary one: xarray's own reader gives the same numbers."""
+    xarray = pytest.importorskip("xarray")
+    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}), Record(5, {RMS: 3.0, STD: math.inf}))
+    with xarray.open_dataset(tmp_path / "m.h5", group="activation", engine="h5netcdf") as dataset:
+        assert dataset["steps"].values.tolist() == [0, 5]
+        assert dataset["values"].values.tolist() == [[1.0, -2.0], [3.0, math.inf]]
+        assert [bytes(name).decode() for name in dataset["columns"].values] == ["model.fc/rms", "model.fc/std"]
+
+
+def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
+    """A run without a record leaves neither file nor folder."""
+    store(tmp_path / "logs" / "m.h5", Record(0, {}), keys=[RMS])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> None:
+    """After close there is one plain file, no lock and no temporary file; a second close and a late record change nothing."""
+    path = tmp_path / "new" / "folder" / "m.h5"
+    opened = Store(path, configuration={})
+    opened.write(Record(0, {RMS: 1.0}))
+    assert not layout.is_plain(path)
+    opened.close()
+    before = digest(path)
+    opened.close()
+    opened.write(Record(1, {RMS: 2.0}))
+    assert digest(path) == before
+    assert layout.is_plain(path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["m.h5"]
+    assert not opened.failed
+
+
+def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new run takes the next free numbered name, says so, and leaves every file as it is."""
+    path = tmp_path / "monitor.h5"
+    store(path, Record(0, {RMS: 1.0}))
+    (tmp_path / "monitor-2.h5").write_text("notes of mine")
+    before = digest(path), digest(tmp_path / "monitor-2.h5")
+    second = store(path, Record(0, {RMS: 2.0}))
+    assert second.path == tmp_path / "monitor-3.h5"
+    assert content(second.path) == {RMS: [(0, bits(2.0))]}
+    assert (digest(path), digest(tmp_path / "monitor-2.h5")) == before
+    assert [r.getMessage() for r in caplog.records] == [
+        f"The store at {path} is left as it is: it exists. This run writes to {second.path}."
+    ]
+
+
+def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
+    """Two callbacks with one path write two files, also when one of them resumes."""
+    first, second = (Store(tmp_path / "m.h5", configuration={}) for _ in range(2))
+    for step in range(3):
+        first.write(Record(step, {RMS: 1.0}))
+        second.write(Record(step, {RMS: 2.0}))
+    third = Store(tmp_path / "m.h5", configuration={}, resume_from=1)
+    third.write(Record(1, {RMS: 3.0}))
+    for opened in (first, second, third):
+        opened.close()
+    assert [s.path.name for s in (first, second, third)] == ["m.h5", "m-2.h5", "m-3.h5"]
+    assert content(first.path) == {RMS: [(step, bits(1.0)) for step in range(3)]}
+    assert content(second.path) == {RMS: [(step, bits(2.0)) for step in range(3)]}
+    assert content(third.path) == {RMS: [(1, bits(3.0))]}
+
+
+def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
+    """Two optimizers that record at one step share its row; the later value wins; other stages have their own row."""
+    validation = "validation/activation/model.fc/rms"
+    store(
+        tmp_path / "m.h5", Record(4, {RMS: 1.0, validation: 9.0}), Record(4, {STD: 2.0}), Record(4, {RMS: math.nan}), Record(5, {RMS: 5.0})
+    )
+    assert content(tmp_path / "m.h5") == {
+        RMS: [(4, bits(math.nan)), (5, bits(5.0))],
+        STD: [(4, bits(2.0))],
+        validation: [(4, bits(9.0))],
+    }
+    with h5py.File(tmp_path / "m.h5") as file:
+        assert file["activation/steps"][...].tolist() == [4, 5]
+
+
+def test_late_keys_are_added_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A branch that first runs at step 2 gets its columns; what was written stays; a reader held meanwhile sees both."""
+    caplog.set_level(logging.INFO)
+    opened = Store(tmp_path / "m.h5", configuration={}, keys=[RMS])
+    for step in range(2):
+        opened.write(Record(step, {RMS: float(step)}))
+    reader = load_store(tmp_path / "m.h5")
+    assert reader.keys() == [RMS]
+    late = {STD: 8.0, "update/model.fc/ratio": 9.0}
+    for step in range(2, 4):
+        opened.write(Record(step, {RMS: float(step), **late}))
+    assert reader.keys() == [RMS, STD, "update/model.fc/ratio"]
+    assert reader.series(RMS)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert reader.series(STD)[0].tolist() == [2, 3]
+    opened.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Step 2 brought 2 new keys ({STD}, ...): the store gets columns for them."
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+
+
+def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    """Rows that will be run again are taken out, columns are united, both configurations are kept."""
+    path = tmp_path / "m.h5"
+    store(path, *(Record(step, {RMS: float(step)}) for step in range(5)), configuration={"run": 1})
+    resumed = store(path, Record(3, {STD: 30.0, RMS: 31.0}), Record(4, {RMS: 40.0}), configuration={"run": 2}, resume_from=3)
+    assert resumed.path == path
+    assert content(path) == {
+        RMS: [(0, bits(0.0)), (1, bits(1.0)), (2, bits(2.0)), (3, bits(31.0)), (4, bits(40.0))],
+        STD: [(3, bits(30.0))],
+    }
+    runs = load_store(path).attributes["configurations"]
+    assert [(run["first_step"], run["configuration"]) for run in runs] == [(0, {"run": 1}), (3, {"run": 2})]  # type: ignore[attr-defined]
+    assert layout.is_plain(path)
+
+
+def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that is gone is no trouble: a new one at its path."""
+    resumed = store(tmp_path / "gone" / "m.h5", Record(3, {RMS: 1.0}), resume_from=3)
+    assert resumed.path == tmp_path / "gone" / "m.h5"
+    assert content(resumed.path) == {RMS: [(3, bits(1.0))]}
+    assert not caplog.records
+
+
+def spoil(path: Path, how: str) -> None:
+    """Make a store something that cannot be continued."""
+    if how == "text":
+        path.write_text("not HDF5 at all")
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:3000])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "foreign":
+        with h5py.File(path, "w") as file:
+            file["weights"] = [1.0]
+    elif how == "newer":
+        with h5py.File(path, "r+") as file:
+            file.attrs["format_version"] = 2
+    elif how == "incomplete":
+        with h5py.File(path, "r+") as file:
+            del file["activation/steps"]
+
+
+REASONS = {
+    "text": "not a readable HDF5 file",
+    "truncated": "not a readable HDF5 file",
+    "empty": "not a readable HDF5 file",
+    "foreign": "HDF5 file of another program",
+    "newer": "format version 2, newer than 1",
+}
+
+
+@pytest.mark.parametrize(("how", "reason"), [*REASONS.items(), ("incomplete", "steps")])
+def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str) -> None:
+    """A damaged, foreign or newer file is not touched: a numbered name, and one sentence with the reason."""
+    path = tmp_path / "m.h5"
+    store(path, *(Record(step, {RMS: 1.0}) for step in range(100)))
+    spoil(path, how)
+    before = digest(path)
+    resumed = store(path, Record(3, {RMS: 2.0}), resume_from=3)
+    assert digest(path) == before
+    assert resumed.path == tmp_path / "m-2.h5"
+    assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m-2.h5", "m.h5"]
+
+
+@pytest.mark.parametrize(("how", "reason"), REASONS.items())
+def test_load_store_says_what_is_wrong(tmp_path: Path, how: str, reason: str) -> None:
+    """A file that is no store of ours is refused with its path and the reason."""
+    path = tmp_path / "m.h5"
+    store(path, Record(0, {RMS: 1.0}))
+    spoil(path, how) if how != "truncated" else path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ValueError, match=reason) as caught:
+        load_store(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
+    """What a killed rewrite left beside the file is ignored, and gone after the next one."""
+    path = tmp_path / "m.h5"
+    store(path, Record(0, {RMS: 1.0}))
+    layout.temporary_path(path).write_bytes(b"half a file")
+    assert content(path) == {RMS: [(0, bits(1.0))]}
+    store(path, Record(1, {RMS: 2.0}), resume_from=1)
+    assert content(path) == {RMS: [(0, bits(1.0)), (1, bits(2.0))]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+
+
+def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between a row's values and its step: close leaves a plain file with whole rows only."""
+    path = tmp_path / "m.h5"
+    opened = Store(path, configuration={})
+    opened.write(Record(0, {RMS: 1.0}))
+    values = opened._tables[0].values
+    values.resize(2, axis=0)
+    values[1] = 2.0
+    opened.close()
+    with h5py.File(path) as file:
+        assert file["activation/values"].shape == (1, 1)
+    assert content(path) == {RMS: [(0, bits(1.0))]}
+
+
+# ------------------------------------------------------------------ trouble
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Let the disk say that it has so many bytes left."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+
+def test_a_full_disk_is_said_once_and_nothing_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, nothing more is written, and what was written before is readable."""
+    opened = Store(tmp_path / "m.h5", configuration={})
+    opened.write(Record(0, {RMS: 1.0}))
+    fill_disk(monkeypatch, 100)
+    for step in range(1, 4):
+        opened.write(Record(step, {RMS: 2.0}))
+    opened.close()
+    assert opened.failed
+    assert ["the disk is full" in record.getMessage() for record in caplog.records] == [True]
+    assert content(tmp_path / "m.h5") == {RMS: [(0, bits(1.0))]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+
+
+@pytest.mark.parametrize("moment", ["creation", "widening", "resume", "close"])
+def test_a_disk_that_is_full_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """Creating, widening, cutting and closing look at the free space first; the file stays as it was last flushed."""
+    path = tmp_path / "m.h5"
+    if moment != "creation":
+        store(path, Record(0, {RMS: 1.0}))
+    opened = Store(path, configuration={}, resume_from=1)
+    if moment in {"widening", "close"}:
+        opened.write(Record(1, {RMS: 2.0}))
+    fill_disk(monkeypatch, 0)
+    if moment != "close":
+        opened.write(Record(2, {STD: 2.0}))
+    opened.close()
+    assert opened.failed
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    written = {"creation": [], "resume": [(0, bits(1.0))]}.get(moment, [(0, bits(1.0)), (1, bits(2.0))])
+    assert (content(path) if path.exists() else {RMS: []}) == {RMS: written}
+
+
+def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a write runs into, also a value that is no number, is one warning."""
+    opened = Store(tmp_path / "m.h5", configuration={})
+    opened.write(Record(0, {RMS: 1.0}))
+    opened.write(Record(1, {RMS: "high"}))  # type: ignore[dict-item]
+    opened.write(Record(2, {RMS: 2.0}))
+    assert opened.failed
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert content(tmp_path / "m.h5") == {RMS: [(0, bits(1.0))]}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A read-only folder is one warning and no file."""
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o555)
+    if os.access(folder, os.W_OK):  # root may write everywhere: a file in the folder's place refuses root, too
+        folder.rmdir()
+        folder.write_text("")
+    opened = store(folder / "m.h5", Record(0, {RMS: 1.0}))
+    assert opened.failed
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """The store keeps no history: 5,000 steps need no more memory than 500."""
+    opened = Store(tmp_path / "m.h5", configuration={})
+    tracemalloc.start()
+    for step in range(5000):
+        opened.write(Record(step, {RMS: float(step), STD: 1.0}))
+        if step == 500:
+            before = tracemalloc.get_traced_memory()[0]
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    opened.close()
+    assert after - before < 200_000
+    assert isinstance(reader := load_store(tmp_path / "m.h5"), StoreReader)
+    assert reader.series(RMS)[1].sum() == 5000 * 4999 / 2

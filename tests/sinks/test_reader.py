@@ -1,0 +1,133 @@
+"""Reading a store: series, frame, xarray, attributes, and errors that help."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.reader import load_store
+
+VALUES = {
+    "activation/model.fc/rms": 1.0,
+    "activation/model.fc/std": 2.0,
+    "activation/model.out/rms": 3.0,
+    "validation/activation/model.fc/rms": 4.0,
+    "run1/test/update/model.fc.weight/ratio": 5.0,
+    "monitor/errors": 6.0,
+    "logged/mine": 7.0,
+    "loss": 8.0,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A closed store: all of ``VALUES`` at step 0, then one value each at steps 10 (a NaN) and 20."""
+    store = Store(tmp_path / "monitor.h5", configuration={"every_n_steps": 10, "folder": Path("logs")})
+    store.write(Record(0, VALUES))
+    store.write(Record(10, {"activation/model.fc/rms": math.nan}))
+    store.write(Record(20, {"activation/model.out/rms": -1.0}))
+    store.close()
+    return tmp_path / "monitor.h5"
+
+
+def test_keys_are_those_that_were_recorded(path: Path) -> None:
+    """Every key by its full name, columns of a group in the order they came."""
+    keys = load_store(path).keys()
+    assert sorted(keys) == sorted(VALUES)
+    assert [key for key in keys if key.startswith("activation/")] == list(VALUES)[:3]
+
+
+def test_every_series_has_its_own_values(path: Path) -> None:
+    """No key is mixed up with another: prefixes, stages, keys with one, two and three parts."""
+    reader = load_store(path)
+    first = {key: [part[0] for part in reader.series(key)] for key in VALUES}
+    assert first == {key: [0, value] for key, value in VALUES.items()}
+    assert reader.series("activation/model.out/rms")[0].tolist() == [0, 20]
+
+
+def test_frame_is_tidy(path: Path) -> None:
+    """One row per recorded value with the parts of its key; a recorded NaN has a row, an absent value has none."""
+    pytest.importorskip("pandas")
+    frame = load_store(path).to_frame()
+    assert list(frame.columns) == ["step", "stage", "kind", "site", "statistic", "value"]
+    rows = {tuple(row) for row in frame[frame["value"].notna()].itertuples(index=False)}
+    assert rows == {
+        (0, "train", "activation", "model.fc", "rms", 1.0),
+        (0, "train", "activation", "model.fc", "std", 2.0),
+        (0, "train", "activation", "model.out", "rms", 3.0),
+        (0, "validation", "activation", "model.fc", "rms", 4.0),
+        (0, "test", "run1/update", "model.fc.weight", "ratio", 5.0),
+        (0, "train", "monitor", "", "errors", 6.0),
+        (0, "train", "logged", "", "mine", 7.0),
+        (0, "train", "", "", "loss", 8.0),
+        (20, "train", "activation", "model.out", "rms", -1.0),
+    }
+    assert frame[frame["value"].isna()][["step", "site"]].values.tolist() == [[10, "model.fc"]]
+
+
+def test_xarray_has_step_and_site(path: Path) -> None:
+    """A variable per statistic; values are found by the names of step and site; NaN where nothing was recorded."""
+    pytest.importorskip("xarray")
+    reader = load_store(path)
+    dataset = reader.to_xarray("activation")
+    assert set(dataset.data_vars) == {"rms", "std"}
+    assert dataset["rms"].sel(step=20, site="model.out").item() == -1.0
+    assert dataset["std"].sel(step=0, site="model.fc").item() == 2.0
+    assert math.isnan(dataset["std"].sel(step=0, site="model.out").item())
+    assert dataset["rms"].shape == (3, 2)
+    assert reader.to_xarray("validation/activation")["rms"].values.tolist() == [[4.0]]
+    assert reader.to_xarray("monitor")["errors"].values.tolist() == [6.0]
+    assert reader.to_xarray("run1/test/update")["ratio"].values.tolist() == [[5.0]]
+
+
+def test_attributes_are_decoded(path: Path) -> None:
+    """Versions, start, and the configuration of every run, as Python objects."""
+    attributes = load_store(path).attributes
+    assert set(attributes) == {"format_version", "package_version", "started", "configurations"}
+    assert attributes["format_version"] == layout.FORMAT_VERSION
+    assert isinstance(attributes["configurations"], list)
+    (run,) = attributes["configurations"]
+    assert run == {"started": attributes["started"], "first_step": 0, "configuration": {"every_n_steps": 10, "folder": "logs"}}
+
+
+def test_errors_name_the_path_and_the_nearest(path: Path) -> None:
+    """A wrong path, key or kind is answered with what there is."""
+    with pytest.raises(FileNotFoundError, match=r"no store at .*missing\.h5"):
+        load_store(path.with_name("missing.h5"))
+    with pytest.raises(KeyError, match=r"nearest: 'activation/model\.fc/rms'"):
+        load_store(path).series("activation/model.fc/rmse")
+    pytest.importorskip("xarray")
+    with pytest.raises(KeyError, match="nearest: 'activation'"):
+        load_store(path).to_xarray("activations")
+
+
+def test_the_newest_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    """One reader, kept open by nobody, sees each record as soon as it is written, in the writing process too."""
+    store = Store(tmp_path / "m.h5", configuration={})
+    store.write(Record(0, {"loss": 0.0}))
+    reader = load_store(str(tmp_path / "m.h5"))
+    for step in range(1, 4):
+        store.write(Record(step, {"loss": float(step)}))
+        assert reader.series("loss")[1].tolist() == [float(i) for i in range(step + 1)]
+    store.close()
+    assert reader.series("loss")[0].tolist() == [0, 1, 2, 3]
+
+
+def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> None:
+    """Repair never touches a file that a run is writing to, nor one that needs none."""
+    store = Store(tmp_path / "m.h5", configuration={})
+    store.write(Record(0, {"loss": 0.0}))
+    reader = load_store(tmp_path / "m.h5")
+    with pytest.raises(RuntimeError, match="being written by a live run"):
+        reader.repair()
+    store.write(Record(1, {"loss": 1.0}))
+    store.close()
+    before = reader.path.read_bytes(), reader.path.stat().st_ino
+    reader.repair()
+    assert (reader.path.read_bytes(), reader.path.stat().st_ino) == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]

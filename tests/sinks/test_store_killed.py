@@ -1,0 +1,235 @@
+"""The store in processes that are killed, that race, or that run out of disk."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import lightning_module_monitor
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.reader import load_store
+
+PACKAGE = Path(lightning_module_monitor.__file__).parent
+
+# The package's root imports torch, which takes seconds and which the store does not need: only its folders are made known.
+PROLOGUE = f"""
+import sys, types
+for name, folder in [("lightning_module_monitor", {str(PACKAGE)!r}), ("lightning_module_monitor.sinks", {str(PACKAGE / "sinks")!r})]:
+    module = types.ModuleType(name)
+    module.__path__ = [folder]
+    sys.modules[name] = module
+from pathlib import Path
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+path = Path(sys.argv[1])
+"""
+
+# Says each step once its record is written; with "widen" every seventh step brings a new key.
+WRITER = """
+store = Store(path, configuration={"by": "writer"})
+for step in range(100_000):
+    late = {f"activation/late.{step // 7}/rms": 1.0} if sys.argv[2] == "widen" else {}
+    store.write(Record(step, {"activation/fc/rms": step * 0.5, "validation/activation/fc/rms": float(step), **late}))
+    print(step, flush=True)
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process that runs the script with the package's store."""
+    command = [sys.executable, "-c", PROLOGUE + script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
+    """Kill a writer so long after its first record; the last step that it said was written."""
+    process = start(WRITER, path, mode)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGKILL)
+    rest, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    # The pipe's last line can be cut off in the middle.
+    return int((first + rest).rpartition("\n")[0].split()[-1])
+
+
+def assert_written(path: Path, last_step: int) -> None:
+    """Every step up to the last reported one is there with its values; at most one more."""
+    for key, factor in (("activation/fc/rms", 0.5), ("validation/activation/fc/rms", 1.0)):
+        steps, values = load_store(path).series(key)
+        np.testing.assert_array_equal(steps, np.arange(len(steps)))
+        np.testing.assert_array_equal(values, factor * steps)
+        assert last_step < len(steps) <= last_step + 2
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+@pytest.mark.parametrize("mode", ["append", "widen"])
+def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
+    """Killed at any moment, also while columns are added: readable at once, and as plain HDF5 after a repair."""
+    rng = np.random.default_rng()
+    for number in range(6):
+        path = tmp_path / f"m{number}.h5"
+        last_step = run_and_kill(path, mode, wait_s=float(rng.uniform(0, 0.25)))
+        assert_written(path, last_step)
+        load_store(path).repair()
+        assert_written(path, last_step)
+        with h5py.File(path) as file:
+            assert len(file["activation/values"]) == len(file["activation/steps"]) > last_step
+            assert file["activation/values"][last_step, 0] == 0.5 * last_step
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kill gives the lock back; the resumed run cuts what it runs again, and leaves a plain file with both configurations."""
+    path = tmp_path / "m.h5"
+    last_step = run_and_kill(path, "append", wait_s=0.1)
+    first = last_step // 2
+    store = Store(path, configuration={"by": "resumed"}, resume_from=first)
+    store.write(Record(first, {"activation/fc/rms": -1.0, "activation/out/rms": -2.0}))
+    store.close()
+    assert store.path == path
+    assert not caplog.records
+    reader = load_store(path)
+    assert reader.series("activation/fc/rms")[1].tolist() == [0.5 * step for step in range(first)] + [-1.0]
+    assert reader.series("validation/activation/fc/rms")[0].tolist() == list(range(first))
+    assert reader.series("activation/out/rms")[0].tolist() == [first]
+    configurations = reader.attributes["configurations"]
+    assert [run["configuration"]["by"] for run in configurations] == ["writer", "resumed"]  # type: ignore[attr-defined]
+    h5py.File(path).close()
+
+
+@pytest.mark.parametrize("mode", ["append", "widen"])
+def test_reading_while_another_process_writes(tmp_path: Path, mode: str) -> None:
+    """Whenever it is read, the file is whole: each record that was reported is there, and the writer is never disturbed."""
+    path = tmp_path / "m.h5"
+    process = start(WRITER, path, mode)
+    assert process.stdout is not None
+    try:
+        for _ in range(40):
+            last_step = int(process.stdout.readline())
+            steps, values = load_store(path).series("activation/fc/rms")
+            assert len(steps) > last_step
+            np.testing.assert_array_equal(values, 0.5 * steps)
+        with pytest.raises(RuntimeError, match="live run"):
+            load_store(path).repair()
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert not errors
+
+
+def test_reading_while_a_run_ends(tmp_path: Path) -> None:
+    """Opening and closing of a run are no moment at which its file cannot be read."""
+    script = """
+for run in range(30):
+    store = Store(path, configuration={}, resume_from=run)
+    store.write(Record(run, {"loss": float(run)}))
+    store.close()
+    print(run, flush=True)
+"""
+    process = start(script, tmp_path / "m.h5")
+    assert process.stdout is not None
+    process.stdout.readline()
+    reader = load_store(tmp_path / "m.h5")
+    while process.poll() is None:
+        steps, values = reader.series("loss")
+        assert steps.tolist() == values.tolist()
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert output.split()[-1] == "29"
+    assert reader.series("loss")[0].tolist() == list(range(30))
+
+
+def test_two_processes_that_start_at_once_write_two_files(tmp_path: Path) -> None:
+    """Nobody writes into another's file, whoever is first."""
+    script = """
+store = Store(path, configuration={})
+sys.stdin.readline()
+for step in range(20):
+    store.write(Record(step, {"loss": float(sys.argv[2])}))
+store.close()
+"""
+    command = [sys.executable, "-c", PROLOGUE + script, str(tmp_path / "m.h5")]
+    processes = [
+        subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for number in range(3)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m-2.h5", "m-3.h5", "m.h5"]
+    written = [load_store(entry).series("loss")[1].tolist() for entry in tmp_path.iterdir()]
+    assert sorted(written) == [[float(number)] * 20 for number in range(3)]
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 12 MB."""
+    mount = shutil.which("mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a small disk cannot be mounted here (needs Linux and root)")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+FILLER = """
+import random
+sys.argv[2] == "unguarded" and exec("from lightning_module_monitor.sinks import hdf5; hdf5._require_space = lambda *_: None")
+store = Store(path, configuration={})
+for step in range(600):
+    store.write(Record(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))
+    if not store.failed:
+        print(step, flush=True)
+store.close()
+print("trained to the end")
+"""
+
+
+@pytest.mark.parametrize("guard", ["guarded", "unguarded"])
+def test_a_disk_that_really_fills_up(small_disk: Path, guard: str) -> None:
+    """One warning, the process ends with status 0, and all that was written can be read.
+
+    "unguarded": somebody else takes the last byte between the look at the free space and the write, so HDF5's write fails.
+    """
+    process = start(FILLER, small_disk / "m.h5", guard)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert output.endswith("trained to the end\n")
+    assert errors.count("The store") == errors.count("\n") == 1
+    last_step = int(output.split("\n")[-3])
+    steps, values = load_store(small_disk / "m.h5").series("activation/m.7/rms")
+    np.testing.assert_array_equal(steps, np.arange(last_step + 1))
+    np.testing.assert_array_equal(np.floor(values), steps)
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
+    """No file, one warning, status 0; also if the free space was told wrong."""
+    (small_disk / "ballast").write_bytes(bytes(12 * 2**20))
+    for guard in ("guarded", "unguarded"):
+        process = start(FILLER.replace("600", "3"), small_disk / "m.h5", guard)
+        output, errors = process.communicate()
+        assert (process.returncode, output) == (0, "trained to the end\n"), errors
+        assert errors.count("\n") == 1
+        assert not (small_disk / "m.h5").exists()

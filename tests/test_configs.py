@@ -1,0 +1,174 @@
+"""Every file in configs/ runs through the real LightningCLI, does what it says, and names what there is to name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import io
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer, seed_everything
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    """The program that runs all three configurations."""
+    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "examples" / "digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(digits: ModuleType, name: str) -> Trainer:
+    """One epoch (23 steps) of a configuration."""
+    trainer: Trainer = digits.main(["fit", "--config", str(ROOT / "configs" / name), "--trainer.max_epochs", "1"]).trainer
+    return trainer
+
+
+def log_dir(trainer: Trainer) -> Path:
+    """The folder of the run."""
+    assert trainer.log_dir is not None
+    return Path(trainer.log_dir)
+
+
+def print_config(digits: ModuleType, path: Path) -> str:
+    """What ``--print_config`` prints for a file."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as stop:
+        digits.main(["fit", "--config", str(path), "--print_config"])
+    assert stop.value.code == 0
+    return printed.getvalue()
+
+
+def callback_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration gives to our callback."""
+    callbacks = config["trainer"]["callbacks"]
+    (options,) = [one["init_args"] for one in callbacks if one["class_path"] == "lightning_module_monitor.ModuleMonitorCallback"]
+    assert isinstance(options, dict)
+    return options
+
+
+def test_minimal_records_the_default_rules(digits: ModuleType) -> None:
+    """With nothing but a cadence there is what the default promises, and the first record is of the initial weights."""
+    trainer = fit(digits, "minimal.yaml")
+    store = load_store(log_dir(trainer) / "monitor.h5")
+    assert {key.split("/")[0] + "/" + key.split("/")[-1] for key in store.keys()} == {  # noqa: SIM118 # a store is no dict
+        *("activation/rms", "activation/abs_max", "activation/nonfinite_count"),
+        *("parameter/norm", "gradient/norm", "monitor/errors"),
+    }
+    steps, norms = store.series("parameter/model.head.weight/norm")
+    assert steps.tolist() == [0, 10, 20]
+    seed_everything(1)
+    expected = digits.DigitsClassifier().model.head.weight.double().pow(2).sum().sqrt().item()
+    assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_full_does_what_its_options_say(digits: ModuleType) -> None:
+    """Prefix, module, exclude, rules with sites, types, functions, aggregation and cadence, stages, callback metrics."""
+    trainer = fit(digits, "full.yaml")
+    store = load_store(log_dir(trainer) / "monitor.h5")
+    keys = store.keys()
+    assert all(key.startswith("run1/") for key in keys)
+    convolutions_and_linear = [f"model.{name}" for name in ("conv1", "conv2", "conv3", "head")]
+    assert [key.split("/")[2] for key in keys if re.fullmatch("run1/activation/.*/median", key)] == convolutions_and_linear
+    assert [key.split("/")[3] for key in keys if re.fullmatch("run1/validation/activation/.*/mean", key)] == convolutions_and_linear
+    assert store.series("run1/activation/model.head/mean")[0].tolist() == [0, 10, 20]
+    assert store.series("run1/gradient/model.head.weight/norm")[0].tolist() == [0, 5, 10, 15, 20]
+    # A step has one batch here, so torchmetrics' mean of it is the built-in mean.
+    torch.testing.assert_close(
+        torch.tensor(store.series("run1/activation/model.conv1/running_mean")[1]),
+        torch.tensor(store.series("run1/activation/model.conv1/mean")[1]),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    ratio = "run1/update/model.head.weight/ratio"
+    assert trainer.callback_metrics[ratio].item() == pytest.approx(store.series(ratio)[1][-1], rel=1e-6)
+    assert store.series("run1/monitor/errors")[1].max() == 0
+
+
+def test_digits_gives_tensorboard_what_the_store_has(digits: ModuleType) -> None:
+    """Logger and store have the same values on the same x axis."""
+    trainer = fit(digits, "digits.yaml")
+    assert log_dir(trainer).parts[-3:] == ("demo_output", "digits", "version_0")
+    store = load_store(log_dir(trainer) / "monitor.h5")
+    events = EventAccumulator(str(log_dir(trainer)))
+    events.Reload()
+    keys = store.keys()
+    assert {key.split("/")[0] for key in keys} == {
+        *("activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update", "monitor"),
+    }
+    for key in keys:
+        steps, values = store.series(key)
+        scalars = events.Scalars(key)
+        assert [scalar.step for scalar in scalars] == steps.tolist() == [0, 5, 10, 15, 20]
+        assert [scalar.value for scalar in scalars] == pytest.approx(values.tolist(), rel=1e-6)  # TensorBoard keeps float32
+
+
+def test_full_names_every_option() -> None:
+    """An option that is new in the callback or in Rule has to appear in the file."""
+    options = callback_options(yaml.safe_load((ROOT / "configs" / "full.yaml").read_text()))
+    assert list(options) == [name for name in inspect.signature(ModuleMonitorCallback.__init__).parameters if name != "self"]
+    fullest = max(options["rules"], key=len)
+    assert list(fullest) == [field.name for field in dataclasses.fields(Rule)]
+
+
+def test_full_tells_the_true_defaults() -> None:
+    """The comment above each option says its default, and that is the one in the code."""
+    text = (ROOT / "configs" / "full.yaml").read_text()
+    comment_of: dict[tuple[bool, str], str] = {}
+    comment = ""
+    for line in text.partition("init_args:")[2].splitlines():
+        if match := re.match(r" +# (.*)", line):
+            comment += match[1] + " "
+        elif match := re.match(r"( +)(?:- )?(\w+):", line):
+            is_of_rule = len(match[1]) > 8
+            if comment:
+                comment_of[is_of_rule, match[2]] = comment
+            comment = ""
+    parameters = inspect.signature(ModuleMonitorCallback.__init__).parameters
+    defaults = {(False, name): one.default for name, one in parameters.items() if name != "self"}
+    rule = Rule(kinds="activation")
+    defaults |= {(True, field.name): getattr(rule, field.name) for field in dataclasses.fields(Rule) if field.name != "kinds"}
+    told = {}
+    for option in defaults:
+        match = re.search(r"Default: (\S+)", comment_of[option])
+        assert match, f"the comment of {option[1]} tells no default"
+        told[option] = yaml.safe_load(match[1])
+    assert told == defaults
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_print_config_round_trips(digits: ModuleType, path: Path, tmp_path: Path) -> None:
+    """What is printed can be loaded, and prints the same; nothing of what the file says is lost."""
+    printed = print_config(digits, path)
+    again = tmp_path / "printed.yaml"
+    again.write_text(printed)
+    assert print_config(digits, again) == printed
+    said, kept = callback_options(yaml.safe_load(path.read_text())), callback_options(yaml.safe_load(printed))
+    rules, kept_rules = said.pop("rules", []), kept.pop("rules") or []
+    assert said.items() <= kept.items()
+    for rule, kept_rule in zip(rules, kept_rules, strict=True):
+        # A torchmetrics object gets all its arguments.
+        assert {name: value for name, value in rule.items() if name != "functions"}.items() <= kept_rule.items()
+        assert rule.get("functions", {}).keys() == kept_rule["functions"].keys()

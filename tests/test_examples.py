@@ -1,0 +1,161 @@
+"""Every program in examples/ runs as a user runs it, and what it prints and stores is true."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from lightning_module_monitor import load_store
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 200
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command in a folder, in a wide terminal; returns what it printed."""
+    environment = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(folder / "matplotlib")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_example(name: str, arguments: str, folder: Path) -> str:
+    """Run an example in a folder; returns what it printed."""
+    return run([sys.executable, str(ROOT / "examples" / name), *shlex.split(arguments)], folder)
+
+
+def load_example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def total(norms: list[float]) -> float:
+    """The norm of all parameters together."""
+    return math.sqrt(sum(norm**2 for norm in norms))
+
+
+def test_every_example_has_a_test() -> None:
+    """An example that is not run is wrong soon."""
+    text = Path(__file__).read_text()
+    assert [path.name for path in (ROOT / "examples").glob("*.py") if path.stem not in text] == []
+
+
+def test_digits_trains_and_sums_up_its_store(tmp_path: Path) -> None:
+    """The demonstration: accuracy, progress bar, the table, the places, and the command that looks further."""
+    printed = run_example("digits.py", f"fit --config {shlex.quote(str(ROOT / 'configs' / 'digits.yaml'))}", tmp_path)
+    assert float(printed.partition("validation accuracy: ")[2].split()[0]) > 0.9
+
+    store_path = tmp_path / "demo_output" / "digits" / "version_0" / "monitor.h5"
+    store = load_store(store_path)
+    ratio_steps, ratios = store.series("update/model.head.weight/ratio")
+    assert ratio_steps.tolist() == list(range(0, 8 * 23, 5))
+    assert f"update/model.head.weight/ratio: {ratios[-1]:.3g}" in printed  # the bar
+
+    lowest, highest = (
+        {site: store.series(f"activation/{site}/{name}")[1] for site in sites_of(store.keys(), "activation")} for name in ("min", "max")
+    )
+    widest = max(lowest, key=lambda site: highest[site].max() - lowest[site].min())
+    row = re.search(r"^activation +(\d+) +(\S+) \.\. (\S+) +(\S+) +(\d+) *$", printed, re.MULTILINE)
+    assert row is not None
+    assert row.groups() == ("14", f"{lowest[widest].min():.2g}", f"{highest[widest].max():.2g}", widest, "0")
+    assert all((lowest[f"model.relu{number}"] == 0).all() for number in (1, 2, 3))
+
+    assert "store: demo_output/digits/version_0/monitor.h5" in printed
+    assert "TensorBoard logs: demo_output/digits/version_0" in printed
+    plot, tensorboard = (shlex.split(line) for line in printed.partition("Look further:")[2].strip().splitlines())
+    assert "activation/rms" in run(plot, tmp_path)
+    assert store_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert tensorboard[-2:] == ["--logdir", "demo_output/digits/version_0"]
+    assert list((tmp_path / tensorboard[-1]).glob("events.out.tfevents.*"))
+
+
+def sites_of(keys: list[str], kind: str) -> list[str]:
+    """The sites of a kind, in the store's order."""
+    return list(dict.fromkeys(key.split("/")[1] for key in keys if key.startswith(f"{kind}/")))
+
+
+def test_char_gpt_learns_and_tells_its_update_ratios(tmp_path: Path) -> None:
+    """The loss falls, steps count optimizer steps and not micro-batches, clipping shows, the printed table is the store's."""
+    size = "--layers 1 --width 32 --heads 2 --context 32 --batch_size 8 --megabytes 0.1"
+    printed = run_example("char_gpt.py", f"--max_steps 9 --every_n_steps 4 {size}", tmp_path)
+    losses = re.search(r"100,000 characters; .*: (\S+) before, (\S+) after 9 steps", printed)
+    assert losses is not None
+    before, after = (float(loss) for loss in losses.groups())
+    assert before == pytest.approx(math.log(256), abs=0.4)
+    assert after < before - 0.2
+
+    store = load_store(tmp_path / printed.partition("store: ")[2].strip())
+    sites = sites_of(store.keys(), "update")
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("gpt.")] == sites
+    assert len(sites) == 7  # two embeddings, four linear layers of the block, the head
+    for site in sites:
+        steps, ratios = store.series(f"update/{site}/ratio")
+        assert steps.tolist() == [0, 4, 8]
+        assert re.search(rf"^{re.escape(site)} +{ratios[0]:.2g} +{ratios[-1]:.2g} +{ratios.max():.2g}$", printed, re.MULTILINE)
+
+    parameters = sites_of(store.keys(), "gradient")
+    for row in range(3):
+        unclipped, clipped = (
+            total([store.series(f"{kind}/{site}/norm")[1][row] for site in parameters]) for kind in ("gradient_before_clip", "gradient")
+        )
+        assert unclipped > 1.0  # otherwise this run would show nothing
+        assert clipped == pytest.approx(1.0, rel=1e-4)
+
+
+def test_plain_loop_prints_what_clipping_did(tmp_path: Path) -> None:
+    """One line for each monitored step, with finite values, a falling loss, and gradients that clipping made smaller."""
+    printed = run_example("plain_loop.py", "--max_steps 41 --every_n_steps 20", tmp_path)
+    number = r"(\d+\.\d+)"
+    lines = re.findall(
+        rf"^step +(\d+)  loss {number}  hidden rms {number}  gradient of 0\.weight {number} -> clipped {number}  update ratio {number}$",
+        printed,
+        re.MULTILINE,
+    )
+    assert [int(line[0]) for line in lines] == [0, 20, 40]
+    values = np.array(lines, dtype=float)
+    assert values[0, 1] == pytest.approx(math.log(10), abs=0.1)
+    assert (np.diff(values[:, 1]) < 0).all()
+    assert (values[:, 4] < values[:, 3]).all()
+    assert (values[:, 4] < 0.25).all()  # one of the parameters whose norm together is at most 0.25
+    assert ((values[:, 5] > 1e-4) & (values[:, 5] < 0.1)).all()
+    assert float(printed.partition("accuracy on all digits: ")[2]) > 0.6
+
+
+def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
+    """The CSV file has a row for each monitored step, under the names of the module and not of Fabric's wrapper."""
+    printed = run_example("fabric_loop.py", "--max_epochs 2 --every_n_steps 10", tmp_path)
+    path = tmp_path / printed.partition("values: ")[2].strip()
+    assert path == tmp_path / "demo_output" / "fabric" / "version_0" / "metrics.csv"
+    with path.open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert [row["step"] for row in rows] == [0, 10, 20, 30, 40, 50]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert all(row["activation/1/nonfinite_count"] == 0 and row["monitor/errors"] == 0 for row in rows)
+    sites = sites_of(list(rows[0]), "gradient")
+    assert sorted(sites) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    for row in rows:
+        unclipped, clipped = (total([row[f"{kind}/{site}/norm"] for site in sites]) for kind in ("gradient_before_clip", "gradient"))
+        assert clipped == pytest.approx(min(unclipped, 1.0), rel=1e-4)
+
+
+def test_plot_store_puts_values_in_their_places() -> None:
+    """A matrix has a row for each site, a column for each step, and NaN where a site has no value."""
+    sites, steps, values = load_example("plot_store").as_matrix({"b": {0: 1.0, 10: 2.0}, "a": {10: 3.0, 5: 4.0}})
+    assert (sites, steps) == (["b", "a"], [0, 5, 10])
+    np.testing.assert_array_equal(values, [[1.0, np.nan, 2.0], [np.nan, 4.0, 3.0]])

@@ -1,0 +1,328 @@
+"""A wrong configuration is refused before the first batch, with what was wrong, what was expected, and the nearest right name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor.errors import ConfigError
+from helpers.tiny import Tiny, fit, loader
+
+Options = dict[str, Any]
+
+
+class CountBatches(Callback):
+    """How far a run came."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def on_train_batch_start(self, *_args: Any) -> None:
+        self.started += 1
+
+
+def size(x: Tensor) -> Tensor:
+    """A function of the user's."""
+    return x.abs().mean()
+
+
+def rule(**options: Any) -> Options:
+    """The callback's options with one rule, by default a right one."""
+    return {"rules": [{"kinds": "activation", "statistics": "rms", **options}]}
+
+
+def build(options: Options) -> ModuleMonitorCallback:
+    """The callback of these options, as a Python program makes it."""
+    rules = options.get("rules")
+    if isinstance(rules, list):
+        options = {**options, "rules": [Rule(**one) if isinstance(one, dict) and "kinds" in one else one for one in rules]}
+    return ModuleMonitorCallback(**options)
+
+
+def assert_short(message: str) -> None:
+    """One or two lines, which fit on a screen."""
+    assert message.count("\n") <= 1
+    assert len(message) <= 300, message
+
+
+def refusal(root: Path, make: Callable[[], list[Callback]], model: Callable[[], LightningModule] = Tiny, **options: Any) -> str:
+    """The message with which a configuration is refused before the first batch."""
+    count = CountBatches()
+    with pytest.raises(ConfigError) as refused:
+        fit(root, [*make(), count], model, max_steps=3, **options)
+    assert count.started == 0
+    message = str(refused.value)
+    assert_short(message)
+    return message
+
+
+# Wrong values, and what the message must hold: the value, what was expected, the nearest right name.
+# The last entry says whether it is a matter of YAML: then the same message must come through LightningCLI.
+
+STATISTICS = "expected mean, std, var, norm, rms, min, max, abs_mean, abs_max, zero_fraction, nonfinite_count"
+SCHEDULES = "expected a number of steps, a list of steps, 'log', or a function of the step"
+IN_A_KEY = "cannot stand in a key; expected at most 40 letters, digits"
+
+WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
+    "kind": (rule(kinds="activations"), ("rules[0].kinds 'activations'", "expected activation, activation_gradient", "nearest: 'activation'")),
+    "second kind": (rule(kinds=["activation", "gradients"]), ("'gradients'", "nearest: 'gradient'")),
+    "no kind": (rule(kinds=[]), ("rules[0].kinds is empty", "expected at least one of activation")),
+    "second rule": (
+        {"rules": [*rule()["rules"], *rule(kinds="udpate", statistics="norm")["rules"]]},
+        ("rules[1].kinds 'udpate'", "nearest: 'update'"),
+    ),
+    "statistic": (rule(statistics="nrom"), ("rules[0].statistics 'nrom'", STATISTICS, "nearest: 'norm'")),
+    "statistic in capitals": (rule(statistics="RMS"), ("rules[0].statistics 'RMS'", STATISTICS, "nearest: 'rms'")),
+    "statistic in a list": (rule(statistics=["rms", "zero_fractoin"]), ("'zero_fractoin'", "nearest: 'zero_fraction'")),
+    "neither statistics nor functions": (rule(statistics=[]), ("rules[0]", "neither statistics nor functions", "expected at least one")),
+    "ratio of an activation": (rule(statistics="ratio"), ("rules[0].statistics 'ratio'", "'activation'", "expected kinds update")),
+    "ratio of one of two kinds": (rule(kinds=["update", "gradient"], statistics="ratio"), ("'ratio'", "'gradient'", "expected kinds update")),
+    "sites match no module": (rule(sites="modle.0"), ("rules[0].sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",)),
+    "sites match no parameter": (
+        rule(kinds="parameter", sites="model.0.wieght"),
+        ("rules[0].sites 'model.0.wieght' matches none of 4 parameter names; nearest: 'model.0.weight'",),
+    ),
+    "no sites": (rule(sites=[]), ("rules[0].sites is empty", "expected")),
+    "sites are no pattern": (rule(sites="model.*["), ("rules[0].sites 'model.*['", "not a regular expression", "expected a pattern like")),
+    "exclude of a rule is no pattern": (rule(exclude="("), ("rules[0].exclude '('", "not a regular expression")),
+    "exclude is no pattern": ({"exclude": ["ok", "*"]}, ("exclude '*'", "not a regular expression")),
+    "exclude leaves nothing": ({"exclude": ".*"}, ("exclude '.*'", "expected")),
+    "type without module": (rule(types="Linear"), ("rules[0].types 'Linear'", "expected a path like 'torch.nn.Linear'")),
+    "type in no module": (rule(types="torch.n.Linear"), ("rules[0].types 'torch.n.Linear'", "cannot be imported")),
+    "type that is not there": (rule(types=["torch.nn.Linea"]), ("rules[0].types 'torch.nn.Linea'", "nearest: 'Linear'")),
+    "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
+    "type of which there is none": (rule(types="torch.nn.Conv2d"), ("rules[0]", "types", "Conv2d", "expected at least one")),
+    "no types": (rule(types=[]), ("rules[0].types is empty", "expected")),
+    "aggregate": (rule(functions={"f": size}, aggregate="averge"), ("rules[0].aggregate 'averge'", "expected mean, sum, min, max, or a function")),
+    "function that is none": (rule(functions={"f": 3}), ("rules[0].functions 'f' is 3", "expected a function of a tensor")),
+    "name of a function": (rule(functions={"a/b": size}), ("rules[0].functions 'a/b'", IN_A_KEY)),
+    "name of a function is empty": (rule(functions={"": size}), ("rules[0].functions ''", IN_A_KEY)),
+    "name used twice": (rule(functions={"rms": size}), ("rules[0].functions 'rms' is also in its statistics", "expected another name")),
+    "functions are a list": (rule(functions=[size]), ("rules[0].functions", "expected")),
+    "rule that is none": ({"rules": [3]}, ("rules[0] is a int", "expected a Rule")),
+    "cadence of a rule": (rule(every_n_steps=0), ("rules[0].every_n_steps is 0", "expected a number of steps >= 1")),
+    "every 0 steps": ({"every_n_steps": 0}, ("every_n_steps is 0", "expected a number of steps >= 1")),
+    "every -5 steps": ({"every_n_steps": -5}, ("every_n_steps is -5", "expected a number of steps >= 1")),
+    "every 'every' steps": ({"every_n_steps": "every"}, ("every_n_steps is 'every'", SCHEDULES)),
+    "every 1.5 steps": ({"every_n_steps": 1.5}, ("every_n_steps is 1.5", SCHEDULES)),
+    "every True steps": ({"every_n_steps": True}, ("every_n_steps is True", SCHEDULES)),
+    "no steps": ({"every_n_steps": []}, ("every_n_steps is an empty list", "expected at least one step")),
+    "a negative step": ({"every_n_steps": [0, -2]}, ("every_n_steps lists -2", "expected step numbers >= 0")),
+    "stage": ({"stages": ["train", "validation"]}, ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'")),
+    "prefix with a blank": ({"prefix": "run 1"}, ("prefix 'run 1'", IN_A_KEY)),
+    "prefix with a part too few": ({"prefix": "run1/"}, ("prefix 'run1/'", IN_A_KEY)),
+    "prefix that is too long": ({"prefix": "x" * 41}, ("prefix 'xxxx", IN_A_KEY)),
+    "prefix that is no text": ({"prefix": 3}, ("prefix", "3", "expected")),
+    "on_error": ({"on_error": "ignore"}, ("on_error is 'ignore'", "expected 'warn' or 'raise'")),
+    "module": ({"module": "modell"}, ("module 'modell' is none of the model's 5 modules; nearest: 'model'",)),
+    "callback_metrics match no key": (
+        {"callback_metrics": ["parameter/model.0.wieght/norm"]},
+        ("callback_metrics 'parameter/model.0.wieght/norm' matches none of the 18 keys", "nearest: 'parameter/model.0.weight/norm'"),
+    ),
+    "callback_metrics are no pattern": ({"callback_metrics": ["("]}, ("callback_metrics '('", "not a regular expression")),
+    "progress_bar alone": ({"progress_bar": True}, ("progress_bar is true", "callback_metrics is empty", "expected patterns of the keys")),
+    "max_logged_keys": ({"max_logged_keys": 0}, ("max_logged_keys is 0", "expected a number >= 1")),
+    "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a number >= 1")),
+}
+
+NOT_IN_YAML = {  # jsonargparse refuses these types itself, or they cannot be written
+    *("function that is none", "functions are a list", "rule that is none"),
+    *("every 'every' steps", "every 1.5 steps", "every True steps", "prefix that is no text", "on_error", "max_logged_keys is no number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_is_refused_in_python(case: str, tmp_path: Path) -> None:
+    """Before the first batch, in one or two lines that name the value, what was expected, and the nearest right name."""
+    options, parts = WRONG[case]
+    message = refusal(tmp_path, lambda: [build(options)])
+    assert not [part for part in parts if part not in message], message
+
+
+def in_yaml(value: Any) -> Any:
+    """The same options as YAML has them: functions by import path."""
+    if isinstance(value, dict):
+        return {key: in_yaml(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [in_yaml(one) for one in value]
+    return f"{__name__}.{value.__name__}" if callable(value) else value
+
+
+def run_cli(root: Path, options: Options) -> None:
+    """Run ``fit`` through LightningCLI with these options of the callback."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callback = {"class_path": "lightning_module_monitor.ModuleMonitorCallback", "init_args": in_yaml(options)}
+    counter = {"class_path": f"{__name__}.CountBatches"}
+    trainer = {**quiet, "accelerator": "cpu", "max_steps": 3, "default_root_dir": str(root), "callbacks": [callback, counter]}
+    (root / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    LightningCLI(WithData, args=["fit", f"--config={root / 'config.yaml'}"], save_config_callback=None)
+
+
+class WithData(Tiny):
+    """Brings its own data, and does not survive a batch."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise AssertionError("a batch was run")
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG if case not in NOT_IN_YAML])
+def test_a_wrong_value_is_refused_through_the_cli(case: str, tmp_path: Path) -> None:
+    """The same message: alone, where the model's names are needed; as one line within jsonargparse's, where they are not."""
+    options, parts = WRONG[case]
+    with pytest.raises(ValueError, match=r".") as refused:
+        run_cli(tmp_path, options)
+    ours: BaseException | None = refused.value
+    while ours is not None and not isinstance(ours, ConfigError):
+        ours = ours.__cause__
+    assert ours is not None, "jsonargparse refused it, not we"
+    message = str(ours)
+    assert_short(message)
+    assert not [part for part in parts if part not in message], message
+    assert ours is refused.value or f"- {message}\n" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"every_n_step": 5}, "Option 'every_n_step' is not accepted"),
+        (rule(statistic="rms"), "Option 'statistic' is not accepted"),
+        ({"every_n_steps": True}, "Given value: True"),
+        ({"on_error": "ignore"}, "Expected a typing.Literal['warn', 'raise']. Got value: ignore"),
+        ({"prefix": 3}, "Expected a <class 'str'>. Got value: 3"),
+        ({"max_logged_keys": "many"}, "Expected a <class 'int'>. Got value: many"),
+        (rule(functions={"f": "tests.helpers.tiny.missing"}), "has no attribute 'missing'"),
+    ],
+)
+def test_what_jsonargparse_refuses(options: Options, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong options, types and import paths do not get past the parser, which names them."""
+    with pytest.raises(SystemExit) as refused:
+        run_cli(tmp_path, options)
+    assert refused.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+# Runs that cannot be monitored
+
+
+class Manual(Tiny):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class CompiledPart(Tiny):
+    """Its inner network is wrapped by torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)
+
+
+class CompiledInPlace(Tiny):
+    """One layer is compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[2].compile()
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (Manual, ("Manual uses manual optimization", "not yet monitored", "Leave the callback out of this run")),
+        (CompiledPart, ("model is compiled", "do not compile it")),
+        (CompiledInPlace, ("model.2 is compiled", "do not compile it")),
+        (lambda: torch.compile(Tiny()), ("the model is compiled", "do not compile it")),
+    ],
+    ids=["manual", "compiled part", "compiled in place", "compiled as a whole"],
+)
+def test_a_model_that_cannot_be_monitored_is_refused(model: Callable[[], LightningModule], parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Rather than measure it wrong: with what it is, and what to do."""
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()], model)
+    assert not [part for part in parts if part not in message], message
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until values are reduced over them, each would report its own."""
+    monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()])
+    assert message.startswith("This run has 2 processes")
+
+
+def test_a_gradient_scaler_is_refused(tmp_path: Path) -> None:
+    """Until gradients are unscaled; bf16-mixed, which needs no scaler, is named."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()], plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert "Precision '16-mixed' scales the loss" in message
+    assert "use bf16-mixed" in message
+
+
+# The store's path
+
+
+@pytest.mark.parametrize("kind", ["folder", "inside a file", "empty"])
+def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
+    """A path at which no file can be made is said before the first batch, and not found out at the first record."""
+    (tmp_path / "file").touch()
+    path = {"folder": str(tmp_path), "inside a file": str(tmp_path / "file" / "monitor.h5"), "empty": ""}[kind]
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(every_n_steps=1, store=path)])
+    assert "store" in message
+    assert repr(path) in message
+    assert "expected" in message
+
+
+# Several callbacks in one Trainer
+
+
+def test_two_callbacks_of_one_identity_are_refused(tmp_path: Path) -> None:
+    """Their keys would be the same; the message says what makes them differ."""
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(1, store=False), ModuleMonitorCallback(2, store=False)])
+    assert "prefix" in message
+
+
+def test_two_callbacks_of_overlapping_modules_are_refused(tmp_path: Path) -> None:
+    """One watches what is inside the other's module: the same keys twice, and which value a logger keeps is chance."""
+    callbacks: list[Callback] = [
+        ModuleMonitorCallback(1, module="model", store=False),
+        ModuleMonitorCallback(1, module="model.0", store=False),
+    ]
+    assert "prefix" in refusal(tmp_path, lambda: callbacks)
+
+
+def test_a_prefix_and_a_module_of_one_name_are_two_identities(tmp_path: Path) -> None:
+    """Their keys differ, so they work side by side."""
+    first = ModuleMonitorCallback(1, prefix="model", store=False)
+    second = ModuleMonitorCallback(1, module="model", store=False)
+    fit(tmp_path, [first, second], max_steps=2)
+    assert first.last_record is not None
+    assert second.last_record is not None
+    own = {key.removeprefix("model/") for key in first.last_record.values if key.startswith("model/")}
+    assert {key for key in second.last_record.values if "model.0" in key} <= own
+
+
+def test_a_right_configuration_is_not_refused(tmp_path: Path) -> None:
+    """The options that all wrong ones are made from."""
+    callback = build({**rule(functions={"size": size}, types=nn.Linear), "every_n_steps": 1, "store": False})
+    count = CountBatches()
+    fit(tmp_path, [callback, count], max_steps=3)
+    assert count.started == 3
+    assert callback.last_record is not None
+    assert callback.last_record.values.keys() == {
+        *(f"activation/model.{i}/{statistic}" for i in (0, 2) for statistic in ("rms", "size")),
+        "monitor/errors",
+    }
