@@ -187,7 +187,7 @@ def directions(store_path: Path, loggers: Sequence[Logger]) -> str:
         if isinstance(logger, TensorBoardLogger):
             places.append(f"TensorBoard logs: {os.path.relpath(logger.log_dir)}")
             commands.append(shlex.join([python, "-m", "tensorboard.main", "--logdir", os.path.relpath(logger.log_dir)]))
-    return "\n".join([*places, "", "Look further:", *(f"  {command}" for command in commands)])
+    return "\n".join(["", *places, "", "Look further:", *(f"  {command}" for command in commands)])
 
 
 def main(args: ArgsType = None) -> DigitsCLI:

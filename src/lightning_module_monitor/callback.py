@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -121,15 +123,17 @@ class ModuleMonitorCallback(Callback):
         self._loggers: LoggerSink | None = None
         self.store_path: str | None = None
         """Where the store of this run is, once something was recorded."""
-        self._first_step: int | None = None
+        self._last_trainer: weakref.ref[Trainer] | None = None
         self._reset()
 
     def _reset(self) -> None:
         """Forget the run before: the same callback may serve several."""
         self._update_hooks = HookSet()
-        self._after_first_closure = ExitStack()
+        self._silence = ExitStack()
+        """Holds what keeps the monitor silent: the further closures of an optimizer, a loop without training."""
         self._in_step = False
         self._took_gradients = False
+        self._first_step: int | None = None
 
     # The life of a run
 
@@ -148,13 +152,16 @@ class ModuleMonitorCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {"_last_trainer": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch."""
         self._close()
         self._reset()
-        self.store_path = None
+        if self._last_trainer is None or self._last_trainer() is not trainer:
+            # Another run. One more loop of the same Trainer, a test after the fit, goes on in the same store.
+            self._last_trainer = weakref.ref(trainer)
+            self.store_path = None
         if not self._is_wanted(stage):
             return
         _refuse_unsupported(trainer, pl_module)
@@ -185,11 +192,11 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins it; the hooks go on."""
-        if TRAIN not in self._stages or self._dry_run:
-            return
         step = _step(trainer)
         if self._first_step is None:
             self._first_step = step
+        if TRAIN not in self._stages or self._dry_run:
+            return
         if not self._in_step:
             self._in_step = True
             self._took_gradients = False
@@ -221,12 +228,12 @@ class ModuleMonitorCallback(Callback):
         """The optimizer is about to use the gradients. What further closure calls of it (LBFGS) do does not count."""
         self.monitor.monitor_gradients()
         self._took_gradients = True
-        self._after_first_closure.enter_context(self.monitor.no_monitor())
+        self._silence.enter_context(self.monitor.no_monitor())
 
     @_never_fatal
     def _after_update(self) -> None:
         """The optimizer has moved the parameters, and nobody else has yet."""
-        self._after_first_closure.close()
+        self._silence.close()
         self.monitor.monitor_updates()
 
     @_never_fatal
@@ -237,7 +244,7 @@ class ModuleMonitorCallback(Callback):
             return
         self._in_step = False
         self._update_hooks.close()
-        self._after_first_closure.close()
+        self._silence.close()
         if not self._took_gradients:
             self.monitor.monitor_gradients()
         self._emit(trainer, pl_module, self.monitor.end_step())
@@ -247,32 +254,47 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training's hooks are silent, also in the middle of an accumulated step."""
-        self._begin_stage("validate", trainer)
+        self._begin_loop("validate", trainer)
 
     @_never_fatal
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last moment of a validation loop at which values may be logged."""
-        self._end_stage("validate", trainer, pl_module)
+        self._emit(trainer, pl_module, self._end_stage())
+
+    @_never_fatal
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training goes on."""
+        self._silence.close()
 
     @_never_fatal
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._begin_stage("test", trainer)
+        self._begin_loop("test", trainer)
 
     @_never_fatal
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._end_stage("test", trainer, pl_module)
+        self._emit(trainer, pl_module, self._end_stage())
+
+    @_never_fatal
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._silence.close()
 
     @_never_fatal
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._begin_stage("predict", trainer)
+        self._begin_loop("predict", trainer)
 
     @_never_fatal
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._end_stage("predict", trainer, pl_module)
+        self._emit(trainer, pl_module, self._end_stage())
+
+    @_never_fatal
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As validation."""
+        self._silence.close()
 
     # Inside
 
@@ -300,15 +322,19 @@ class ModuleMonitorCallback(Callback):
         # By the plan and not by the record, so that a logger's columns are the same at every step.
         return len(self.monitor.planned_keys()) > self._max_logged_keys
 
-    def _begin_stage(self, stage: str, trainer: Trainer) -> None:
-        if trainer.sanity_checking or self._dry_run:
-            return
-        if stage in self._stages:
+    def _begin_loop(self, stage: str, trainer: Trainer) -> None:
+        """Silence training's hooks, and, if the loop is to be monitored, begin to."""
+        if stage in self._stages and not (trainer.sanity_checking or self._dry_run):
             self.monitor.begin_stage(STAGES[stage], _step(trainer))
+        else:
+            self._silence.enter_context(self.monitor.no_monitor())
 
-    def _end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        if stage in self._stages:
-            self._emit(trainer, pl_module, self.monitor.end_stage())
+    def _end_stage(self) -> Record | None:
+        """End the monitored loop; what a module's own hooks do until the loop ends is of no stage."""
+        record = self.monitor.end_stage()
+        if record is not None:
+            self._silence.enter_context(self.monitor.no_monitor())
+        return record
 
     def _emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
         """Give a record to every sink."""
@@ -321,17 +347,19 @@ class ModuleMonitorCallback(Callback):
             self._store = self._open_store(trainer)
         if self._store is not None:
             self._store.write(record)
+            self.store_path = str(self._store.path)
         self._loggers.write(record)
         if self._callback_metrics:
             CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
 
     def _open_store(self, trainer: Trainer) -> Store:
-        resume_from = None if self.store_path is None else self._first_step
-        path = self.store_path if resume_from is not None and self.store_path is not None else self._new_store_path(trainer)
+        """The store of this run: the one that it goes on in, without the steps that are run again, or a new one."""
+        path, resume_from = self._new_store_path(trainer), None
+        if self.store_path is not None:
+            # A loop without training runs no step again.
+            path, resume_from = Path(self.store_path), sys.maxsize if self._first_step is None else self._first_step
         keys = self.monitor.planned_keys()
-        store = Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
-        self.store_path = str(store.path)
-        return store
+        return Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if isinstance(self._store_option, str):
@@ -340,7 +368,7 @@ class ModuleMonitorCallback(Callback):
 
     def _abandon_step(self) -> None:
         """Go on without monitoring what is left of this step."""
-        self._after_first_closure.close()
+        self._silence.close()
         self._update_hooks.close()
         self.monitor.abandon()
 

@@ -17,7 +17,7 @@ import pytest
 import lightning_module_monitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.sinks.reader import StoreReader, load_store
 
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 
@@ -174,6 +174,42 @@ store.close()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m-2.h5", "m-3.h5", "m.h5"]
     written = [load_store(entry).series("loss")[1].tolist() for entry in tmp_path.iterdir()]
     assert sorted(written) == [[float(number)] * 20 for number in range(3)]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "zeros"])
+def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    """A file left in use that lost its last blocks is an error at once, not an endless wait for its writer: a new file is taken."""
+    path = tmp_path / "m.h5"
+    run_and_kill(path, "append", wait_s=0.1)
+    content = path.read_bytes()
+    rest = len(content) - 1500
+    path.write_bytes(content[:1500] + (bytes(rest) if damage == "zeros" else b""))
+    with pytest.raises((ValueError, OSError, RuntimeError, KeyError)):
+        StoreReader(path).repair()
+    store = Store(path, configuration={}, resume_from=1)
+    store.write(Record(1, {"loss": 1.0}))
+    store.close()
+    assert store.path == tmp_path / "m-2.h5"
+    assert ["cannot be resumed" in record.getMessage() for record in caplog.records] == [True]
+    assert path.stat().st_size == (len(content) if damage == "zeros" else 1500)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm here")
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """The store keeps no history: 5,000 steps need no more memory than 1,000."""
+    script = """
+store = Store(path, configuration={})
+for step in range(5000):
+    store.write(Record(step, {f"activation/m.{i}/rms": step + i for i in range(50)}))
+    if step in (1000, 4999):
+        print(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+store.close()
+"""
+    output, errors = start(script, tmp_path / "m.h5").communicate()
+    assert not errors
+    before, after = map(int, output.split())
+    assert after - before < 4 * 2**20
+    assert load_store(tmp_path / "m.h5").series("activation/m.1/rms")[1].sum() == 5000 * 5001 / 2
 
 
 # ------------------------------------------------------------------ a full disk

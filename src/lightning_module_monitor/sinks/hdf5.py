@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -196,13 +197,13 @@ class Store:
         temporary = layout.temporary_path(self.path)
         _require_space(self.path.parent, _bytes_to_copy(self.path))
         try:
-            with layout.open_store(self.path) as source:
+            with layout.open_store(self.path, has_writer=False) as source:
                 attributes = layout.read_attributes(source)
                 attributes.configurations.append(run)
                 layout.rewrite(source, temporary, attributes=attributes, more=columns, before_step=self._resume_from)
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
             self._let_go()
-            return f"it cannot be resumed: {error}".rstrip(".")
+            return f"it cannot be resumed: {textwrap.shorten(str(error), 300)}".rstrip(".")
         self._adopt(_append_in_place(temporary, self.path))
         return ""
 
@@ -244,9 +245,10 @@ class Store:
 
     def _give_up(self, error: Exception) -> None:
         self.failed = True
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+        # HDF5's messages are long, and have line ends in them.
+        reason = textwrap.shorten(str(error) or type(error).__name__, 300)
         message = "The store %s stops here (%s). Training goes on; what was written before can be read with load_store."
-        self._logger.warning(message, self.path, reason.rstrip("."))
+        self._logger.warning(message, self.path, reason)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Key
+from lightning_module_monitor.sinks.killed import ClosedView, is_in_use
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""
@@ -34,6 +35,8 @@ SITELESS = "logged"
 _RESERVED = {"", ".", SITELESS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
 _ROWS_PER_COPY = 256
+_ATTEMPTS = 3
+"""A run can begin or end between the look at a file and its opening."""
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
 _LIBVER = ("v110", "v110")
 
@@ -88,8 +91,13 @@ def is_absent(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 @contextmanager
-def open_store(path: Path) -> Iterator[h5py.File]:
+def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
     """A store's file opened for reading, whether it is being written, was left by a kill, or was closed.
+
+    Args:
+        path: The file.
+        has_writer: Whether somebody may be writing to it. ``False`` is for who has the writer's lock: damage that a crash of the
+            machine did is then an error at once, where HDF5 waits for a writer to mend it.
 
     Raises:
         FileNotFoundError: If there is no file.
@@ -98,7 +106,7 @@ def open_store(path: Path) -> Iterator[h5py.File]:
     if not path.is_file():
         message = f"There is no store at {str(path)!r}."
         raise FileNotFoundError(message)
-    with _open_hdf5(path) as file:
+    with _open_hdf5(path, has_writer) as file:
         version = file.attrs.get("format_version")
         if version is None or "configurations" not in file.attrs:
             message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
@@ -111,26 +119,25 @@ def open_store(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
-def _open_hdf5(path: Path) -> h5py.File:
-    # No HDF5 lock anywhere: a reader's shared lock would make the writer fail. Writers have their own (see hdf5.py).
-    try:
-        return h5py.File(path, "r", swmr=True, locking=False)
-    except OSError as error:
-        with suppress(OSError):  # files of other programs may be too old for SWMR; they are looked at all the same
-            return h5py.File(path, "r", locking=False)
-        if isinstance(error, PermissionError):
-            raise
-        message = f"{str(path)!r} is not a readable HDF5 file ({error}). Give the path of a monitor's store."
-        raise ValueError(message) from error
+@contextmanager
+def _open_hdf5(path: Path, has_writer: bool) -> Iterator[h5py.File]:
+    # Whether it is in use decides how it is opened: HDF5 would try to read a plain file that was cut short as if it were growing.
+    if not has_writer and is_in_use(path):
+        with ClosedView(path) as view, _opened(path, view) as file:
+            yield file
+    else:
+        with _opened(path) as file:
+            yield file
 
 
-def is_plain(path: Path) -> bool:
-    """Whether any HDF5 program can open the file: it is neither being written nor left so by a kill."""
-    try:
-        h5py.File(path, "r", locking=False).close()
-    except OSError:
-        return False
-    return True
+def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:
+    for _ in range(_ATTEMPTS):
+        with suppress(OSError):
+            # No HDF5 lock anywhere: a reader's shared lock would make the writer fail. Writers have their own (see lock.py).
+            return h5py.File(view, "r") if view else h5py.File(path, "r", swmr=is_in_use(path), locking=False)
+    path.open("rb").close()  # says what is wrong if it may not be read at all
+    message = f"{str(path)!r} is not a readable HDF5 file: damaged, cut short, or of another kind. Give the path of a monitor's store."
+    raise ValueError(message)
 
 
 def read_attributes(file: h5py.File) -> Attributes:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import layout, lock
+from lightning_module_monitor.sinks.killed import is_in_use
 
 if TYPE_CHECKING:
     import pandas
@@ -142,17 +143,16 @@ class StoreReader:
         Raises:
             RuntimeError: If a run is still writing to it.
         """
-        with layout.open_store(self.path):
-            path = self.path.resolve()
+        path = self.path.resolve()
         held = lock.acquire(path)
         if held is None:
             message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
             raise RuntimeError(message)
         try:
-            if layout.is_plain(path):
-                return
             temporary = layout.temporary_path(path)
-            with layout.open_store(path) as source:
+            with layout.open_store(path, has_writer=False) as source:
+                if not is_in_use(path):
+                    return
                 layout.rewrite(source, temporary)
             layout.replace(temporary, path)
         finally:

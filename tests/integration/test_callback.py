@@ -1,0 +1,407 @@
+"""The callback's values, steps and life in a real Trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.textbook import textbook
+from helpers.training import Classifier, loader, seed, trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitorCallback, Record, Rule, load_store
+
+
+class Truth(Callback):
+    """Keeps raw tensors of every step, in its own way: copies of parameters and gradients, and outputs of one layer."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.steps: list[dict[str, list[Tensor]]] = []
+        self.now: dict[str, list[Tensor]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle = pl_module.get_submodule(self.layer).register_forward_hook(self._look)
+
+    def _look(self, module: nn.Module, _args: object, output: Tensor) -> None:
+        if module.training:
+            self.now.setdefault("activation", []).append(output.detach().double().clone())
+            output.register_hook(lambda gradient: self.now.setdefault("activation_gradient", []).append(gradient.double().clone()))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        weight = pl_module.get_parameter(f"{self.layer}.weight")
+        assert weight.grad is not None
+        self.now["parameter"] = [weight.detach().double().clone()]
+        self.now["gradient_before_clip"] = [weight.grad.double().clone()]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
+        if "parameter" in self.now:
+            weight = pl_module.get_parameter(f"{self.layer}.weight")
+            assert weight.grad is not None
+            self.now["gradient"] = [weight.grad.double().clone()]
+            self.now["update"] = [weight.detach().double() - self.now["parameter"][0]]
+            self.steps.append(self.now)
+            self.now = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle.remove()
+
+
+class Records(Callback):
+    """Keeps every record; stands after the monitor."""
+
+    def __init__(self, monitor: ModuleMonitorCallback) -> None:
+        self.monitor = monitor
+        self.all: list[Record] = []
+
+    def _keep(self) -> None:
+        record = self.monitor.last_record
+        if record is not None and (not self.all or self.all[-1] is not record):
+            self.all.append(record)
+
+    def on_train_batch_end(self, *_args: Any) -> None:
+        self._keep()
+
+    def on_validation_epoch_end(self, *_args: Any) -> None:
+        self._keep()
+
+
+KINDS = ["activation", "activation_gradient", "parameter", "gradient", "gradient_before_clip", "update"]
+NAMES = ["mean", "std", "norm", "abs_max"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_values_are_those_of_raw_tensors_under_accumulation_and_clipping(
+    precision: Any, optimizer: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """All kinds in every step, the short last group too; ``gradient`` is clipped, ``gradient_before_clip`` is not."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites="model.layers.0(.weight)?", statistics=NAMES)])
+    records, truth = Records(callback), Truth("model.layers.0")
+    options = {"momentum": 0.9, "nesterov": True} if optimizer is torch.optim.SGD else {}
+    run = trainer(tmp_path, [callback, records, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
+    seed()
+    run.fit(Classifier("mlp", optimizer, **options), loader(40), loader(8))
+    assert [record.step for record in records.all] == [0, 1, 2, 3]  # ten batches: groups of 3, 3, 3 and 1
+    assert [len(step["activation"]) for step in truth.steps] == [3, 3, 3, 1]
+    for record, step in zip(records.all, truth.steps, strict=True):
+        for kind, tensors in step.items():
+            site = "model.layers.0" if "activation" in kind else "model.layers.0.weight"
+            whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            for name in NAMES:
+                atol = 1e-6 * textbook("abs_mean", whole) if name == "mean" else 0
+                assert record.values[f"{kind}/{site}/{name}"] == pytest.approx(textbook(name, whole), rel=2e-6, abs=atol), f"{kind} {name}"
+        assert textbook("norm", step["gradient"][0]) < textbook("norm", step["gradient_before_clip"][0])
+
+
+def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No argument: leaf modules' activations, parameters, gradients; said once at the start."""
+    callback = ModuleMonitorCallback()
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=3).fit(Classifier("cnn"), loader(), loader(8))
+    record = callback.last_record
+    assert record is not None
+    assert record.step == 0
+    leaves = ["model.stem.0", "model.stem.1", "model.stem.2", "model.block", "model.head"]
+    expected = {f"activation/{leaf}/{name}" for leaf in leaves for name in ("rms", "abs_max", "nonfinite_count")}
+    parameters = [f"{leaf}.{which}" for leaf in leaves if leaf != "model.stem.2" for which in ("weight", "bias")]
+    expected |= {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+    assert set(record.values) == expected | {"monitor/errors"}
+    assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 32 keys a step, every 50 steps."]
+
+
+def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path) -> None:
+    """Steps 0, 3, 6, ... under accumulation, over epochs; ``max_steps`` ends in between."""
+    callback = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds="parameter", statistics="norm")])
+    records = Records(callback)
+    trainer(tmp_path, [callback, records], accumulate_grad_batches=2, max_epochs=-1, max_steps=11).fit(
+        Classifier("mlp"), loader(20), loader(8)
+    )
+    assert [record.step for record in records.all] == [0, 3, 6, 9]
+
+
+def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tmp_path: Path) -> None:
+    """Sanity check and validation in the middle of an accumulated step: silent, or, with ``stages``, one record a loop."""
+
+    class Scaled(Classifier):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.model(batch[0] * 1000 + batch_idx)
+
+    rule = Rule(kinds=["activation", "gradient"], sites="model(.layers.0.weight)?", statistics=["abs_max", "mean"])
+    training: list[dict[int, dict[str, float]]] = []
+    for stages in (["train"], ["train", "validate"], ["validate"]):
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[rule], stages=stages)
+        records = Records(callback)
+        seed()
+        module = Scaled("mlp")
+        run = trainer(tmp_path, [callback, records], accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=2)
+        run.fit(module, loader(32), loader(8))
+        training.append({r.step: dict(r.values) for r in records.all if "monitor/errors" in r.values})
+        validation = [r for r in records.all if "validation/monitor/errors" in r.values]
+        assert [r.step for r in validation] == ([0, 0, 1, 1] if "validate" in stages else [])
+        for record in validation:
+            assert set(record.values) == {"validation/activation/model/abs_max", "validation/activation/model/mean", "validation/monitor/errors"}
+        if validation:
+            with torch.no_grad():
+                module.eval()
+                outputs = torch.cat([module.model(x * 1000 + i) for i, (x, _y) in enumerate(loader(8))])
+            assert validation[-1].values["validation/activation/model/abs_max"] == pytest.approx(float(outputs.abs().max()))
+            assert validation[-1].values["validation/activation/model/mean"] == pytest.approx(float(outputs.double().mean()), rel=1e-5)
+    assert training[0] == training[1]
+    assert list(training[0]) == [0, 1]
+    assert all(values["activation/model/abs_max"] < 100 for values in training[0].values())
+    assert training[2] == {}
+
+
+@pytest.mark.parametrize("stage", ["test", "predict", "validate"])
+def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
+    """``trainer.test``, ``predict`` and ``validate`` give a record when asked for, and nothing otherwise."""
+    name = {"test": "test", "predict": "predict", "validate": "validation"}[stage]
+    for stages in ([stage], ["train"]):
+        callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=stages)
+        module = Classifier("mlp")
+        getattr(trainer(tmp_path, [callback]), stage)(module, loader(12))
+        if stages == [stage]:
+            outputs = torch.cat([module.model.eval()(x) for x, _y in loader(12)]).detach()
+            assert callback.last_record is not None
+            assert callback.last_record.values[f"{name}/activation/model/rms"] == pytest.approx(textbook("rms", outputs), rel=1e-6)
+        else:
+            assert callback.last_record is None
+        assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sites x statistics, keys, bytes of the table and of the store."""
+    rules = [Rule(kinds=["activation", "gradient"], statistics=["mean", "std"]), Rule(kinds="update", statistics="ratio")]
+    callback = ModuleMonitorCallback(every_n_steps=4, rules=rules, dry_run=True)
+    trainer(tmp_path, [callback], max_steps=9).fit(Classifier("mlp"), loader(), loader(8))
+    assert callback.last_record is None
+    assert not list(tmp_path.rglob("*.h5"))
+    # _root_, model, model.layers and four layers; two weights and two biases of 6*16 + 16 + 16*3 + 3 = 163 floats.
+    assert capsys.readouterr().out.splitlines() == [
+        "Dry run: nothing is watched. With these rules a monitored step has",
+        "  activation: 7 sites x 2 (mean, std)",
+        "  gradient: 4 sites x 2 (mean, std)",
+        "  update: 4 sites x 1 (ratio)",
+        "  a copy of the parameters whose update is watched: 652 B during the step",
+        "  27 keys; a table of 1.41 KiB to copy to the host, once",
+        "  3 monitored steps in max_steps=9: at most 648 B of store",
+    ]
+
+
+def test_the_store_holds_every_record(tmp_path: Path) -> None:
+    """What the callback recorded is what the file gives back, with the configuration."""
+    callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics=NAMES)], store=str(tmp_path / "new" / "run.h5"))
+    records = Records(callback)
+    trainer(tmp_path, [callback, records]).fit(Classifier("cnn"), loader(), loader(8))
+    store = load_store(tmp_path / "new" / "run.h5")
+    assert callback.store_path == str(tmp_path / "new" / "run.h5")
+    for key in records.all[0].values:
+        steps, values = store.series(key)
+        assert list(steps) == [0, 2, 4, 6, 8]
+        np.testing.assert_array_equal(values, [record.values[key] for record in records.all])
+    configuration = store.attributes["configurations"][0]["configuration"]
+    assert configuration["every_n_steps"] == 2
+    assert configuration["rules"][0]["kinds"] == KINDS
+    json.dumps(configuration)
+
+
+def checkpointing(folder: Path, every: int) -> ModelCheckpoint:
+    """A real checkpoint callback."""
+    return ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, filename="{step}")
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    """Steps that are run again are taken out; the file is that of an uninterrupted run, to the last bit."""
+    rules = [Rule(kinds=["parameter", "gradient", "activation"], statistics=["norm", "std"])]
+
+    def run(folder: Path, steps: int, resume: Path | None = None) -> ModuleMonitorCallback:
+        seed()
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=rules)
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_steps": steps, "max_epochs": -1}
+        run = trainer(folder, [callback, checkpointing(folder / f"to_{steps}", 5)], **options)
+        run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
+        return callback
+
+    whole = run(tmp_path / "whole", 20)
+    first = run(tmp_path / "parts", 13)
+    second = run(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt")
+    assert second.store_path == first.store_path != whole.store_path
+    assert whole.store_path is not None
+    assert second.store_path is not None
+    expected, resumed = load_store(whole.store_path), load_store(second.store_path)
+    assert resumed.keys() == expected.keys()
+    for key in expected.keys():
+        np.testing.assert_array_equal(resumed.series(key), expected.series(key), err_msg=key)
+    assert [one["first_step"] for one in resumed.attributes["configurations"]] == [0, 10]
+
+
+def test_a_second_fit_of_the_same_callback_is_a_second_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first run's file is not touched; a numbered name is taken, and said."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="parameter", statistics="norm")])
+    trainer(tmp_path, [callback], max_steps=3).fit(Classifier("mlp"), loader(), loader(8))
+    first = Path(callback.store_path or "").read_bytes()
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=5).fit(Classifier("mlp"), loader(), loader(8))
+    assert (tmp_path / "monitor.h5").read_bytes() == first
+    assert callback.store_path == str(tmp_path / "monitor-2.h5")
+    assert any("monitor-2.h5" in message for message in caplog.messages)
+    assert list(load_store(callback.store_path).series("parameter/model.layers.0.weight/norm")[0]) == [0, 1, 2, 3, 4]
+
+
+def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    """One file a run: training's rows stay, and the test loop's record has its own group."""
+    rule = Rule(kinds="activation", sites="model", statistics="rms")
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[rule], stages=["train", "test"])
+    run = trainer(tmp_path, [callback], max_steps=4)
+    module = Classifier("mlp")
+    run.fit(module, loader(), loader(8))
+    run.test(module, loader(8), verbose=False)
+    assert [path.name for path in tmp_path.glob("*.h5")] == ["monitor.h5"]
+    store = load_store(tmp_path / "monitor.h5")
+    assert list(store.series("activation/model/rms")[0]) == [0, 1, 2, 3]
+    assert list(store.series("test/activation/model/rms")[0]) == [4]
+
+
+def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
+    """Each has its keys, its cadence, its store and its place in the checkpoint."""
+    one = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")
+    other = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="b")
+    records = Records(one), Records(other)
+    run = trainer(tmp_path, [one, other, *records], max_steps=7, enable_checkpointing=True)
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    run.save_checkpoint(tmp_path / "both.ckpt")
+    assert [[r.step for r in one.all] for one in records] == [[0, 2, 4, 6], [0, 3, 6]]
+    at_six = [{key[2:]: value for key, value in one.all[-1].values.items()} for one in records]
+    assert at_six[0] == at_six[1]
+    assert {one.store_path, other.store_path} == {str(tmp_path / "monitor.h5"), str(tmp_path / "monitor-2.h5")}
+    states = torch.load(tmp_path / "both.ckpt")["callbacks"]
+    assert states["ModuleMonitorCallback[a]"]["store"] == one.store_path
+    assert states["ModuleMonitorCallback[b]"]["store"] == other.store_path
+
+
+def test_a_branch_that_first_runs_late_gets_its_keys_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A further output that appears at step 3: its column is empty before."""
+
+    class Late(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            out = self.part(x)
+            return out if self.calls <= 3 else (out, out * 2)
+
+    class First(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            out = self.model(batch[0])
+            return (out if isinstance(out, Tensor) else out[0] + out[1]).pow(2).mean()
+
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="activation", sites="model", statistics="max")])
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=6, limit_val_batches=0).fit(First(Late()), loader(), loader(8))
+    assert callback.store_path is not None
+    store = load_store(callback.store_path)
+    assert list(store.series("activation/model/max")[0]) == [0, 1, 2, 3, 4, 5]
+    assert list(store.series("activation/model.output_1/max")[0]) == [3, 4, 5]
+    assert len([message for message in caplog.messages if "activation/model.output_1/max" in message]) == 1
+
+
+def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
+    """Five closure calls a step: values are those of the first."""
+    seen: list[int] = []
+
+    class Counting(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            seen.append(self.trainer.global_step)
+            return super().training_step(batch, batch_idx)
+
+    rules = [Rule(kinds=["activation", "gradient"], functions={"calls": lambda x: torch.ones(())}, aggregate="sum")]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[*rules, Rule(kinds="update", statistics="norm")])
+    records = Records(callback)
+    seed()
+    module = Counting(nn.Linear(6, 3), torch.optim.LBFGS, lr=0.1, max_iter=5)
+    trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(module, loader(), loader(8))
+    assert seen.count(0) > 1
+    for record in records.all:
+        assert record.values["activation/model/calls"] == 1
+        assert record.values["gradient/model.weight/calls"] == 1
+        assert record.values["update/model.weight/norm"] > 0
+
+
+def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise 4, for errors of our own: said, this step is lost, the next is monitored."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="parameter", statistics="norm")])
+    original = callback.monitor.monitor_parameters
+    calls = iter(range(100))
+
+    def fails_once() -> None:
+        if next(calls) == 1:
+            raise RuntimeError("a bug of ours")
+        original()
+
+    callback.monitor.monitor_parameters = fails_once  # type: ignore[method-assign]
+    records = Records(callback)
+    trainer(tmp_path, [callback, records], max_steps=4).fit(Classifier("mlp"), loader(), loader(8))
+    assert [record.step for record in records.all] == [0, 2, 3]
+    assert any("on_before_optimizer_step failed (RuntimeError: a bug of ours)" in message for message in caplog.messages)
+
+
+def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
+    """As Lightning's own loggers and checkpoints."""
+    callback = ModuleMonitorCallback(every_n_steps=1)
+    trainer(tmp_path, [callback], fast_dev_run=True).fit(Classifier("mlp"), loader(), loader(8))
+    assert callback.last_record is not None
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_layers_made_in_configure_model_are_watched_and_checked(tmp_path: Path) -> None:
+    """They do not exist in ``setup``; the names are read when they do."""
+
+    class Configured(Classifier):
+        def configure_model(self) -> None:
+            if not hasattr(self, "late"):
+                self.late = nn.Linear(3, 3)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.late(self.model(batch[0])).pow(2).mean()
+
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", sites="late.weight", statistics="norm")])
+    trainer(tmp_path, [callback], max_steps=1).fit(Configured("mlp"), loader(), loader(8))
+    assert callback.last_record is not None
+    assert callback.last_record.values["gradient/late.weight/norm"] > 0
+    wrong = ModuleMonitorCallback(rules=[Rule(kinds="gradient", sites="lste.weight", statistics="norm")])
+    with pytest.raises(ValueError, match=r"rules\[0\].sites 'lste.weight' matches none of 6 parameter names; nearest: 'late.weight'"):
+        trainer(tmp_path, [wrong], max_steps=1).fit(Configured("mlp"), loader(), loader(8))
+
+
+def test_nan_in_a_layer_is_recorded_and_not_hidden(tmp_path: Path) -> None:
+    """A model that goes bad: counts name how many, statistics are NaN, roll-ups too, training goes on."""
+
+    class Bad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 3)
+            self.log = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.log(torch.log(self.inner(x)))
+
+    callback = ModuleMonitorCallback(every_n_steps=1, max_logged_keys=3)
+    trainer(tmp_path, [callback], max_steps=2).fit(Classifier(Bad()), loader(), loader(8))
+    record = callback.last_record
+    assert record is not None
+    assert record.values["activation/model.log/nonfinite_count"] > 0
+    assert math.isnan(record.values["activation/model.log/rms"])
+    assert record.values["monitor/errors"] == 0
