@@ -9,6 +9,7 @@ Real text that is on every machine. Run it; it takes about a minute::
 from __future__ import annotations
 
 import argparse
+import os
 import sysconfig
 import warnings
 from collections.abc import Sequence
@@ -192,10 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     after = held_out_loss(model, unseen)
 
     print(f"\n{len(text):,} characters; loss on 64 unseen pieces: {before:.3f} before, {after:.3f} after {trainer.global_step} steps")
-    assert trainer.log_dir is not None
-    store_path = Path(trainer.log_dir) / "monitor.h5"
-    print_update_ratios(store_path)
-    print(f"\nstore: {store_path}")
+    assert monitor.store_path is not None
+    print_update_ratios(Path(monitor.store_path))
+    print(f"\nstore: {os.path.relpath(monitor.store_path)}")
 
 
 if __name__ == "__main__":

@@ -121,10 +121,10 @@ class DigitsCLI(LightningCLI):
         if accuracy is not None:
             console.print(f"\nvalidation accuracy: {accuracy:.3f}")
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined] # Trainer sets it where mypy does not look
-            store = callback.state_dict().get("store") if isinstance(callback, ModuleMonitorCallback) else None
-            if store is not None:
-                console.print(summary(Path(store)))
-                console.print(directions(Path(store), self.trainer.loggers), soft_wrap=True, highlight=False)
+            if isinstance(callback, ModuleMonitorCallback) and callback.store_path is not None:
+                store_path = Path(callback.store_path)
+                console.print(summary(store_path))
+                console.print(directions(store_path, self.trainer.loggers), soft_wrap=True, highlight=False)
 
 
 def summary(store_path: Path) -> Table:

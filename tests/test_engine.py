@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -500,3 +501,22 @@ def test_outputs_model_covers_every_form() -> None:
     from helpers.zoo import EXPECTED_OUTPUTS
 
     assert {"tuple", "list", "dict", "dataclass", "named", "nested", "lstm"} <= set(dict(Outputs().named_modules())) & set(EXPECTED_OUTPUTS)
+
+
+def test_history_is_bounded_and_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    """``storage`` keeps the last records, saves them, and reads its own file back, NaN and all."""
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["max", "std"])], history=3) as monitor:
+        monitor.set_module(identity := nn.Identity())
+        for step in range(5):
+            monitor.begin_step(step)
+            identity(torch.tensor([float(step)]))  # a single element has no standard deviation
+            monitor.end_step()
+        assert list(monitor.get_all_metrics()) == [2, 3, 4]
+        path = monitor.storage.save_hdf5(tmp_path / "history.h5")
+        loaded = monitor.storage.load_hdf5(path)
+        assert monitor.storage.save_hdf5(tmp_path / "history.h5").name == "history-2.h5"
+    assert list(loaded) == [2, 3, 4]
+    for step, values in loaded.items():
+        assert values["activation/_root_/max"] == step
+        assert np.isnan(values["activation/_root_/std"])
+        assert values.keys() == monitor.get_all_metrics()[step].keys()

@@ -70,7 +70,7 @@ class ModuleMonitorCallback(Callback):
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
-        callback_metrics: Patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
+        callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
         progress_bar: Whether the progress bar shows those keys.
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
@@ -79,52 +79,60 @@ class ModuleMonitorCallback(Callback):
             all.
         on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
         dry_run: Print what would be watched and what it would take, and watch nothing.
-
-    Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
     """
 
     def __init__(
         self,
-        *,
         every_n_steps: Schedule = 50,
+        *,
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
         store: bool | str = True,
-        callback_metrics: list[str] | None = None,
+        callback_metrics: str | list[str] | None = None,
         progress_bar: bool = False,
-        stages: list[str] | None = None,
+        stages: str | list[str] | None = None,
         prefix: str = "",
         max_logged_keys: int = 500,
         on_error: Literal["warn", "raise"] = "warn",
         dry_run: bool = False,
     ) -> None:
-        self.monitor = ModuleMonitor(
-            every_n_steps, logger=_messages, rules=rules, exclude=exclude, module=module, prefix=prefix, on_error=on_error, history=1
-        )
-        self.last_record: Record | None = None
-        """The newest record."""
-        self._cadence = parse_schedule(every_n_steps, "every_n_steps")
-        self._stages = _parse_stages(stages)
-        self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
-        if progress_bar and not self._callback_metrics:
-            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
-        if max_logged_keys < 1:
-            raise ConfigError(f"max_logged_keys is {max_logged_keys}; expected a number >= 1.")
-        self._progress_bar = progress_bar
+        self._configuration = _describe(locals())
+        self._stages: frozenset[str] = frozenset()
         self._store_option = store
+        self._progress_bar = progress_bar
         self._max_logged_keys = max_logged_keys
         self._on_error = on_error
         self._dry_run = dry_run
-        self._identity = ",".join(part for part in (prefix, module) if part)
-        self._configuration = _describe(locals())
-        self._store: Store | None = None
-        self._loggers: LoggerSink | None = None
+        self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
+        self.last_record: Record | None = None
+        """The newest record."""
         self.store_path: str | None = None
         """Where the store of this run is, once something was recorded."""
+        self._store: Store | None = None
+        self._loggers: LoggerSink | None = None
         self._last_trainer: weakref.ref[Trainer] | None = None
         self._reset()
+        self._refusal: ConfigError | None = None
+        try:
+            self.monitor = ModuleMonitor(
+                every_n_steps, logger=_messages, rules=rules, exclude=exclude, module=module, prefix=prefix, on_error=on_error, history=1
+            )
+            self._cadence = parse_schedule(every_n_steps, "every_n_steps")
+            self._stages = _parse_stages(stages)
+            self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
+            self._check_options()
+        except ConfigError as error:
+            # Raised in `setup`, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own:
+            # it tries every type that a callback may have, and prints what was wrong with each.
+            self._refusal = error
+
+    def _check_options(self) -> None:
+        if self._progress_bar and not self._callback_metrics:
+            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
+        if not isinstance(self._max_logged_keys, int) or self._max_logged_keys < 1:
+            raise ConfigError(f"max_logged_keys is {self._max_logged_keys!r}; expected a number >= 1.")
+        _check_store(self._store_option)
 
     def _reset(self) -> None:
         """Forget the run before: the same callback may serve several."""
@@ -155,7 +163,13 @@ class ModuleMonitorCallback(Callback):
         return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {"_last_trainer": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the model's names and check the rules against them, before the first batch."""
+        """Read the model's names and check the rules against them, before the first batch.
+
+        Raises:
+            ConfigError: If an option is wrong; says which, what was expected, and the nearest right one.
+        """
+        if self._refusal is not None:
+            raise self._refusal
         self._close()
         self._reset()
         if self._last_trainer is None or self._last_trainer() is not trainer:
@@ -166,14 +180,14 @@ class ModuleMonitorCallback(Callback):
             return
         _refuse_unsupported(trainer, pl_module)
         if not is_overridden("configure_model", pl_module, LightningModule):
-            self._set_module(pl_module)
+            self._set_module(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers made in ``configure_model`` exist now; parameters are those that will be trained."""
         if not self._is_wanted("fit"):
             return
         if is_overridden("configure_model", pl_module, LightningModule):
-            self._set_module(pl_module)
+            self._set_module(trainer, pl_module)
         if self._dry_run:
             print(forecast(self.monitor.plan(), self.monitor.planned_keys(), self._cadence, trainer.max_steps))
         else:
@@ -303,9 +317,16 @@ class ModuleMonitorCallback(Callback):
         wanted = {"train", "validate"} if stage == "fit" else {stage}
         return bool(wanted & self._stages)
 
-    def _set_module(self, pl_module: LightningModule) -> None:
+    def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.set_module(pl_module)
         planned = self.monitor.planned_keys()
+        for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+            if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
+                common = set(planned).intersection(other.monitor.planned_keys())
+                if common:
+                    raise ConfigError(
+                        f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
+                    )
         for pattern in self._callback_metrics:
             if self.monitor.plan().knows_all_keys() and not any(pattern.fullmatch(key) for key in planned):
                 near = nearest(pattern.pattern, planned)
@@ -358,7 +379,7 @@ class ModuleMonitorCallback(Callback):
         if self.store_path is not None:
             # A loop without training runs no step again.
             path, resume_from = Path(self.store_path), sys.maxsize if self._first_step is None else self._first_step
-        keys = self.monitor.planned_keys()
+        keys = self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
         return Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:
@@ -374,6 +395,8 @@ class ModuleMonitorCallback(Callback):
 
     def _close(self) -> None:
         """Take every hook off and close the sinks; a second call does no harm."""
+        if self._refusal is not None:
+            return
         self._abandon_step()
         self._in_step = False
         self.monitor.close()
@@ -397,7 +420,21 @@ def _run_directory(trainer: Trainer) -> Path:
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
-def _parse_stages(stages: Sequence[str] | None) -> frozenset[str]:
+def _check_store(store: bool | str) -> None:
+    """Check that a file can be at the path.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if isinstance(store, str):
+        path = Path(store)
+        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+        if not store or path.is_dir() or blocking is not None:
+            why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
+            raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+
+
+def _parse_stages(stages: str | Sequence[str] | None) -> frozenset[str]:
     for stage in as_tuple(stages):
         if stage not in STAGES:
             raise ConfigError(f"stages {stage!r} is not a stage; expected {', '.join(STAGES)}{nearest(str(stage), STAGES)}")

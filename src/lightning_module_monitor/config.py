@@ -38,7 +38,7 @@ class Rule:
         statistics: One name or several of ``STATISTICS``.
         functions: Function of the tensor, or torchmetrics object, by the name that it gets in the key.
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
-            once), ``sum``, ``min``, ``max``, or a function of the concatenated results.
+            once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
     """
 
@@ -103,9 +103,9 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     return ParsedRule(
         label=label,
         kinds=kinds,
-        sites=parse_patterns(rule.sites, f"{label}.sites"),
+        sites=parse_patterns(_not_empty(rule.sites, f"{label}.sites", "'.*' for every site"), f"{label}.sites"),
         exclude=parse_patterns(rule.exclude, f"{label}.exclude"),
-        types=None if rule.types is None else tuple(_parse_type(one, f"{label}.types") for one in as_tuple(rule.types)),
+        types=_parse_types(rule.types, f"{label}.types"),
         leaf_modules=rule.leaf_modules,
         statistics=statistics,
         functions=functions,
@@ -174,6 +174,8 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
                 f"expected kinds {', '.join(RELATIVE_KINDS)}. Give it a rule of its own."
             )
         statistics[name] = statistic
+    if not isinstance(rule.functions, Mapping):
+        raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     for name, function in rule.functions.items():
         if name in statistics or name in functions:
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
@@ -188,25 +190,41 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
 def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:
     if isinstance(aggregate, str) and aggregate in AGGREGATES:
         return aggregate
-    if callable(aggregate):
-        return aggregate
+    function = _imported(aggregate, label) if isinstance(aggregate, str) and "." in aggregate else aggregate
+    if callable(function):
+        return function
     expected = ", ".join(AGGREGATES)
     raise ConfigError(f"{label} {aggregate!r} is unknown; expected {expected}, or a function{nearest(str(aggregate), AGGREGATES)}")
 
 
+def _not_empty(value: object, label: str, example: str) -> tuple[Any, ...]:
+    if not as_tuple(value):
+        raise ConfigError(f"{label} is empty; expected at least one, e.g. {example}.")
+    return as_tuple(value)
+
+
+def _parse_types(types: object, label: str) -> tuple[type[nn.Module], ...] | None:
+    """Module classes; ``None`` for all."""
+    if types is None:
+        return None
+    return tuple(_parse_type(one, label) for one in _not_empty(types, label, "torch.nn.Linear"))
+
+
 def _parse_type(value: object, label: str) -> type[nn.Module]:
     """A module class, given as itself or by its import path."""
-    found = value
-    if isinstance(value, str):
-        path, _, name = value.rpartition(".")
-        try:
-            module = importlib.import_module(path)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{label} {value!r} cannot be imported ({error}); expected a path like 'torch.nn.Linear'.") from error
-        found = getattr(module, name, None)
-        if found is None:
-            classes = [known for known, one in vars(module).items() if isinstance(one, type) and issubclass(one, nn.Module)]
-            raise ConfigError(f"{label} {value!r}: {path} has no {name!r}{nearest(name, classes)}")
+    found = _imported(value, label) if isinstance(value, str) else value
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear.")
     return found
+
+
+def _imported(path: str, label: str) -> object:
+    """What is at an import path."""
+    module_path, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{label} {path!r} cannot be imported ({error}); expected a path like 'torch.nn.Linear'.") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{label} {path!r}: {module_path} has no {name!r}{nearest(name, vars(module))}")
+    return getattr(module, name)

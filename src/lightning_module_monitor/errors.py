@@ -17,10 +17,14 @@ class MonitorError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like ``name``, as the end of a sentence: ``; nearest: 'rms'``. Empty if there is none."""
-    candidates = list(known)
-    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)
-    return f"; nearest: {found[0]!r}" if found else ""
+    """The known name most like ``name``, capitals aside, as the end of a sentence. Empty if nothing is known.
+
+    >>> nearest("RMS", ["zero_fraction", "rms"])
+    "; nearest: 'rms'"
+    """
+    by_lower_case = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.0)
+    return f"; nearest: {by_lower_case[found[0]]!r}" if found else ""
 
 
 def require(module: str, extra: str) -> ModuleType:

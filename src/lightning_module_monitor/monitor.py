@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -163,9 +163,18 @@ class ModuleMonitor:
         """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
 
-    def planned_keys(self) -> list[str]:
-        """Every key that is known before the first step, those of all rules together."""
-        return [*self._plan(tuple(range(len(self._rules))), TRAIN).keys(), self._own_key("errors")]
+    def has_module(self) -> bool:
+        """Whether there is a module to monitor."""
+        return self._module is not None
+
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+        """Every key that is known before the first step, those of all rules together.
+
+        Args:
+            stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
+        """
+        every_rule = tuple(range(len(self._rules)))
+        return [key for stage in stages for key in (*self._plan(every_rule, stage).keys(), self._own_key("errors", stage))]
 
     def plan(self) -> Plan:
         """What is watched when every rule is due."""
@@ -448,8 +457,8 @@ def _beginning_with(regex: str) -> str:
 
 
 def _check_prefix(prefix: str) -> str:
-    parts = prefix.split("/")
-    if prefix and (len(prefix) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
+    parts = prefix.split("/") if isinstance(prefix, str) else [""]
+    if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"prefix {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix

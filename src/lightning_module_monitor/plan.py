@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_module_monitor.config import MODULE_KINDS, PARAMETER_KINDS, ParsedRule
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.probes.activations import WatchedModule
 from lightning_module_monitor.probes.parameters import WatchedParameter
@@ -65,11 +64,15 @@ class Sites:
     def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
         self._namer = Namer(format_name)
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
-        self._all_names = {"module": _names(modules), "parameter": _names(parameters)}
-        if within is not None and within not in self._all_names["module"]:
-            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{_nearest(within, modules)}")
+        if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
+            raise ConfigError(
+                f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}"
+            )
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
+        if modules and not self.modules:
+            patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
+            raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
         self._output_names: dict[tuple[str, str], str] = {}
 
     @property
@@ -106,9 +109,12 @@ class Sites:
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
             patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
-            raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{_nearest(patterns, sites)}")
-        options = {"types": rule.types, "leaf_modules": rule.leaf_modules, "exclude": rule.exclude}
-        limits = [name for name, is_set in options.items() if is_set]
+            raise ConfigError(
+                f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, _names(sites))}"
+            )
+        options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
+        limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
+        limits += ["leaf_modules"] if rule.leaf_modules else []
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
@@ -138,13 +144,8 @@ def _join(watch: Watch, statistics: Mapping[str, Statistic], functions: Iterable
     watch.functions.update({function.name: function for function in functions})
 
 
-def _names(sites: Iterable[ModuleSite | ParameterSite]) -> set[str]:
-    return {name for site in sites for name in (*site.aliases, site.name)}
-
-
-def _nearest(pattern: str, sites: Iterable[ModuleSite | ParameterSite]) -> str:
-    found = difflib.get_close_matches(pattern, [site.name for site in sites], n=1, cutoff=0.0)
-    return f"; nearest: {found[0]!r}" if found else ""
+def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:
+    return [site.name for site in sites]
 
 
 def _is_within(site: ModuleSite | ParameterSite, within: str | None) -> bool:

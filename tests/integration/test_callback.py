@@ -284,8 +284,8 @@ def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
     assert at_six[0] == at_six[1]
     assert {one.store_path, other.store_path} == {str(tmp_path / "monitor.h5"), str(tmp_path / "monitor-2.h5")}
     states = torch.load(tmp_path / "both.ckpt")["callbacks"]
-    assert states["ModuleMonitorCallback[a]"]["store"] == one.store_path
-    assert states["ModuleMonitorCallback[b]"]["store"] == other.store_path
+    assert states["ModuleMonitorCallback[prefix=a]"]["store"] == one.store_path
+    assert states["ModuleMonitorCallback[prefix=b]"]["store"] == other.store_path
 
 
 def test_a_branch_that_first_runs_late_gets_its_keys_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

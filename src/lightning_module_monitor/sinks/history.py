@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import os
+from collections import OrderedDict, defaultdict
+from pathlib import Path
 
 from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.reader import load_store
 
 
 class StorageManager:
@@ -45,3 +49,39 @@ class StorageManager:
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()
+
+    def save_hdf5(self, path: str | os.PathLike[str]) -> Path:
+        """Write the steps that are in memory to a store.
+
+        Args:
+            path: Where the file should be. A file that is there already is left alone.
+
+        Returns:
+            The file: the path, or the next numbered name that is free.
+
+        Raises:
+            OSError: If it could not be written; a warning said why.
+        """
+        store = Store(path, configuration={}, keys=dict.fromkeys(key for values in self._values.values() for key in values))
+        for step, values in self._values.items():
+            store.write(Record(step, values))
+        store.close()
+        if store.failed:
+            raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this says why.")
+        return store.path
+
+    @staticmethod
+    def load_hdf5(path: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
+        """Value by key of every step in a store, by step.
+
+        Raises:
+            FileNotFoundError: If there is no file.
+            ValueError: If it is no store.
+        """
+        store = load_store(path)
+        loaded: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        for key in store.keys():  # noqa: SIM118  # a store is no dict
+            steps, values = store.series(key)
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                loaded[step][key] = value
+        return dict(sorted(loaded.items()))

@@ -194,7 +194,8 @@ def _to_dataset(xr: ModuleType, steps: NDArray[np.int64], keys: list[Key], value
     sites = list(dict.fromkeys(key.site for key in keys))
     place = {site: index for index, site in enumerate(sites)}
     columns = np.where(layout.is_absent(values), np.nan, values)
-    cubes = {key.statistic: np.full((len(sites), len(steps)), np.nan) for key in keys}
+    statistics = dict.fromkeys(key.statistic for key in keys)
+    cubes = {statistic: np.full((len(sites), len(steps)), np.nan) for statistic in statistics}
     for column, key in enumerate(keys):
         cubes[key.statistic][place[key.site]] = columns[:, column]
     dataset: xarray.Dataset = xr.Dataset(
