@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.tiny import Tiny, fit, loader
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
-from helpers.tiny import Tiny, fit, loader
 
 Options = dict[str, Any]
 
@@ -74,7 +74,10 @@ SCHEDULES = "expected a number of steps, a list of steps, 'log', or a function o
 IN_A_KEY = "cannot stand in a key; expected at most 40 letters, digits"
 
 WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
-    "kind": (rule(kinds="activations"), ("rules[0].kinds 'activations'", "expected activation, activation_gradient", "nearest: 'activation'")),
+    "kind": (
+        rule(kinds="activations"),
+        ("rules[0].kinds 'activations'", "expected activation, activation_gradient", "nearest: 'activation'"),
+    ),
     "second kind": (rule(kinds=["activation", "gradients"]), ("'gradients'", "nearest: 'gradient'")),
     "no kind": (rule(kinds=[]), ("rules[0].kinds is empty", "expected at least one of activation")),
     "second rule": (
@@ -86,7 +89,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "statistic in a list": (rule(statistics=["rms", "zero_fractoin"]), ("'zero_fractoin'", "nearest: 'zero_fraction'")),
     "neither statistics nor functions": (rule(statistics=[]), ("rules[0]", "neither statistics nor functions", "expected at least one")),
     "ratio of an activation": (rule(statistics="ratio"), ("rules[0].statistics 'ratio'", "'activation'", "expected kinds update")),
-    "ratio of one of two kinds": (rule(kinds=["update", "gradient"], statistics="ratio"), ("'ratio'", "'gradient'", "expected kinds update")),
+    "ratio of one of two kinds": (
+        rule(kinds=["update", "gradient"], statistics="ratio"),
+        ("'ratio'", "'gradient'", "expected kinds update"),
+    ),
     "sites match no module": (rule(sites="modle.0"), ("rules[0].sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",)),
     "sites match no parameter": (
         rule(kinds="parameter", sites="model.0.wieght"),
@@ -103,7 +109,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
     "type of which there is none": (rule(types="torch.nn.Conv2d"), ("rules[0]", "types", "Conv2d", "expected at least one")),
     "no types": (rule(types=[]), ("rules[0].types is empty", "expected")),
-    "aggregate": (rule(functions={"f": size}, aggregate="averge"), ("rules[0].aggregate 'averge'", "expected mean, sum, min, max, or a function")),
+    "aggregate": (
+        rule(functions={"f": size}, aggregate="averge"),
+        ("rules[0].aggregate 'averge'", "expected mean, sum, min, max, or a function"),
+    ),
     "function that is none": (rule(functions={"f": 3}), ("rules[0].functions 'f' is 3", "expected a function of a tensor")),
     "name of a function": (rule(functions={"a/b": size}), ("rules[0].functions 'a/b'", IN_A_KEY)),
     "name of a function is empty": (rule(functions={"": size}), ("rules[0].functions ''", IN_A_KEY)),
@@ -118,7 +127,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "every True steps": ({"every_n_steps": True}, ("every_n_steps is True", SCHEDULES)),
     "no steps": ({"every_n_steps": []}, ("every_n_steps is an empty list", "expected at least one step")),
     "a negative step": ({"every_n_steps": [0, -2]}, ("every_n_steps lists -2", "expected step numbers >= 0")),
-    "stage": ({"stages": ["train", "validation"]}, ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'")),
+    "stage": (
+        {"stages": ["train", "validation"]},
+        ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'"),
+    ),
     "prefix with a blank": ({"prefix": "run 1"}, ("prefix 'run 1'", IN_A_KEY)),
     "prefix with a part too few": ({"prefix": "run1/"}, ("prefix 'run1/'", IN_A_KEY)),
     "prefix that is too long": ({"prefix": "x" * 41}, ("prefix 'xxxx", IN_A_KEY)),
@@ -164,7 +176,7 @@ def run_cli(root: Path, options: Options) -> None:
     callback = {"class_path": "lightning_module_monitor.ModuleMonitorCallback", "init_args": in_yaml(options)}
     counter = {"class_path": f"{__name__}.CountBatches"}
     trainer = {**quiet, "accelerator": "cpu", "max_steps": 3, "default_root_dir": str(root), "callbacks": [callback, counter]}
-    (root / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    (root / "config.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": trainer}))
     LightningCLI(WithData, args=["fit", f"--config={root / 'config.yaml'}"], save_config_callback=None)
 
 
@@ -241,6 +253,8 @@ class CompiledInPlace(Tiny):
         self.model[2].compile()
 
 
+# Importing torch's compiler calls what torch 2.13 has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("model", "parts"),
     [

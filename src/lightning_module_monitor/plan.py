@@ -65,9 +65,7 @@ class Sites:
         self._namer = Namer(format_name)
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
-            raise ConfigError(
-                f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}"
-            )
+            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -109,9 +107,7 @@ class Sites:
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
             patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
-            raise ConfigError(
-                f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, _names(sites))}"
-            )
+            raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, _names(sites))}")
         options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
         limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
         limits += ["leaf_modules"] if rule.leaf_modules else []

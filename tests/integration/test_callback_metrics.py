@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import KeepRecords, Tiny, fit
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
-from helpers.tiny import KeepRecords, Tiny, fit
 
 KEY = "parameter/model.0.weight/norm"
 VALIDATION_KEY = "validation/activation/model.2/rms"

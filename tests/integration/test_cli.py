@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.tiny import Tiny, loader
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
-from helpers.tiny import Tiny, loader
 
 CLASS_PATH = "lightning_module_monitor.ModuleMonitorCallback"
 QUIET = {
@@ -187,7 +187,9 @@ def test_aggregate_by_name_or_import_path(aggregate: str, expected: Any) -> None
 
 def test_leaf_modules_and_a_rules_own_exclude() -> None:
     """A rule may leave out what is inside a module that it excludes, and modules with children."""
-    callback = fit_with(every_n_steps=1, rules=[rule(leaf_modules=True, exclude=[r"model\.1"]), rule(kinds="parameter", exclude=r"model\.0")])
+    callback = fit_with(
+        every_n_steps=1, rules=[rule(leaf_modules=True, exclude=[r"model\.1"]), rule(kinds="parameter", exclude=r"model\.0")]
+    )
     assert keys(callback) == {
         "activation/model.0/rms",
         "activation/model.2/rms",
@@ -329,7 +331,11 @@ def print_config(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("init_args", [{}, FULL, {"every_n_steps": 7}, {"every_n_steps": "log"}, {"store": False}], ids=["defaults", "full", "number", "log", "no store"])
+@pytest.mark.parametrize(
+    "init_args",
+    [{}, FULL, {"every_n_steps": 7}, {"every_n_steps": "log"}, {"store": False}],
+    ids=["defaults", "full", "number", "log", "no store"],
+)
 def test_print_config_round_trips(init_args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed, loaded and printed again is the same byte for byte, and still says what was asked for."""
     first = print_config(write_config(**init_args), capsys)

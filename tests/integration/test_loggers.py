@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.tiny import KeepRecords, Tiny, fit
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.sinks.loggers import rolled_up
-from helpers.tiny import KeepRecords, Tiny, fit
 
 Series = dict[str, dict[int, float]]
 

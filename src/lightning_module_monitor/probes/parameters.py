@@ -22,7 +22,7 @@ class WatchedParameter:
 
 @dataclass
 class ParameterProbe:
-    """Reads parameters at the moments that it is told."""
+    """Reads parameters at the moments that it is told, under ``torch.no_grad``."""
 
     watched: Sequence[WatchedParameter]
     observation: Observation
@@ -30,7 +30,7 @@ class ParameterProbe:
 
     def see_parameters(self) -> None:
         """Take in the parameters, and keep a copy of those whose update is asked for."""
-        self.observation.observe_all((watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter"))
+        self.observation.observe_all((watch, parameter) for _site, watch, parameter in self._wanted("parameter"))
         self._before = [(watch, site, parameter.detach().clone()) for site, watch, parameter in self._wanted("update")]
 
     def see_gradients(self, kind: str) -> None:
@@ -40,7 +40,7 @@ class ParameterProbe:
             kind: ``gradient`` or ``gradient_before_clip``.
         """
         gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind))
-        self.observation.observe_all((watch, gradient.detach()) for watch, gradient in gradients if gradient is not None)
+        self.observation.observe_all((watch, gradient) for watch, gradient in gradients if gradient is not None)
 
     def see_updates(self) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""

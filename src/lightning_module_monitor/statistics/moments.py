@@ -16,6 +16,8 @@ Three things keep float32 figures equal to the float64 textbook formula:
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,7 +136,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Two buffers that blocks of one dtype and device are measured in, each of at least the size of a block."""
+    """Two buffers that blocks of one dtype and device are measured in."""
 
     scaled: Tensor
     other: Tensor
@@ -148,61 +150,85 @@ class Scratch:
             first, second = (torch.empty(num_elements, dtype=dtype, device=device) for _ in range(2))
         return cls(first, second, num_elements)
 
+    def views(self, num_pieces: int, length: int) -> tuple[Tensor, Tensor]:
+        """The buffers in the shape of a block."""
+        size = num_pieces * length
+        return self.scaled[:size].view(num_pieces, length), self.other[:size].view(num_pieces, length)
 
-def measure(block: Tensor, needs: int, features: int, scratch: Scratch) -> Figures:
-    """Measure every piece of a block.
+
+def measure(pieces: Tensor, needs: int, features: int, scratch: Scratch) -> Figures:
+    """Measure every piece.
+
+    What one dispatch can do for all pieces it does; what needs a second buffer is done block by block, so that a block
+    stays in the cache from its scaling to its last sum.
 
     Args:
-        block: Pieces of one length, shape ``(pieces, length)``, float32 or float64. It is only read.
+        pieces: Pieces of one length, shape ``(pieces, length)``, float32 or float64. They are only read.
         needs: Which moments to take, bits of :class:`Need`.
         features: Size of the tensor's last dimension, of which ``length`` is a multiple; only read for ``Need.TOKENS``.
-        scratch: Buffers of the block's dtype, on its device.
+        scratch: Buffers of the pieces' dtype, on their device, each at least ``length`` long.
 
     Returns:
-        The figures that are needed, on the block's device.
+        The figures that are needed, on the pieces' device.
     """
+    num_pieces, length = pieces.shape
     figures: Figures = {}
-    if needs & Need.ZEROS:
-        figures["zeros"] = torch.eq(block, 0, out=_view(scratch.scaled, block)).sum(1)
+    factor = None
     if needs & (Need.SCALED | Need.EXTREMES):
         # Two reductions: along a dimension, aminmax takes seven times as long as both on a CPU.
-        maximum, minimum = figures["maximum"], figures["minimum"] = block.amax(1), block.amin(1)
+        figures["maximum"], figures["minimum"] = pieces.amax(1), pieces.amin(1)
     if needs & Need.SCALED:
-        factor = figures["factor"] = _normalizing_power_of_two(torch.maximum(maximum, minimum.neg()))
-        scaled = torch.mul(block, factor.unsqueeze(1), out=_view(scratch.scaled, block))
-        _measure_sums(scaled, needs, features, scratch, figures)
-    if needs & (Need.MAGNITUDE | Need.NONFINITE):
-        magnitudes = scaled.abs_() if needs & Need.SCALED else torch.abs(block, out=_view(scratch.scaled, block))
-        if needs & Need.MAGNITUDE:
-            figures["magnitude"] = magnitudes.sum(1)
-        if needs & Need.NONFINITE:
-            # In place, as 0.0 and 1.0: a float buffer is summed faster than a boolean one.
-            figures["finite"] = magnitudes.lt_(torch.inf).sum(1)
+        figures["factor"] = _normalizing_power_of_two(torch.maximum(figures["maximum"], figures["minimum"].neg()))
+        factor = figures["factor"].unsqueeze(1)
+    if needs & ~Need.EXTREMES:
+        by_block: defaultdict[str, list[Tensor]] = defaultdict(list)
+        at_once = max(1, scratch.num_elements // length)
+        scaled, other = scratch.views(min(at_once, num_pieces), length)
+        for start in range(0, num_pieces, at_once):
+            size = min(at_once, num_pieces - start)
+            if size < len(scaled):
+                scaled, other = scaled[:size], other[:size]
+            block = pieces if size == num_pieces else pieces.narrow(0, start, size)
+            block_factor = factor if factor is None or size == num_pieces else factor.narrow(0, start, size)
+            _measure_block(block, block_factor, needs, features, scaled, other, by_block)
+        for name, parts in by_block.items():
+            figures[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return figures
 
 
-def _view(buffer: Tensor, block: Tensor) -> Tensor:
-    return buffer[: block.numel()].view_as(block)
-
-
-def _measure_sums(scaled: Tensor, needs: int, features: int, scratch: Scratch, figures: Figures) -> None:
-    """Add the sums of a scaled block to its figures.
+def _measure_block(  # noqa: PLR0917  # a record for seven arguments would cost more than it tells
+    block: Tensor, factor: Tensor | None, needs: int, features: int, scaled: Tensor, other: Tensor, figures: Mapping[str, list[Tensor]]
+) -> None:
+    """Add what is measured of a block to lists of figures; ``scaled`` and ``other`` are buffers of its shape.
 
     Squares are written out and summed: ``sum`` adds pairwise, while ``vector_norm`` adds one after the other in float32
     and is off by 3e-6 where one element of a few thousand stands out.
     """
-    other = _view(scratch.other, scaled)
+    if needs & Need.ZEROS:
+        # As 0.0 and 1.0, here and below: a float buffer is summed faster than a boolean one.
+        figures["zeros"].append(torch.eq(block, 0, out=other).sum(1))
+    if factor is None:
+        torch.abs(block, out=scaled)
+    else:
+        torch.mul(block, factor, out=scaled)
     if needs & Need.TOKENS or needs & (Need.SQUARES | Need.DEVIATIONS) == Need.SQUARES:
         squares = torch.mul(scaled, scaled, out=other)
-        figures["squares"] = squares.sum(1)
+        figures["squares"].append(squares.sum(1))
         if needs & Need.TOKENS:
-            figures["token_norm"] = squares.view(len(scaled), -1, features).sum(2).sqrt_().sum(1)
+            figures["token_norm"].append(squares.view(len(scaled), -1, features).sum(2).sqrt_().sum(1))
     if needs & (Need.MEAN | Need.DEVIATIONS):
-        figures["center"] = scaled.sum(1).div_(scaled.shape[1])
-    if needs & Need.DEVIATIONS:
-        deviations = torch.sub(scaled, figures["center"].unsqueeze(1), out=other)
-        figures["residual"] = deviations.sum(1)
-        figures["deviations"] = deviations.square_().sum(1)
+        center = scaled.mean(1, keepdim=True)
+        figures["center"].append(center.squeeze(1))
+        if needs & Need.DEVIATIONS:
+            torch.sub(scaled, center, out=other)
+            figures["residual"].append(other.sum(1))
+            figures["deviations"].append(other.square_().sum(1))
+    if needs & (Need.MAGNITUDE | Need.NONFINITE):
+        scaled.abs_()
+        if needs & Need.MAGNITUDE:
+            figures["magnitude"].append(scaled.sum(1))
+        if needs & Need.NONFINITE:
+            figures["finite"].append(scaled.lt_(torch.inf).sum(1))
 
 
 def _normalizing_power_of_two(peak: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,16 +20,27 @@ from lightning_module_monitor.statistics.moments import Figures, Moments, Need, 
 PIECE_ELEMENTS = 8192
 """Longest piece, unless one token has more features: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
 
-CPU_BLOCK_ELEMENTS = 1 << 16
-"""Elements measured at once on a CPU: a block and its scratch stay in the second-level cache."""
+CPU_BLOCK_ELEMENTS = 1 << 17
+"""Elements that pass through the scratch at once on a CPU: a block and its scratch stay in the second-level cache."""
 
-BLOCK_ELEMENTS = 1 << 20
-"""Elements measured at once on an accelerator: enough to be worth the launches."""
+CPU_LANE_ELEMENTS = 1 << 18
+"""Elements that a lane holds on a CPU, to be measured together."""
+
+MAX_LANE_PIECES = 512
+"""Pieces that a lane holds at most: of tiny tensors so many share their dispatches that more would not show."""
+
+ELEMENTS = 1 << 20
+"""Elements of a block and of a lane on an accelerator: enough to be worth the launches."""
 
 
 def block_elements(device: torch.device) -> int:
-    """Elements that are measured at once on a device."""
-    return CPU_BLOCK_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS
+    """Elements that pass through the scratch at once."""
+    return CPU_BLOCK_ELEMENTS if device.type == "cpu" else ELEMENTS
+
+
+def lane_elements(device: torch.device) -> int:
+    """Elements that a lane holds."""
+    return CPU_LANE_ELEMENTS if device.type == "cpu" else ELEMENTS
 
 
 class Piecing(NamedTuple):
@@ -65,76 +75,107 @@ class LaneKey(NamedTuple):
     length: int
 
 
-@dataclass
 class Lane:
-    """Pieces of one length that wait to be measured, and the figures of those that were."""
+    """Pieces of one length that wait to be measured, and the figures of those that were.
 
-    key: LaneKey
-    capacity: int
-    buffer: Tensor | None = None
-    """Waiting pieces, shape ``(capacity, length)``; the first ``waiting`` are filled."""
-    waiting: int = 0
-    rows: list[int] = field(default_factory=list)
-    """Row of the table for each piece, measured or waiting, in order."""
-    figures: list[Figures] = field(default_factory=list)
+    Args:
+        key: What its pieces have in common.
+        scratch: Buffers to measure in, of the lane's dtype and device, each at least a piece long.
+    """
 
-    def add(self, row: int, pieces: Tensor, num_pieces: int, scratch: Scratch) -> None:
-        """Copy pieces of shape ``(num_pieces, length)`` in; whatever fills the lane is measured."""
-        self.rows += [row] * num_pieces
+    def __init__(self, key: LaneKey, scratch: Scratch) -> None:
+        self.key = key
+        self.capacity = min(MAX_LANE_PIECES, max(1, lane_elements(key.device) // key.length))
+        self._scratch = scratch
+        self._buffer: Tensor | None = None
+        self._slots: tuple[Tensor, ...] = ()
+        """The pieces of the buffer."""
+        self._waiting = 0
+        """How many of them are filled."""
+        self._rows: list[int] = []
+        """Row of the table for each piece, measured or waiting, in order."""
+        self._figures: list[Figures] = []
+
+    def add(self, row: int, pieces: Tensor, num_pieces: int) -> None:
+        """Copy pieces of shape ``(num_pieces, length)``, of any dtype, in; a full lane is measured."""
+        buffer = self._allocated()
         start = 0
         while start < num_pieces:
-            size = min(num_pieces - start, self.capacity - self.waiting)
-            part = pieces if size == num_pieces else pieces.narrow(0, start, size)
-            self._buffer().narrow(0, self.waiting, size).copy_(part)
-            self.waiting += size
+            size = min(num_pieces - start, self.capacity - self._waiting)
+            buffer.narrow(0, self._waiting, size).copy_(pieces.narrow(0, start, size))
+            self._rows += [row] * size
+            self._waiting += size
             start += size
-            if self.waiting == self.capacity:
-                self.measure_waiting(scratch)
+            if self._waiting == self.capacity:
+                self.measure_waiting()
 
-    def add_together(self, rows: Sequence[int], tensors: Sequence[Tensor], scratch: Scratch) -> None:
-        """Gather tensors of the lane's dtype and one size, which together fit into the lane, and measure them.
+    def add_one(self, row: int, piece: Tensor) -> None:
+        """Copy one piece of shape ``(length,)``, of any dtype, in."""
+        self._allocated()
+        self._slots[self._waiting].copy_(piece)
+        self._rows.append(row)
+        self._waiting += 1
+        if self._waiting == self.capacity:
+            self.measure_waiting()
+
+    def add_together(self, rows: list[int], tensors: list[Tensor], num_pieces: int) -> None:
+        """Gather tensors of the lane's dtype and one shape, which together fit into the lane, and measure them.
 
         Args:
-            rows: For each piece of each tensor its row of the table.
-            tensors: Each of shape ``(elements,)``, a multiple of the lane's length.
-            scratch: Buffers to measure in.
+            rows: Row of each tensor.
+            tensors: Each of ``num_pieces`` times the lane's length elements.
+            num_pieces: Number of pieces that each is cut into.
         """
-        self.measure_waiting(scratch)
-        self.rows += rows
-        self.waiting = len(rows)
-        torch.stack(list(tensors), out=self._buffer()[: self.waiting].view(len(tensors), -1))
-        self.measure_waiting(scratch)
+        self.measure_waiting()
+        filled = self._allocated()[: len(rows) * num_pieces]
+        torch.stack(tensors, out=filled.view(len(tensors), *tensors[0].shape))
+        self._measure([row for row in rows for _piece in range(num_pieces)], filled)
 
-    def add_unbuffered(self, row: int, pieces: Tensor, num_pieces: int, scratch: Scratch) -> None:
-        """Measure pieces of shape ``(num_pieces, length)`` in the lane's dtype where they lie, a block at a time."""
-        self.measure_waiting(scratch)
-        self.rows += [row] * num_pieces
-        for block in pieces.split(self.capacity):
-            self.measure(block, scratch)
+    def add_unbuffered(self, row: int, pieces: Tensor, num_pieces: int) -> None:
+        """Measure pieces of shape ``(num_pieces, length)`` in the lane's dtype where they lie."""
+        self.measure_waiting()
+        self._measure([row] * num_pieces, pieces)
 
-    def _buffer(self) -> Tensor:
-        if self.buffer is None:
-            # A step may begin in a validation loop under inference mode; its buffers are written outside of it too.
-            with torch.inference_mode(mode=False):
-                self.buffer = torch.empty((self.capacity, self.key.length), dtype=self.key.dtype, device=self.key.device)
-        return self.buffer
-
-    def measure_waiting(self, scratch: Scratch) -> None:
+    def measure_waiting(self) -> None:
         """Measure what waits, if anything does."""
-        if self.buffer is not None and self.waiting:
-            self.measure(self.buffer[: self.waiting], scratch)
-            self.waiting = 0
+        if self._buffer is not None and self._waiting:
+            waiting, self._waiting = self._waiting, 0
+            self._measure([], self._buffer[:waiting])
 
-    def measure(self, block: Tensor, scratch: Scratch) -> None:
-        """Measure one block and keep its figures."""
-        self.figures.append(measure(block, self.key.needs, self.key.features, scratch))
+    def rows(self) -> list[int]:
+        """Row of the table for each piece that was measured."""
+        return self._rows
 
     def moments(self) -> Moments:
         """Moments of every piece that was measured, float64, on the lane's device."""
-        names = self.figures[0]
-        joined = torch.cat([torch.stack([figures[name] for name in names]) for figures in self.figures], dim=1).double()
-        length = torch.full((len(self.rows),), float(self.key.length), dtype=torch.float64, device=self.key.device)
+        names = self._figures[0]
+        joined = torch.cat([torch.stack([figures[name] for name in names]) for figures in self._figures], dim=1).double()
+        length = torch.full((len(self._rows),), float(self.key.length), dtype=torch.float64, device=self.key.device)
         return moments_of_pieces(dict(zip(names, joined, strict=True)), length, self.key.features)
+
+    def _allocated(self) -> Tensor:
+        if self._buffer is None:
+            # A step may begin in a validation loop under inference mode; its buffers are written outside of it too.
+            with torch.inference_mode(mode=False):
+                self._buffer = torch.empty((self.capacity, self.key.length), dtype=self.key.dtype, device=self.key.device)
+            self._slots = self._buffer.unbind()
+        return self._buffer
+
+    def _measure(self, rows: list[int], pieces: Tensor) -> None:
+        self._figures.append(measure(pieces, self.key.needs, self.key.features, self._scratch))
+        self._rows += rows
+
+
+class Place(NamedTuple):
+    """Where tensors of one shape, dtype and device go."""
+
+    num_pieces: int
+    length: int
+    rest: int
+    lane: Lane
+    rest_lane: Lane
+    """For the shorter piece, if there is one."""
+    is_lane_dtype: bool
 
 
 class Table:
@@ -145,6 +186,7 @@ class Table:
 
     def __init__(self) -> None:
         self._lanes: dict[LaneKey, Lane] = {}
+        self._places: dict[tuple[torch.Size, torch.dtype, torch.device, int], Place] = {}
         self._scratch: dict[tuple[torch.device, torch.dtype], Scratch] = {}
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
@@ -157,44 +199,41 @@ class Table:
             tensor: Any shape, any real floating dtype, strided; not part of a graph.
             needs: Which moments to take, bits of :class:`Need`. Always the same for one row.
         """
-        num_elements = tensor.numel()
-        if num_elements == 0:
+        if tensor.numel() == 0:
             return
-        features = _features(tensor, needs)
-        num_pieces, length, rest = piecing(num_elements, features)
+        num_pieces, length, rest, lane, rest_lane, is_lane_dtype = self._place(tensor, needs)
         flat = tensor.reshape(-1)
+        if num_pieces == 1 and not rest:
+            lane.add_one(row, flat)
+            return
         if num_pieces:
-            lane, scratch = self._lane(tensor, needs, features, length)
             pieces = (flat[:-rest] if rest else flat).view(num_pieces, length)
-            if num_pieces >= lane.capacity and tensor.dtype == lane.key.dtype:
-                lane.add_unbuffered(row, pieces, num_pieces, scratch)
+            if num_pieces >= lane.capacity and is_lane_dtype:
+                lane.add_unbuffered(row, pieces, num_pieces)
             else:
-                lane.add(row, pieces, num_pieces, scratch)
+                lane.add(row, pieces, num_pieces)
         if rest:
-            lane, scratch = self._lane(tensor, needs, features, rest)
-            lane.add(row, flat[-rest:].view(1, rest), 1, scratch)
+            rest_lane.add_one(row, flat[-rest:])
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
-        """Like :meth:`add` for many tensors that exist at the same time: those of one size are gathered by one operation.
+        """Like :meth:`add` for many tensors that exist at the same time: those of one shape are gathered by one operation.
 
         Args:
             rows: Row, tensor and needs of each, as :meth:`add` takes them.
         """
-        together: defaultdict[tuple[torch.device, torch.dtype, int, int, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        together: defaultdict[tuple[torch.Size, torch.dtype, torch.device, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for row, tensor, needs in rows:
-            together[tensor.device, tensor.dtype, needs, _features(tensor, needs), tensor.numel()].append((row, tensor))
-        for (device, _dtype, needs, features, num_elements), members in together.items():
-            at_once = block_elements(device) // num_elements if num_elements else 0
-            if at_once < 2 or piecing(num_elements, features).rest:
+            together[tensor.shape, tensor.dtype, tensor.device, needs].append((row, tensor))
+        for (shape, _dtype, _device, needs), members in together.items():
+            place = self._place(members[0][1], needs) if shape.numel() else None
+            at_once = place.lane.capacity // max(1, place.num_pieces) if place is not None else 0
+            if place is None or at_once < 2 or place.rest or not place.is_lane_dtype:
                 for row, tensor in members:
                     self.add(row, tensor, needs)
                 continue
-            num_pieces, length, _rest = piecing(num_elements, features)
-            lane, scratch = self._lane(members[0][1], needs, features, length)
             for start in range(0, len(members), at_once):
                 part = members[start : start + at_once]
-                piece_rows = [row for row, _tensor in part for _piece in range(num_pieces)]
-                lane.add_together(piece_rows, [tensor.reshape(-1).to(lane.key.dtype) for _row, tensor in part], scratch)
+                place.lane.add_together([row for row, _tensor in part], [tensor for _row, tensor in part], place.num_pieces)
 
     def collect(self, num_rows: int) -> list[Moments]:
         """Measure what still waits and merge the pieces into rows.
@@ -207,27 +246,38 @@ class Table:
         """
         lanes_by_device: defaultdict[torch.device, list[Lane]] = defaultdict(list)
         for lane in self._lanes.values():
-            lane.measure_waiting(self._scratch[lane.key.device, lane.key.dtype])
-            lanes_by_device[lane.key.device].append(lane)
+            lane.measure_waiting()
+            if lane.rows():
+                lanes_by_device[lane.key.device].append(lane)
         merged = []
         for device, lanes in lanes_by_device.items():
-            index = torch.tensor([row for lane in lanes for row in lane.rows], device=device)
+            index = torch.tensor([row for lane in lanes for row in lane.rows()], device=device)
             pieces = Moments(*(torch.cat(parts) for parts in zip(*(lane.moments() for lane in lanes), strict=True)))
             merged.append(pieces.merge(index, num_rows))
         return merged
 
-    def _lane(self, like: Tensor, needs: int, features: int, length: int) -> tuple[Lane, Scratch]:
-        """The lane for pieces of one length of a tensor, and the scratch of its dtype and device."""
-        device = like.device
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        key = LaneKey(device, dtype, needs, features, length)
+    def _place(self, tensor: Tensor, needs: int) -> Place:
+        """Where a tensor goes; looked up once for all of its shape."""
+        key = (tensor.shape, tensor.dtype, tensor.device, needs)
+        place = self._places.get(key)
+        if place is None:
+            features = _features(tensor, needs)
+            num_pieces, length, rest = piecing(tensor.numel(), features)
+            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            lane = self._lane(LaneKey(tensor.device, dtype, needs, features, length))
+            rest_lane = self._lane(LaneKey(tensor.device, dtype, needs, features, rest)) if rest else lane
+            place = self._places[key] = Place(num_pieces, length, rest, lane, rest_lane, tensor.dtype == dtype)
+        return place
+
+    def _lane(self, key: LaneKey) -> Lane:
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = Lane(key, capacity=max(1, block_elements(device) // length))
-        scratch = self._scratch.get((device, dtype))
-        if scratch is None or scratch.num_elements < length:
-            scratch = self._scratch[device, dtype] = Scratch.allocate(max(block_elements(device), length), dtype, device)
-        return lane, scratch
+            scratch = self._scratch.get((key.device, key.dtype))
+            if scratch is None or scratch.num_elements < key.length:
+                size = max(block_elements(key.device), key.length)
+                scratch = self._scratch[key.device, key.dtype] = Scratch.allocate(size, key.dtype, key.device)
+            lane = self._lanes[key] = Lane(key, scratch)
+        return lane
 
 
 def _features(tensor: Tensor, needs: int) -> int:

@@ -1,0 +1,684 @@
+"""What monitoring costs: process CPU time of full training steps, with and without, interleaved in one run.
+
+Seven statistics (mean, std, norm, min, max, var, abs_mean) of every activation, parameter and gradient, at every step::
+
+    python benchmarks/overhead.py
+    python benchmarks/overhead.py --workloads W2 --steps 200 --skip-peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.statistics import table
+
+WARM_UP_STEPS = 5
+NUM_BATCHES = 8
+"""Batches that are made in advance and taken in turn."""
+
+SEED = 0
+KINDS = ["activation", "parameter", "gradient"]
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "std": torch.std,
+    "norm": torch.linalg.vector_norm,
+    "min": torch.amin,
+    "max": torch.amax,
+    "var": torch.var,
+    "abs_mean": lambda x: x.abs().mean(),
+}
+"""The statistics by the name that the engine knows, as functions for the tool that has none built in."""
+
+PLAIN, IDLE, OURS, FLOOR = "plain", "idle", "ours", "floor"
+IDLE_TARGET = 0.01
+
+Batch = tuple[Tensor, Tensor]
+
+# ----------------------------------------------------------------------------------------------------------- workloads
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        split = self.query_key_value(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return merged
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        grown: Tensor = x + self.mlp(self.norm2(x))
+        return grown
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+class Residual(nn.Module):
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module | None = None
+        if stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        grown: Tensor = self.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+        return grown
+
+
+class ResidualCNN(nn.Module):
+    """Two residual blocks at each of three resolutions, the second and third of half the size and twice the channels."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+        widths = [channels, channels, channels, 2 * channels, 2 * channels, 4 * channels, 4 * channels]
+        blocks = [Residual(old, new, stride=1 if old == new else 2) for old, new in zip(widths, widths[1:])]
+        self.block1, self.block2, self.block3, self.block4, self.block5, self.block6 = blocks
+        self.head = nn.Linear(4 * channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.conv(x)))
+        for block in (self.block1, self.block2, self.block3, self.block4, self.block5, self.block6):
+            x = block(x)
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+
+def make_mlp(layers: int, width: int) -> nn.Module:
+    """Linear and ReLU in turn."""
+    linears = [nn.Linear(width, width) for _ in range(layers)]
+    for linear in linears:
+        # torch's default shrinks the signal in each layer: after 64 the gradients' squares are denormal, and slow.
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    return nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))
+
+
+def text_batch() -> Batch:
+    """Random tokens, and those that follow them."""
+    tokens = torch.randint(512, (8, 129))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def vector_batch() -> Batch:
+    """Random vectors with random classes."""
+    return torch.randn(64, 128), torch.randint(128, (64,))
+
+
+def image_batch() -> Batch:
+    """Random images with random classes."""
+    return torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its data, and what monitoring it may cost."""
+
+    name: str
+    description: str
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Batch]
+    """Of inputs and classes; the model gives logits of shape ``(*classes.shape, number of classes)``."""
+    target: float
+    """Most that our engine may add to a plain step, as a fraction of it."""
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "W1",
+            "GPT, 6 layers, width 256, vocabulary 512, batch 8 x 128 tokens",
+            partial(GPT, 512, 128, 6, 256, 8),
+            text_batch,
+            target=0.23,
+        ),
+        Workload("W2", "64 x (Linear 128 + ReLU), batch 64", partial(make_mlp, 64, 128), vector_batch, target=0.90),
+        Workload("W3", "residual CNN with BatchNorm, batch 32 x 3 x 32 x 32", partial(ResidualCNN, 16, 10), image_batch, target=0.42),
+    )
+}
+
+# ------------------------------------------------------------------------------------------------------------ variants
+
+
+class Observer:
+    """What a variant adds to a training step; this one adds nothing."""
+
+    def begin(self, step: int) -> None:
+        """Before the forward pass."""
+
+    def before_update(self) -> None:
+        """After the backward pass, before the optimizer moves the parameters."""
+
+    def end(self) -> int:
+        """After the update.
+
+        Returns:
+            Number of finished values.
+        """
+        return 0
+
+    def close(self) -> None:
+        """Leave the model."""
+
+
+class Engine(Observer):
+    """Our engine, due at every n-th step."""
+
+    def __init__(self, model: nn.Module, every_n_steps: int) -> None:
+        self.monitor = ModuleMonitor(every_n_steps, rules=[Rule(kinds=KINDS, statistics=list(STATISTICS))])
+        self.monitor.set_module(model)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.monitor.monitor_gradients()
+        self.monitor.monitor_parameters()
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        return 0 if record is None else sum(key.startswith(tuple(KINDS)) for key in record.values)
+
+    def close(self) -> None:
+        self.monitor.close()
+
+
+class Floor(Observer):
+    """The least that looks at every tensor: a norm of each, and one transfer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.norms: list[Tensor] = []
+        self.handles = [module.register_forward_hook(self._observe) for module in model.modules()]
+
+    def _observe(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+        self.norms.append(torch.linalg.vector_norm(output.detach()))
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        self.norms += torch._foreach_norm(self.parameters)
+        self.norms += torch._foreach_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
+    def end(self) -> int:
+        # Through the engine's own function, where transfers are counted.
+        values = table.transfer(torch.stack(self.norms)).tolist()
+        self.norms.clear()
+        return len(values)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class TorchModuleMonitor(Observer):
+    """torch-module-monitor, with the same statistics as functions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch_module_monitor
+
+        self.monitor = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
+        for name, function in STATISTICS.items():
+            self.monitor.add_activation_metric(name, function)
+            self.monitor.add_parameter_metric(name, function)
+            self.monitor.add_gradient_metric(name, function)
+        self.monitor.set_module(model)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.monitor.monitor_gradients()
+        self.monitor.monitor_parameters()
+
+    def end(self) -> int:
+        self.monitor.end_step()
+        return len(self.monitor.get_step_metrics())
+
+    def close(self) -> None:
+        self.monitor.activation_hooks.remove_all_hooks()
+
+
+class WandbWatch(Observer):
+    """wandb.watch in a run that is offline, in a folder that is removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import wandb
+
+        self.folder = tempfile.TemporaryDirectory()
+        # Its sampling of the machine is no part of watch, and would fall into the other variants' steps.
+        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
+        self.run = wandb.init(project="overhead", mode="offline", dir=self.folder.name, settings=settings)
+        self.model = model
+        self.num_parameters = len(list(model.parameters()))
+        self.step = 0
+        wandb.watch(model, log="all", log_freq=1)
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def end(self) -> int:
+        # What watch has gathered is written when something is logged.
+        self.run.log({"step": self.step})
+        return 2 * self.num_parameters
+
+    def close(self) -> None:
+        import wandb
+
+        wandb.unwatch(self.model)
+        self.run.finish()
+        self.folder.cleanup()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train: plain, or observed."""
+
+    name: str
+    note: str
+    attach: Callable[[nn.Module], Observer]
+    package: str = ""
+    """Import name of the peer that is needed, if any; its distribution has the same name with dashes."""
+
+
+VARIANTS = (
+    Variant(PLAIN, "no monitor", lambda _model: Observer()),
+    Variant(IDLE, "our engine, at steps that are not monitored", partial(Engine, every_n_steps=1_000_000_000)),
+    Variant(OURS, "our engine, seven statistics, finished on the host", partial(Engine, every_n_steps=1)),
+    Variant(FLOOR, "one norm of each tensor", Floor),
+    Variant("torch-module-monitor", "the same seven statistics", TorchModuleMonitor, "torch_module_monitor"),
+    Variant(
+        "wandb.watch",
+        "only histograms, of parameters and gradients, not of activations; its writer process is not counted",
+        WandbWatch,
+        "wandb",
+    ),
+)
+
+
+def choose_variants(skip_peers: bool) -> list[Variant]:
+    """The variants that can be measured here; says which cannot, and why."""
+    chosen = []
+    for variant in VARIANTS:
+        if variant.package and skip_peers:
+            print(f"{variant.name} is skipped: --skip-peers was given.")
+        elif variant.package and importlib.util.find_spec(variant.package) is None:
+            print(f"{variant.name} is skipped: it is not installed; pip install {variant.package.replace('_', '-')}")
+        else:
+            chosen.append(variant)
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+class Lane:
+    """A variant with a model and an optimizer of its own, which start and train like those of every other."""
+
+    def __init__(self, variant: Variant, workload: Workload) -> None:
+        self.variant = variant
+        torch.manual_seed(SEED)
+        self.model = workload.make_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.observer = variant.attach(self.model)
+        self.step = 0
+
+    def train_step(self, batch: Batch) -> int:
+        """One full step; returns the number of values that were monitored."""
+        inputs, classes = batch
+        self.step += 1
+        self.observer.begin(self.step)
+        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), classes.flatten())
+        loss.backward()
+        self.observer.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.observer.end()
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts operations, and those among them that read a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.host_reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401, as torch's
+        self.number += 1
+        self.host_reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one step does, in numbers that are the same on every machine."""
+
+    dispatches: int
+    host_reads: int
+    transfers: int
+    values: int
+
+
+def count(lane: Lane, batch: Batch) -> Counts:
+    """Take one step and count."""
+    with mock.patch.object(table, "transfer", wraps=table.transfer) as transfer, Dispatches() as dispatches:
+        values = lane.train_step(batch)
+    return Counts(dispatches.number, dispatches.host_reads, transfer.call_count, values)
+
+
+@contextmanager
+def exact(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Norm and std of every activation and parameter in float64 by key; activations are there when the block is left."""
+    outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def keep(name: str, _module: nn.Module, _args: object, output: Tensor) -> None:
+        outputs[f"activation/{name or '_root_'}"].append(output.detach().double().flatten())
+
+    def note(site: str, elements: Tensor) -> None:
+        expected[f"{site}/norm"] = elements.square().sum().sqrt()
+        expected[f"{site}/std"] = ((elements - elements.mean()).square().sum() / (len(elements) - 1)).sqrt()
+
+    expected: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        note(f"parameter/{name}", parameter.detach().double().flatten())
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
+    try:
+        yield expected
+    finally:
+        for handle in handles:
+            handle.remove()
+    for site, calls in outputs.items():
+        note(site, torch.cat(calls))
+
+
+def largest_errors(lane: Lane, batch: Batch) -> dict[str, float]:
+    """Largest relative error of std and of norm against float64, over the activations and parameters of one step."""
+    assert isinstance(lane.observer, Engine)
+    with exact(lane.model) as expected:
+        lane.train_step(batch)
+    found = lane.observer.monitor.get_step_metrics()
+    errors = {"std": 0.0, "norm": 0.0}
+    for key, tensor in expected.items():
+        value, right = found[key], tensor.item()
+        # Where the right value is zero (a bias that never moved), only zero is right.
+        error = abs(value - right) / right if right else (0.0 if value == 0 else float("inf"))
+        statistic = key.rpartition("/")[2]
+        errors[statistic] = max(errors[statistic], error)
+    return errors
+
+
+@dataclass
+class Result:
+    """What was found of one workload; by name of the variant."""
+
+    workload: Workload
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    """Largest relative error of our engine by statistic."""
+
+    def ratios(self, name: str) -> list[float]:
+        """Time of a variant's step, in plain steps of the same round."""
+        return [one / plain for one, plain in zip(self.seconds[name], self.seconds[PLAIN], strict=True)]
+
+    def added(self, name: str) -> float:
+        """What a variant adds to a plain step, as a fraction of it; the median over the rounds."""
+        return statistics.median(self.ratios(name)) - 1
+
+    def extra(self, name: str) -> Counts:
+        """What a variant's step does beyond a plain one: an optimizer reads values on the host too."""
+        own, plain = self.counts[name], self.counts[PLAIN]
+        return Counts(own.dispatches - plain.dispatches, own.host_reads - plain.host_reads, own.transfers, own.values)
+
+
+def measure(workload: Workload, variants: Sequence[Variant], num_steps: int) -> Result:
+    """Train all variants side by side, a step of each in a round, and count in a last round."""
+    torch.manual_seed(SEED)
+    batches = [workload.make_batch() for _ in range(NUM_BATCHES)]
+    lanes = [Lane(variant, workload) for variant in variants]
+    result = Result(workload, {lane.variant.name: [] for lane in lanes})
+    try:
+        for step in range(WARM_UP_STEPS):
+            for lane in lanes:
+                lane.train_step(batches[step % NUM_BATCHES])
+        time_rounds(lanes, batches, num_steps, result)
+        for lane in lanes:
+            result.counts[lane.variant.name] = count(lane, batches[0])
+            if lane.variant.name == OURS:
+                result.errors = largest_errors(lane, batches[0])
+    finally:
+        for lane in lanes:
+            lane.observer.close()
+    return result
+
+
+def time_rounds(lanes: Sequence[Lane], batches: Sequence[Batch], num_rounds: int, result: Result) -> None:
+    """Time a step of each lane in every round."""
+    shuffle = random.Random(SEED)
+    order = list(lanes)
+    gc.collect()
+    gc.freeze()  # what is there already is not traversed in somebody's step; what a variant leaves behind is its cost
+    try:
+        for step in range(num_rounds):
+            shuffle.shuffle(order)  # nobody always follows the one that empties the caches
+            for lane in order:
+                start = time.process_time()
+                lane.train_step(batches[step % NUM_BATCHES])
+                result.seconds[lane.variant.name].append(time.process_time() - start)
+    finally:
+        gc.unfreeze()
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+HEADER = (
+    "workload",
+    "variant",
+    "step, ms CPU",
+    "to plain",
+    "quartiles",
+    "host reads",
+    "transfers",
+    "dispatches",
+    "values",
+    "what it does",
+)
+
+
+def percent(fraction: float) -> str:
+    """A fraction as it stands in the table: ``+5.3 %``."""
+    return f"{100 * fraction:+.1f} %"
+
+
+def row(result: Result, variant: Variant) -> list[str]:
+    """A variant's line of the table."""
+    ratios = result.ratios(variant.name)
+    lower, _median, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    extra = result.extra(variant.name)
+    plain = variant.name == PLAIN
+    return [
+        result.workload.name,
+        variant.name,
+        f"{1000 * statistics.median(result.seconds[variant.name]):.2f}",
+        "1" if plain else percent(result.added(variant.name)),
+        "" if plain else f"{percent(lower - 1)} to {percent(upper - 1)}",
+        str(extra.host_reads),
+        "not counted" if variant.package else str(extra.transfers),
+        str(extra.dispatches),
+        str(extra.values),
+        variant.note,
+    ]
+
+
+def accuracy_line(result: Result) -> str:
+    """How far our engine's values are from those of float64."""
+    found = ", ".join(f"{name} {error:.1e}" for name, error in result.errors.items())
+    return f"{result.workload.name}: largest relative error of ours against float64, all activations and parameters of a step: {found}"
+
+
+def target_line(result: Result) -> str:
+    """What our engine should cost, and what it does."""
+    ours, idle, extra = result.added(OURS), result.added(IDLE), result.extra(OURS)
+    target = result.workload.target
+    checks = [
+        (f"ours {percent(ours)}, target at most +{target:.0%}", ours <= target),
+        (f"transfers {extra.transfers}, target 1", extra.transfers == 1),
+        (f"host reads {extra.host_reads}, target 0", extra.host_reads == 0),
+        (f"idle {percent(idle)}, target under +{IDLE_TARGET:.0%}", idle < IDLE_TARGET),
+    ]
+    return f"{result.workload.name}: " + "; ".join(f"{text}: {'met' if is_met else 'MISSED'}" for text, is_met in checks)
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def environment(variants: Sequence[Variant], num_steps: int) -> str:
+    """What the figures depend on."""
+    peers = [f"{name} {version(name)}" for name in (variant.package.replace("_", "-") for variant in variants) if name]
+    threads = torch.get_num_threads()
+    parts = [f"torch {torch.__version__}", *peers, f"Python {platform.python_version()}", processor(), f"{threads} torch thread(s)"]
+    return f"{datetime.now(timezone.utc):%Y-%m-%d}; {', '.join(parts)}; {num_steps} steps of each after {WARM_UP_STEPS} to warm up."
+
+
+NOTES = """\
+A step is a full training step (forward, backward, AdamW), in milliseconds of the process's CPU time, the median. *To plain* is the
+median over rounds of a step in relation to the plain step of the same round; *quartiles* are those of the same ratios. Counts are of
+one monitored step, beyond those of a plain one: *host reads* are single values read on the host (`aten._local_scalar_dense`),
+*dispatches* are torch operations, *transfers* are copies of many values at once (those of the peers are not counted)."""
+
+
+def markdown(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundings: str) -> str:
+    """The whole report."""
+    lines = ["# What monitoring costs", "", surroundings, ""]
+    lines += [f"- {result.workload.name}: {result.workload.description}" for result in results]
+    lines += ["", NOTES, "", f"| {' | '.join(HEADER)} |", "|---|---|" + "---:|" * 7 + "---|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in rows]
+    lines += ["", "Accuracy:", "", *(f"- {accuracy_line(result)}" for result in results)]
+    lines += ["", "Targets:", "", *(f"- {target_line(result)}" for result in results), ""]
+    return "\n".join(lines)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print the table, with rich where it is installed."""
+    if importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(*HEADER[:-1])  # what each does would not fit beside the figures; it is in the file
+        for column in shown.columns[2:]:
+            column.justify = "right"
+        for cells in rows:
+            shown.add_row(*cells[:-1], end_section=cells[1:2] == [VARIANTS[-1].name])
+        Console().print(shown)
+        return
+    widths = [max(len(cells[i]) for cells in (HEADER, *rows)) for i in range(len(HEADER) - 1)]
+    for cells in (HEADER, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)))
+
+
+def positive(text: str) -> int:
+    """A number of the command line that must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Measure what monitoring adds to a training step.")
+    parser.add_argument("--steps", type=positive, default=60, help="timed steps of each variant (default 60)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="which to run (default all)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"), help="Markdown file to write")
+    parser.add_argument("--threads", type=positive, default=1, help="torch threads (default 1)")
+    parser.add_argument("--skip-peers", action="store_true", help="measure only plain, idle, ours and floor")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the report."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    variants = choose_variants(options.skip_peers)
+    results = []
+    for name in options.workloads:
+        print(f"{name}: {WORKLOADS[name].description}", file=sys.stderr, flush=True)
+        results.append(measure(WORKLOADS[name], variants, options.steps))
+    rows = [row(result, variant) for result in results for variant in variants]
+    print_table(rows)
+    for variant in variants:
+        print(f"{variant.name}: {variant.note}")
+    for describe in (accuracy_line, target_line):
+        print(*map(describe, results), sep="\n")
+    options.output.write_text(markdown(rows, results, environment(variants, options.steps)), encoding="utf-8")
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()
