@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,7 +134,7 @@ class ResidualCNN(nn.Module):
         self.norm = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU()
         widths = [channels, channels, channels, 2 * channels, 2 * channels, 4 * channels, 4 * channels]
-        blocks = [Residual(old, new, stride=1 if old == new else 2) for old, new in zip(widths, widths[1:])]
+        blocks = [Residual(old, new, stride=1 if old == new else 2) for old, new in pairwise(widths)]
         self.block1, self.block2, self.block3, self.block4, self.block5, self.block6 = blocks
         self.head = nn.Linear(4 * channels, classes)
 
@@ -248,7 +249,7 @@ class Floor(Observer):
     """The least that looks at every tensor: a norm of each, and one transfer."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
+        self.parameters: list[Tensor] = list(model.parameters())
         self.norms: list[Tensor] = []
         self.handles = [module.register_forward_hook(self._observe) for module in model.modules()]
 
@@ -277,7 +278,7 @@ class TorchModuleMonitor(Observer):
     def __init__(self, model: nn.Module) -> None:
         import torch_module_monitor
 
-        self.monitor = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
+        self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
         for name, function in STATISTICS.items():
             self.monitor.add_activation_metric(name, function)
             self.monitor.add_parameter_metric(name, function)
@@ -400,7 +401,7 @@ class Dispatches(TorchDispatchMode):
     """Counts operations, and those among them that read a value on the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self.number = 0
         self.host_reads = 0
 
@@ -535,7 +536,7 @@ def time_rounds(lanes: Sequence[Lane], batches: Sequence[Batch], num_rounds: int
 HEADER = (
     "workload",
     "variant",
-    "step, ms CPU",
+    "ms CPU",
     "to plain",
     "quartiles",
     "host reads",
@@ -564,7 +565,7 @@ def row(result: Result, variant: Variant) -> list[str]:
         "1" if plain else percent(result.added(variant.name)),
         "" if plain else f"{percent(lower - 1)} to {percent(upper - 1)}",
         str(extra.host_reads),
-        "not counted" if variant.package else str(extra.transfers),
+        "-" if variant.package else str(extra.transfers),
         str(extra.dispatches),
         str(extra.values),
         variant.note,
@@ -602,7 +603,7 @@ def environment(variants: Sequence[Variant], num_steps: int) -> str:
     """What the figures depend on."""
     peers = [f"{name} {version(name)}" for name in (variant.package.replace("_", "-") for variant in variants) if name]
     threads = torch.get_num_threads()
-    parts = [f"torch {torch.__version__}", *peers, f"Python {platform.python_version()}", processor(), f"{threads} torch thread(s)"]
+    parts = [f"torch {torch.__version__}", *peers, f"Python {platform.python_version()}", processor(), f"torch threads: {threads}"]
     return f"{datetime.now(timezone.utc):%Y-%m-%d}; {', '.join(parts)}; {num_steps} steps of each after {WARM_UP_STEPS} to warm up."
 
 
@@ -624,22 +625,28 @@ def markdown(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundi
     return "\n".join(lines)
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print the table, with rich where it is installed."""
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print the lines of one workload, with rich where it is installed, without the columns that its title tells."""
+    shown = [cells[1:-1] for cells in (HEADER, *rows)]
     if importlib.util.find_spec("rich") is not None:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        shown = Table(*HEADER[:-1])  # what each does would not fit beside the figures; it is in the file
-        for column in shown.columns[2:]:
-            column.justify = "right"
-        for cells in rows:
-            shown.add_row(*cells[:-1], end_section=cells[1:2] == [VARIANTS[-1].name])
-        Console().print(shown)
+        written = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in shown[0]:
+            written.add_column(name, justify="left" if name == "variant" else "right")
+        for cells in shown[1:]:
+            written.add_row(*cells)
+        console = Console()
+        # In a file or a pipe rich assumes 80 columns, and would break the figures.
+        console.width = console.width if console.is_terminal else max(console.width, 110)
+        console.print(written)
         return
-    widths = [max(len(cells[i]) for cells in (HEADER, *rows)) for i in range(len(HEADER) - 1)]
-    for cells in (HEADER, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)))
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    print(f"\n{title}")
+    for cells in shown:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
 
 
 def positive(text: str) -> int:
@@ -664,6 +671,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the report."""
     options = parse_arguments(arguments)
+    options.output.parent.mkdir(parents=True, exist_ok=True)  # now, and not after minutes of measuring
     torch.set_num_threads(options.threads)
     variants = choose_variants(options.skip_peers)
     results = []
@@ -671,7 +679,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {WORKLOADS[name].description}", file=sys.stderr, flush=True)
         results.append(measure(WORKLOADS[name], variants, options.steps))
     rows = [row(result, variant) for result in results for variant in variants]
-    print_table(rows)
+    for result in results:
+        print_table(f"{result.workload.name}: {result.workload.description}", [cells for cells in rows if cells[0] == result.workload.name])
     for variant in variants:
         print(f"{variant.name}: {variant.note}")
     for describe in (accuracy_line, target_line):

@@ -43,24 +43,27 @@ class _Table:
     last_step: int = -1
     last_row: NDArray[np.float64] | None = None
 
-    def append(self, step: int, row: NDArray[np.float64]) -> None:
-        """Write a row of shape ``(columns,)`` and flush it; a second one of the same step is merged into the first."""
+    def put_values(self, step: int, row: NDArray[np.float64]) -> None:
+        """Write a row of shape ``(columns,)``; a second one of the same step is merged into the first."""
         if self.last_row is not None and step == self.last_step:
             row = np.where(layout.is_absent(row), self.last_row, row)
             _put(self.values, self.num_rows - 1, row)
         else:
-            # The step last: a row is complete, for readers and after a kill, once its step is there.
             _put(self.values, self.num_rows, row)
+        self.last_row = row
+
+    def put_step(self, step: int) -> None:
+        """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
+        if step != self.last_step or not self.num_rows:
             _put(self.steps, self.num_rows, step)
             self.num_rows += 1
-        self.last_step, self.last_row = step, row
+            self.last_step = step
 
 
 def _put(dataset: h5py.Dataset, index: int, item: NDArray[np.float64] | int) -> None:
     if len(dataset) <= index:
         dataset.resize(index + 1, axis=0)
     dataset[index] = item
-    dataset.flush()
 
 
 class Store:
@@ -137,13 +140,18 @@ class Store:
     # -------------------------------------------------------------- rows
 
     def _append(self, record: Record) -> None:
+        assert self._file is not None
         row = np.full(len(self._place_by_key), layout.ABSENT)
         row[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
         _require_space(self.path.parent, 2 * row.nbytes)
-        for table in self._tables:
-            values = row[table.part]
-            if not layout.is_absent(values).all():
-                table.append(record.step, values)
+        touched = [table for table in self._tables if not layout.is_absent(row[table.part]).all()]
+        for table in touched:
+            table.put_values(record.step, row[table.part])
+        # The steps last: a row is complete once its step is there, so its values must be on their way before.
+        self._file.flush()
+        for table in touched:
+            table.put_step(record.step)
+        self._file.flush()
 
     def _places(self, record: Record) -> NDArray[np.int64]:
         """Where the record's values belong in the row of all keys; looked up anew only if other keys came than last time."""

@@ -212,7 +212,8 @@ def _create_table(group: h5py.Group, columns: Sequence[str]) -> None:
 
 def open_for_appending(path: Path) -> h5py.File:
     """A file opened for its single writer; from here on others can read it, and a kill does no harm."""
-    file = h5py.File(path, "r+", libver=_LIBVER, locking=False)
+    # A flush walks through the cached chunks, and a row is a chunk that nobody asks for again: hardly any are cached.
+    file = h5py.File(path, "r+", libver=_LIBVER, locking=False, rdcc_nslots=31, rdcc_nbytes=1 << 16)
     file.swmr_mode = True
     return file
 
