@@ -69,7 +69,9 @@ def test_values_of_a_linear_layer_by_hand() -> None:
     """W = [[1, 2], [3, 4]], x = [[1, 1], [0, 1]], loss = sum of outputs: everything is known on paper."""
     model = nn.Linear(2, 2, bias=False)
     model.weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    monitor = ModuleMonitor(rules=[Rule(kinds=KINDS, statistics=["mean", "norm"]), Rule(kinds="update", statistics=["norm", "ratio", "max"])])
+    monitor = ModuleMonitor(
+        rules=[Rule(kinds=KINDS, statistics=["mean", "norm"]), Rule(kinds="update", statistics=["norm", "ratio", "max"])]
+    )
     monitor.set_module(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     monitor.begin_step(7)
@@ -159,7 +161,11 @@ def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
             return {key.split("/")[1] for key in monitor.planned_keys() if not key.startswith("monitor/")}
 
     cnn = make("cnn")
-    assert planned(cnn, Rule(kinds="activation", types=["torch.nn.Conv2d", nn.BatchNorm2d], statistics="rms")) == {"stem.0", "stem.1", "block"}
+    assert planned(cnn, Rule(kinds="activation", types=["torch.nn.Conv2d", nn.BatchNorm2d], statistics="rms")) == {
+        "stem.0",
+        "stem.1",
+        "block",
+    }
     assert planned(cnn, Rule(kinds="parameter", types=nn.Linear, statistics="rms")) == {"head.weight", "head.bias"}
     assert planned(cnn, Rule(kinds="activation", leaf_modules=True, statistics="rms")) == {"stem.0", "stem.1", "stem.2", "block", "head"}
     everything = Rule(kinds=["activation", "parameter"], statistics="rms")
@@ -202,7 +208,9 @@ def test_schedules_of_rules_and_of_the_monitor() -> None:
 def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, tensors: float) -> None:
     """A scalar weighs as many elements as it was computed from, a tensor as many as it has."""
     rules = [
-        Rule(kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": lambda x: len(x)}, aggregate=aggregate),
+        Rule(
+            kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": lambda x: len(x)}, aggregate=aggregate
+        ),
         Rule(kinds="activation", functions={"all": lambda x: x.flatten()}, aggregate=aggregate),
     ]
     with ModuleMonitor(rules=rules) as monitor:
@@ -221,7 +229,9 @@ def test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict() -> N
     """Custom function over the concatenated values; the keys of a dict are appended."""
     with ModuleMonitor() as monitor:
         monitor.set_module(identity := nn.Identity())
-        monitor.add_activation_metric("abs", lambda x: x.abs(), metric_aggregation_fn=lambda values: {"median": values.median(), "n/a": len(values)})
+        monitor.add_activation_metric(
+            "abs", lambda x: x.abs(), metric_aggregation_fn=lambda values: {"median": values.median(), "n/a": len(values)}
+        )
         monitor.add_activation_metric("mean", metric_aggregation_fn=None)
         monitor.begin_step(0)
         for values in ([1.0, -9.0], [2.0, 4.0, 3.0]):
@@ -305,7 +315,9 @@ def test_a_metric_that_raises_is_said_once_and_recorded_as_nan(caplog: pytest.Lo
             assert np.isfinite(record.values[f"activation/{site}/fine"])
         assert record.values["monitor/errors"] == 2 * 2 * 2
     picky_said, text_said = caplog.messages
-    assert "activation 'layers.0', tensor of shape (3, 16): picky failed with RuntimeError: no tensors of shape (3, 16) please" in picky_said
+    assert (
+        "activation 'layers.0', tensor of shape (3, 16): picky failed with RuntimeError: no tensors of shape (3, 16) please" in picky_said
+    )
     assert "text failed with TypeError: returned a str; expected a real tensor or a number" in text_said
 
 
@@ -520,3 +532,41 @@ def test_history_is_bounded_and_goes_to_a_file_and_back(tmp_path: Path) -> None:
         assert values["activation/_root_/max"] == step
         assert np.isnan(values["activation/_root_/std"])
         assert values.keys() == monitor.get_all_metrics()[step].keys()
+
+
+def test_a_container_that_returns_its_last_parts_output_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor, three rows; but not if it was overwritten in between, nor where more is asked for."""
+    from lightning_module_monitor.statistics.table import Table
+
+    added: list[int] = []
+    original = Table.add
+
+    def count(self: Table, row: int, tensor: Tensor, needs: int) -> None:
+        added.append(tensor.numel())
+        original(self, row, tensor, needs)
+
+    monkeypatch.setattr(Table, "add", count)
+
+    class Doubles(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).mul_(2)
+
+    size = 70_001  # several lanes, a rest
+    for model, num_added, last in ((nn.Sequential(nn.Sequential(nn.ReLU())), 1, 1.0), (Doubles(nn.Sequential(nn.ReLU())), 2, 2.0)):
+        added.clear()
+        with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["norm", "max"])]) as monitor:
+            monitor.set_module(model)
+            monitor.begin_step(0)
+            for x in (torch.ones(size), torch.full((3, 2), 5.0)):
+                model(x)
+            record = monitor.end_step()
+        assert added == [size] * num_added + [6] * num_added
+        assert record is not None
+        sites = [name or "_root_" for name, _module in model.named_modules()]
+        for site, factor in zip(sites, [last, 1.0, 1.0], strict=True):
+            assert record.values[f"activation/{site}/max"] == 5 * factor
+            assert record.values[f"activation/{site}/norm"] == pytest.approx(factor * (size + 6 * 25) ** 0.5, rel=1e-6)

@@ -269,7 +269,7 @@ class CompiledInPlace(Tiny):
         (Manual, ("Manual uses manual optimization", "not yet monitored", "Leave the callback out of this run")),
         (CompiledPart, ("model is compiled", "do not compile it")),
         (CompiledInPlace, ("model.2 is compiled", "do not compile it")),
-        (lambda: torch.compile(Tiny()), ("the model is compiled", "do not compile it")),
+        (lambda: torch.compile(Tiny()), ("The model is compiled", "do not compile it")),
     ],
     ids=["manual", "compiled part", "compiled in place", "compiled as a whole"],
 )
@@ -312,9 +312,31 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_two_callbacks_of_one_identity_are_refused(tmp_path: Path) -> None:
-    """Their keys would be the same; the message says what makes them differ."""
-    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(1, store=False), ModuleMonitorCallback(2, store=False)])
-    assert "prefix" in message
+    """Their keys would be the same, and so would be their places in a checkpoint: Lightning's own check comes first."""
+    with pytest.raises(RuntimeError, match="`callback.state_key` must be unique"):
+        fit(tmp_path, [ModuleMonitorCallback(1, store=False), ModuleMonitorCallback(2, store=False)], Tiny, max_steps=3)
+
+
+def test_two_callbacks_of_one_prefix_and_different_modules_are_refused(tmp_path: Path) -> None:
+    """They would both have ``monitor/errors``."""
+    callbacks: list[Callback] = [
+        ModuleMonitorCallback(1, module="model.0", store=False),
+        ModuleMonitorCallback(1, module="model.2", store=False),
+    ]
+    assert "Give each a prefix of its own" in refusal(tmp_path, lambda: callbacks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": []}, "rules is empty"),
+        ({"rules": [Rule(kinds="activation", statistics=[["rms"]])]}, "rules[0].statistics ['rms'] is not a statistic"),  # type: ignore[list-item]
+        ({"stages": [["train"]]}, "stages ['train'] is not a stage"),
+    ],
+)
+def test_empty_and_nested_lists_are_refused(options: Options, message: str, tmp_path: Path) -> None:
+    """As any other wrong value."""
+    assert message in refusal(tmp_path, lambda: [ModuleMonitorCallback(1, **options)])
 
 
 def test_two_callbacks_of_overlapping_modules_are_refused(tmp_path: Path) -> None:

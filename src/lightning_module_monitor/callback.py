@@ -24,7 +24,7 @@ from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.record import TRAIN, Record
+from lightning_module_monitor.record import OWN_KIND, TRAIN, Key, Record
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
@@ -319,10 +319,12 @@ class ModuleMonitorCallback(Callback):
 
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.set_module(pl_module)
-        planned = self.monitor.planned_keys()
+        planned = self._planned_keys()
+        if not any(Key.parse(key).kind != OWN_KIND for key in planned):
+            raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
-                common = set(planned).intersection(other.monitor.planned_keys())
+                common = set(planned).intersection(other._planned_keys())
                 if common:
                     raise ConfigError(
                         f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
@@ -331,6 +333,9 @@ class ModuleMonitorCallback(Callback):
             if self.monitor.plan().knows_all_keys() and not any(pattern.fullmatch(key) for key in planned):
                 near = nearest(pattern.pattern, planned)
                 raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
+
+    def _planned_keys(self) -> list[str]:
+        return self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
 
     def _announcement(self) -> str:
         plan = self.monitor.plan()
@@ -341,7 +346,7 @@ class ModuleMonitorCallback(Callback):
 
     def _rolls_up(self) -> bool:
         # By the plan and not by the record, so that a logger's columns are the same at every step.
-        return len(self.monitor.planned_keys()) > self._max_logged_keys
+        return any(len(self.monitor.planned_keys([STAGES[stage]])) > self._max_logged_keys for stage in self._stages)
 
     def _begin_loop(self, stage: str, trainer: Trainer) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""
@@ -379,8 +384,7 @@ class ModuleMonitorCallback(Callback):
         if self.store_path is not None:
             # A loop without training runs no step again.
             path, resume_from = Path(self.store_path), sys.maxsize if self._first_step is None else self._first_step
-        keys = self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
-        return Store(path, configuration=self._configuration, keys=keys, resume_from=resume_from, logger=_messages)
+        return Store(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if isinstance(self._store_option, str):
@@ -436,7 +440,7 @@ def _check_store(store: bool | str) -> None:
 
 def _parse_stages(stages: str | Sequence[str] | None) -> frozenset[str]:
     for stage in as_tuple(stages):
-        if stage not in STAGES:
+        if not isinstance(stage, str) or stage not in STAGES:
             raise ConfigError(f"stages {stage!r} is not a stage; expected {', '.join(STAGES)}{nearest(str(stage), STAGES)}")
     return frozenset(as_tuple(stages) or ("train",))
 
@@ -455,13 +459,15 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         precision = trainer.precision
         raise ConfigError(f"Precision {precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
-    compiled = [name or "the model" for name, module in pl_module.named_modules() if _is_compiled(module)]
+    compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled:
         raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks put on later. {remedy} Or do not compile it.")
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    # Lightning unwraps a compiled LightningModule, and keeps the compiler in `_compiler_ctx`.
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return is_wrapper or module._compiled_call_impl is not None or getattr(module, "_compiler_ctx", None) is not None
 
 
 def _describe(options: Mapping[str, Any]) -> dict[str, Any]:

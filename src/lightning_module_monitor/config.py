@@ -95,7 +95,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
         raise ConfigError(f"{label} is a {type(rule).__name__}; expected a Rule.")
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
     if not kinds:
         raise ConfigError(f"{label}.kinds is empty; expected at least one of {', '.join(KINDS)}.")
@@ -159,7 +159,7 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
     statistics: dict[str, Statistic] = {}
     functions: dict[str, UserFunction] = {}
     for name in as_tuple(rule.statistics):
-        if name not in STATISTICS:
+        if not isinstance(name, str) or name not in STATISTICS:
             known = ", ".join(STATISTICS)
             raise ConfigError(f"{label}.statistics {name!r} is not a statistic; expected {known}{nearest(str(name), STATISTICS)}")
         check_name(name, f"{label}.statistics")

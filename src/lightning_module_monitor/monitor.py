@@ -84,7 +84,7 @@ class ModuleMonitor:
         excluded_modules_regex: str | None = None,
         logger: logging.Logger | None = None,
         *,
-        rules: Sequence[Rule] | None = (),
+        rules: Rule | Sequence[Rule] | None = (),
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
         prefix: str = "",
@@ -102,7 +102,7 @@ class ModuleMonitor:
         self._within = module
         self._prefix = _check_prefix(prefix)
         self._on_error = on_error
-        wish = default_rules() if rules is None else rules
+        wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)

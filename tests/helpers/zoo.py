@@ -157,7 +157,9 @@ def make(name: str) -> nn.Module:
     return ZOO[name]()
 
 
-def raw_tensors(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]], loss_fn: Callable[[Tensor, Tensor], Tensor]) -> RawTensors:
+def raw_tensors(
+    model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]], loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> RawTensors:
     """Run a copy of the model over the micro-batches and keep every tensor: the truth that a monitor is compared with."""
     model = copy.deepcopy(model)
     raw: RawTensors = defaultdict(list)

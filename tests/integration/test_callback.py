@@ -148,7 +148,11 @@ def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tm
         validation = [r for r in records.all if "validation/monitor/errors" in r.values]
         assert [r.step for r in validation] == ([0, 0, 1, 1] if "validate" in stages else [])
         for record in validation:
-            assert set(record.values) == {"validation/activation/model/abs_max", "validation/activation/model/mean", "validation/monitor/errors"}
+            assert set(record.values) == {
+                "validation/activation/model/abs_max",
+                "validation/activation/model/mean",
+                "validation/monitor/errors",
+            }
         if validation:
             with torch.no_grad():
                 module.eval()

@@ -57,7 +57,12 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         runs.append((keep, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
-            assert callback.last_record.values["monitor/errors" if "monitor/errors" in callback.last_record.values else "validation/monitor/errors"] == 0
+            assert (
+                callback.last_record.values[
+                    "monitor/errors" if "monitor/errors" in callback.last_record.values else "validation/monitor/errors"
+                ]
+                == 0
+            )
     (one, weights), (other, monitored_weights) = runs
     # Of 10 batches an epoch, accumulation makes 4 steps: of 3, 3, 3 and, at the end, of 1.
     assert len(one.losses) == (76 if "accumulate_grad_batches" in WAYS[way] else steps)
@@ -157,7 +162,9 @@ def traces(model: nn.Module) -> list[str]:
     """What a monitor could have left on a model."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
     found = [f"{name}.{kind}" for name, module in model.named_modules() for kind in kinds if getattr(module, kind)]
-    return found + [name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
+    return found + [
+        name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
 
 
 class Ends(Callback):

@@ -15,6 +15,7 @@ from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.table import CPU_BLOCK_ELEMENTS, PIECE_ELEMENTS, Table, piecing, to_host
 
+
 def measured(tensors: list[Tensor], needs: int = Need.EVERYTHING, together: bool = False) -> Moments:
     """Moments of one row that all the tensors were added to."""
     table = Table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,13 @@ OutputName = Callable[[str, str], str]
 """Gives the name of a further output: from the module's site and the suffix of the output."""
 
 
+def _nothing() -> None:
+    return None
+
+
+_NONE_YET: tuple[Callable[[], Tensor | None], int, int] = (_nothing, 0, 0)
+
+
 class ActivationProbe:
     """Watches modules for the length of one observation.
 
@@ -50,6 +58,8 @@ class ActivationProbe:
         self._say = say
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
+        self._last_activation: tuple[Callable[[], Tensor | None], int, int] = _NONE_YET
+        """The activation that was taken in last, if it is still there: the tensor, its version, and what was needed of it."""
         self.is_open = True
         """Whether forward passes count now."""
         self.counts_gradients = True
@@ -82,14 +92,25 @@ class ActivationProbe:
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted. The gradient
         # hook is wanted all the same: under reentrant checkpointing only the recomputed output gets a gradient.
         if activation is not None and torch._C._current_graph_task_id() == -1:
-            self._observe(activation, tensor)
+            self._see_activation(activation, tensor)
         if gradient is not None and tensor.requires_grad:
             self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))
+
+    def _see_activation(self, watch: Watch, tensor: Tensor) -> None:
+        """Take an activation in; a container that returns what its last part returned costs nothing."""
+        last, version, needs = self._last_activation
+        if last() is tensor and tensor._version == version and watch.needs == needs and not watch.functions:
+            self._observation.observe_last_again(watch)
+            return
+        self._observe(watch, tensor)
+        # An inference tensor does not say whether it was overwritten.
+        self._last_activation = _NONE_YET if tensor.is_inference() else (weakref.ref(tensor), tensor._version, watch.needs)
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
         if self.counts_gradients:
             self._observe(watch, gradient)
+            self._last_activation = _NONE_YET
 
     def _observe(self, watch: Watch, tensor: Tensor) -> None:
         try:

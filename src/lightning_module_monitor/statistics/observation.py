@@ -104,6 +104,10 @@ class Observation:
         if watch.functions:
             self._call_functions(watch, tensor)
 
+    def observe_last_again(self, watch: Watch) -> None:
+        """Take the tensor that :meth:`observe` got last in once more, for a watch without functions and with the same needs."""
+        self._table.add_last_again(self._row(watch))
+
     def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper."""
         strided = [(watch, _strided(tensor)) for watch, tensor in pairs]

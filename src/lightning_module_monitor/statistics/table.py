@@ -88,13 +88,21 @@ class Lane:
         self.capacity = min(MAX_LANE_PIECES, max(1, lane_elements(key.device) // key.length))
         self._scratch = scratch
         self._buffer: Tensor | None = None
-        self._slots: tuple[Tensor, ...] = ()
-        """The pieces of the buffer."""
         self._waiting = 0
-        """How many of them are filled."""
+        """How many of the buffer's pieces are filled."""
         self._rows: list[int] = []
         """Row of the table for each piece, measured or waiting, in order."""
         self._figures: list[Figures] = []
+        self._shared: list[tuple[int, range]] = []
+        """Further rows that pieces belong to: row, and which pieces."""
+
+    def __len__(self) -> int:
+        """Number of pieces that were added."""
+        return len(self._rows)
+
+    def share(self, row: int, pieces: range) -> None:
+        """Let pieces that were added belong to one more row."""
+        self._shared.append((row, pieces))
 
     def add(self, row: int, pieces: Tensor, num_pieces: int) -> None:
         """Copy pieces of shape ``(num_pieces, length)``, of any dtype, in; a full lane is measured."""
@@ -111,8 +119,7 @@ class Lane:
 
     def add_one(self, row: int, piece: Tensor) -> None:
         """Copy one piece of shape ``(length,)``, of any dtype, in."""
-        self._allocated()
-        self._slots[self._waiting].copy_(piece)
+        self._allocated()[self._waiting].copy_(piece)
         self._rows.append(row)
         self._waiting += 1
         if self._waiting == self.capacity:
@@ -143,22 +150,25 @@ class Lane:
             self._measure([], self._buffer[:waiting])
 
     def rows(self) -> list[int]:
-        """Row of the table for each piece that was measured."""
-        return self._rows
+        """Row of the table for each of :meth:`moments`."""
+        return self._rows + [row for row, pieces in self._shared for _piece in pieces]
 
     def moments(self) -> Moments:
-        """Moments of every piece that was measured, float64, on the lane's device."""
+        """Moments of every piece, and once more of every piece for each row that shares it, float64, on the lane's device."""
         names = self._figures[0]
         joined = torch.cat([torch.stack([figures[name] for name in names]) for figures in self._figures], dim=1).double()
         length = torch.full((len(self._rows),), float(self.key.length), dtype=torch.float64, device=self.key.device)
-        return moments_of_pieces(dict(zip(names, joined, strict=True)), length, self.key.features)
+        moments = moments_of_pieces(dict(zip(names, joined, strict=True)), length, self.key.features)
+        if not self._shared:
+            return moments
+        order = [*range(len(self)), *(piece for _row, pieces in self._shared for piece in pieces)]
+        return moments.rows(torch.tensor(order, device=self.key.device))
 
     def _allocated(self) -> Tensor:
         if self._buffer is None:
             # A step may begin in a validation loop under inference mode; its buffers are written outside of it too.
             with torch.inference_mode(mode=False):
                 self._buffer = torch.empty((self.capacity, self.key.length), dtype=self.key.dtype, device=self.key.device)
-            self._slots = self._buffer.unbind()
         return self._buffer
 
     def _measure(self, rows: list[int], pieces: Tensor) -> None:
@@ -188,6 +198,8 @@ class Table:
         self._lanes: dict[LaneKey, Lane] = {}
         self._places: dict[tuple[torch.Size, torch.dtype, torch.device, int], Place] = {}
         self._scratch: dict[tuple[torch.device, torch.dtype], Scratch] = {}
+        self._last: list[tuple[Lane, int]] = []
+        """The lanes that got the tensor that was added last, each with its length before."""
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
         """Merge all elements of a tensor into a row.
@@ -199,9 +211,11 @@ class Table:
             tensor: Any shape, any real floating dtype, strided; not part of a graph.
             needs: Which moments to take, bits of :class:`Need`. Always the same for one row.
         """
+        self._last = []
         if tensor.numel() == 0:
             return
         num_pieces, length, rest, lane, rest_lane, is_lane_dtype = self._place(tensor, needs)
+        self._last = [(one, len(one)) for one in ((lane, rest_lane) if rest else (lane,))]
         flat = tensor.reshape(-1)
         if num_pieces == 1 and not rest:
             lane.add_one(row, flat)
@@ -214,6 +228,11 @@ class Table:
                 lane.add(row, pieces, num_pieces)
         if rest:
             rest_lane.add_one(row, flat[-rest:])
+
+    def add_last_again(self, row: int) -> None:
+        """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""
+        for lane, before in self._last:
+            lane.share(row, range(before, len(lane)))
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
         """Like :meth:`add` for many tensors that exist at the same time: those of one shape are gathered by one operation.
