@@ -56,14 +56,14 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
     first, store, loop = snippets("python")
-    exec(first, names)  # noqa: S102  # the README is ours
+    exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
-    exec(store, names)  # noqa: S102  # as above
+    exec(store, names)  # as above
     assert list(names["steps"]) == [0, 50]
     assert (names["values"] > 0).all()
     assert list(names["frame"].columns) == ["step", "stage", "kind", "site", "statistic", "value"]
     names |= {"model": model.model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    exec(loop, names)  # noqa: S102  # as above
+    exec(loop, names)  # as above
     printed = capsys.readouterr().out
     assert "'activation/head/rms'" in printed
     assert "'parameter/head.weight/largest'" in printed

@@ -208,9 +208,7 @@ def test_schedules_of_rules_and_of_the_monitor() -> None:
 def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, tensors: float) -> None:
     """A scalar weighs as many elements as it was computed from, a tensor as many as it has."""
     rules = [
-        Rule(
-            kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": lambda x: len(x)}, aggregate=aggregate
-        ),
+        Rule(kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": len}, aggregate=aggregate),
         Rule(kinds="activation", functions={"all": lambda x: x.flatten()}, aggregate=aggregate),
     ]
     with ModuleMonitor(rules=rules) as monitor:
@@ -270,7 +268,7 @@ def test_a_function_cannot_change_training() -> None:
 
     def rude(x: Tensor) -> Tensor:
         x.zero_()
-        np.random.random()  # noqa: NPY002  # the global state is the point
+        np.random.random()  # the global state is the point
         random.random()
         assert not torch.is_autocast_enabled("cpu")
         return torch.rand(3)
@@ -279,7 +277,7 @@ def test_a_function_cannot_change_training() -> None:
     outputs = []
     for rules in ([], [Rule(kinds=KINDS, functions={"rude": rude})]):
         torch.manual_seed(3)
-        np.random.seed(3)  # noqa: NPY002  # the global state is the point
+        np.random.seed(3)  # the global state is the point
         random.seed(3)
         with ModuleMonitor(rules=rules) as monitor, torch.autocast("cpu", torch.bfloat16):
             monitor.set_module(model)
@@ -291,7 +289,7 @@ def test_a_function_cannot_change_training() -> None:
             monitor.monitor_parameters()
             record = monitor.end_step()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        outputs.append([out, *gradients, torch.rand(2), torch.tensor([np.random.random(), random.random()])])  # noqa: NPY002  # as above
+        outputs.append([out, *gradients, torch.rand(2), torch.tensor([np.random.random(), random.random()])])  # as above
     assert record is not None
     assert record.values["monitor/errors"] == 0
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
@@ -472,7 +470,7 @@ def test_engine_misuse_is_told() -> None:
     monitor = ModuleMonitor()
     with pytest.raises(ValueError, match="There is no module to monitor; call set_module"):
         monitor.begin_step(0)
-    with pytest.raises(ValueError, match="expected a torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module"):
         monitor.set_module("model")  # type: ignore[arg-type]
     monitor.set_module(make("mlp"))
     with pytest.raises(ValueError, match="A module was set before"):

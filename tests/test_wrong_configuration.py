@@ -313,7 +313,7 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
 
 def test_two_callbacks_of_one_identity_are_refused(tmp_path: Path) -> None:
     """Their keys would be the same, and so would be their places in a checkpoint: Lightning's own check comes first."""
-    with pytest.raises(RuntimeError, match="`callback.state_key` must be unique"):
+    with pytest.raises(RuntimeError, match=r"`callback\.state_key` must be unique"):
         fit(tmp_path, [ModuleMonitorCallback(1, store=False), ModuleMonitorCallback(2, store=False)], Tiny, max_steps=3)
 
 

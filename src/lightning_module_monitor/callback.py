@@ -24,7 +24,7 @@ from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.record import OWN_KIND, TRAIN, Key, Record
+from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
@@ -320,7 +320,7 @@ class ModuleMonitorCallback(Callback):
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.set_module(pl_module)
         planned = self._planned_keys()
-        if not any(Key.parse(key).kind != OWN_KIND for key in planned):
+        if not self.monitor.has_rules():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():

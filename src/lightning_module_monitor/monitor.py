@@ -167,6 +167,10 @@ class ModuleMonitor:
         """Whether there is a module to monitor."""
         return self._module is not None
 
+    def has_rules(self) -> bool:
+        """Whether anything is asked for."""
+        return bool(self._rules)
+
     def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key that is known before the first step, those of all rules together.
 

@@ -111,6 +111,8 @@ class Outputs(nn.Module):
     """Parts that return a tuple, a list, a dict, a dataclass, a named tuple, nested ones, and what is not watched."""
 
     class Returns(nn.Module):
+        """Returns what it is told to build from two tensors."""
+
         def __init__(self, build: Callable[[Tensor, Tensor], Any]) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from helpers.zoo import ZOO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,7 +209,7 @@ def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(clone.state_dict().values(), module.state_dict().values(), strict=True))
     file = io.BytesIO()
     torch.save(module.model.state_dict(), file)
-    assert pickle.loads(pickle.dumps(module.model)).state_dict().keys() == module.model.state_dict().keys()  # noqa: S301  # our own bytes
+    assert pickle.loads(pickle.dumps(module.model)).state_dict().keys() == module.model.state_dict().keys()  # our own bytes
     assert load_store(callback.store_path).keys()
 
 
@@ -221,7 +220,7 @@ def test_the_callback_pickles_without_the_model(tmp_path: Path) -> None:
     trainer(tmp_path, [callback], max_steps=2).fit(module, loader(), loader(8))
     data = pickle.dumps(callback)
     assert len(data) < 20_000
-    revived = pickle.loads(data)  # noqa: S301  # our own bytes
+    revived = pickle.loads(data)  # our own bytes
     assert revived.last_record == callback.last_record
 
 

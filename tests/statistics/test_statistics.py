@@ -29,6 +29,7 @@ def measured(tensors: list[Tensor], needs: int = Need.EVERYTHING, together: bool
 
 
 def finish(name: str, moments: Moments) -> float:
+    """A statistic of the first row."""
     statistic = STATISTICS[name]
     assert isinstance(statistic, Statistic)
     return float(statistic.finish(moments)[0])
@@ -49,6 +50,7 @@ def assert_statistics_equal(tensors: list[Tensor], rtol: float = 1e-6, together:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of the standard normal distribution."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
