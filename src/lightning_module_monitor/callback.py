@@ -61,7 +61,7 @@ class ModuleMonitorCallback(Callback):
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
-    output, and the ``norm`` of every parameter and gradient. Several in one Trainer need different prefixes or modules.
+    output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
