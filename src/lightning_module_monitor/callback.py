@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -44,14 +45,17 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
     def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             event(self, *args, **kwargs)
-        except MonitorError:
+        except (MonitorError, ConfigError):
             raise
         except Exception as error:
             if self._on_error == "raise":
                 raise
             self._abandon_step()
             name = event.__name__
-            _messages.warning("%s failed (%s: %s); this step is not monitored.", name, type(error).__name__, error, exc_info=error)
+            if (name, type(error)) not in self._said:
+                self._said.add((name, type(error)))
+                message = "%s failed (%s: %s); this step is not monitored. Said once."
+                _messages.warning(message, name, type(error).__name__, error, exc_info=error)
 
     functools.update_wrapper(guarded, event)
     return guarded
@@ -94,7 +98,7 @@ class ModuleMonitorCallback(Callback):
         stages: str | list[str] | None = None,
         prefix: str = "",
         max_logged_keys: int = 500,
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: str = "warn",
         dry_run: bool = False,
     ) -> None:
         self._configuration = _describe(locals())
@@ -128,6 +132,9 @@ class ModuleMonitorCallback(Callback):
             self._refusal = error
 
     def _check_options(self) -> None:
+        for name, value in (("progress_bar", self._progress_bar), ("dry_run", self._dry_run)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; expected true or false.")
         if self._progress_bar and not self._callback_metrics:
             raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
         if not isinstance(self._max_logged_keys, int) or self._max_logged_keys < 1:
@@ -142,6 +149,7 @@ class ModuleMonitorCallback(Callback):
         self._in_step = False
         self._took_gradients = False
         self._first_step: int | None = None
+        self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
 
@@ -268,7 +276,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training's hooks are silent, also in the middle of an accumulated step."""
-        self._begin_loop("validate", trainer)
+        self._begin_loop("validate", trainer, pl_module)
 
     @_never_fatal
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -283,7 +291,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._begin_loop("test", trainer)
+        self._begin_loop("test", trainer, pl_module)
 
     @_never_fatal
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -298,7 +306,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._begin_loop("predict", trainer)
+        self._begin_loop("predict", trainer, pl_module)
 
     @_never_fatal
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -348,9 +356,12 @@ class ModuleMonitorCallback(Callback):
         # By the plan and not by the record, so that a logger's columns are the same at every step.
         return any(len(self.monitor.planned_keys([STAGES[stage]])) > self._max_logged_keys for stage in self._stages)
 
-    def _begin_loop(self, stage: str, trainer: Trainer) -> None:
+    def _begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""
         if stage in self._stages and not (trainer.sanity_checking or self._dry_run):
+            if not self.monitor.has_module():
+                # Outside of fit this is the first event after `configure_model`.
+                self._set_module(trainer, pl_module)
             self.monitor.begin_stage(STAGES[stage], _step(trainer))
         else:
             self._silence.enter_context(self.monitor.no_monitor())
@@ -387,7 +398,7 @@ class ModuleMonitorCallback(Callback):
         return Store(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:
-        if isinstance(self._store_option, str):
+        if not isinstance(self._store_option, bool):
             return Path(self._store_option)
         return _run_directory(trainer) / "monitor.h5"
 
@@ -424,13 +435,15 @@ def _run_directory(trainer: Trainer) -> Path:
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
-def _check_store(store: bool | str) -> None:
+def _check_store(store: object) -> None:
     """Check that a file can be at the path.
 
     Raises:
         ConfigError: If not.
     """
-    if isinstance(store, str):
+    if not isinstance(store, bool | str | os.PathLike):
+        raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
+    if not isinstance(store, bool):
         path = Path(store)
         blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
         if not store or path.is_dir() or blocking is not None:

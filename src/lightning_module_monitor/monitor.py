@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, TRAIN, Key, Record, fit_for_loggers
+from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -88,11 +88,13 @@ class ModuleMonitor:
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
         prefix: str = "",
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: str = "warn",
         history: int = 1000,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
+        if module is not None and not isinstance(module, str):
+            raise ConfigError(f"module is a {type(module).__name__}; expected the name of a submodule, e.g. 'encoder'.")
         self._schedule = parse_schedule(monitor_step_fn, "every_n_steps")
         self._format_name = format_module_name_fn
         self._exclude = parse_patterns(as_tuple(exclude), "exclude")
@@ -234,19 +236,19 @@ class ModuleMonitor:
             before_clip: Whether they are about to be clipped; they get keys of their own then.
         """
         if self._window is not None and not self._silenced:
-            with self._guard("gradients"):
+            with self._guard("gradients", self._window.observation):
                 self._window.parameters.see_gradients("gradient_before_clip" if before_clip else "gradient")
 
     def monitor_parameters(self) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them."""
         if self._window is not None and not self._silenced:
-            with self._guard("parameters"):
+            with self._guard("parameters", self._window.observation):
                 self._window.parameters.see_parameters()
 
     def monitor_updates(self) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise."""
         if self._window is not None and not self._silenced:
-            with self._guard("updates"):
+            with self._guard("updates", self._window.observation):
                 self._window.parameters.see_updates()
 
     def after_micro_batch(self) -> None:
@@ -389,7 +391,11 @@ class ModuleMonitor:
         self._plans.clear()
 
     def _due(self, step: int) -> tuple[int, ...]:
-        return tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+        try:
+            return tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+        except Exception as error:
+            self._report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
+            return ()
 
     def _plan(self, due: tuple[int, ...], stage: str) -> Plan:
         if self._sites is None:
@@ -417,7 +423,7 @@ class ModuleMonitor:
         window, self._window = self._window, None
         window.close()
         values: dict[str, float] = {}
-        with self._guard("values"):
+        with self._guard("values", window.observation):
             values = window.observation.collect()
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values)
@@ -428,18 +434,19 @@ class ModuleMonitor:
         return Key(OWN_KIND, "", name, stage, self._prefix).format()
 
     @contextmanager
-    def _guard(self, what: str) -> Iterator[None]:
-        """An error of ours is said, and never the reason that a run dies."""
+    def _guard(self, what: str, observation: Observation) -> Iterator[None]:
+        """An error of ours is said and counted, and never the reason that a run dies."""
         try:
             with torch.no_grad():
                 yield
         except MonitorError:
             raise
         except Exception as error:
+            observation.num_errors += 1
             self._report(f"The {what} of this step could not be taken ({type(error).__name__}: {error}).", error)
 
-    def _trouble(self, watch: Watch, name: str, shape: tuple[int, ...], error: Exception) -> None:
-        message = f"{watch.kind} {watch.site!r}, tensor of shape {shape}: {name} failed with {type(error).__name__}: {error}"
+    def _trouble(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
+        message = f"{watch.kind} {watch.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
         self._report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")
 
     def _report(self, message: str, error: Exception, once: str = "") -> None:
@@ -462,6 +469,10 @@ def _beginning_with(regex: str) -> str:
 
 def _check_prefix(prefix: str) -> str:
     parts = prefix.split("/") if isinstance(prefix, str) else [""]
+    if any(part in STAGES for part in parts):
+        raise ConfigError(
+            f"prefix {prefix!r} has the name of a stage in it; expected none of {', '.join(STAGES)}, which keys have already."
+        )
     if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"prefix {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")

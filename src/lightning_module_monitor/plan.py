@@ -11,6 +11,7 @@ from torch import nn
 from lightning_module_monitor.config import MODULE_KINDS, PARAMETER_KINDS, ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
+from lightning_module_monitor.modules.outputs import Path, suffix
 from lightning_module_monitor.probes.activations import WatchedModule
 from lightning_module_monitor.probes.parameters import WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -71,18 +72,18 @@ class Sites:
         if modules and not self.modules:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
-        self._output_names: dict[tuple[str, str], str] = {}
+        self._output_names: dict[tuple[str, Path], str] = {}
 
     @property
     def renamed(self) -> dict[str, str]:
         """New name by old name, of what loggers would not have taken."""
         return self._namer.changed
 
-    def output_name(self, site: str, suffix: str) -> str:
+    def output_name(self, site: str, path: Path) -> str:
         """The name of a further output of a module, always the same for the same output."""
-        key = (site, suffix)
+        key = (site, path)
         if key not in self._output_names:
-            self._output_names[key] = self._namer.name(f"{site}.{suffix}")
+            self._output_names[key] = self._namer.name(f"{site}.{suffix(path)}")
         return self._output_names[key]
 
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:

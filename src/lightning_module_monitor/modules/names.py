@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torchmetrics import Metric
@@ -14,6 +15,9 @@ from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
 
 ROOT = "_root_"
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+
+UNWATCHED = (Metric, torch.jit.ScriptModule)
+"""A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
 
 NameFormat = Callable[[str], str]
 
@@ -75,13 +79,13 @@ class Namer:
         return fit
 
     def module_sites(self, root: nn.Module) -> list[ModuleSite]:
-        """Every module of ``root``, itself first. A torchmetrics object measures and is not a layer: it is left out."""
+        """Every module of ``root``, itself first; but those of :data:`UNWATCHED`."""
         names: dict[nn.Module, list[str]] = {}
         outermost: dict[str, nn.Module] = {}
         for raw, module in root.named_modules(remove_duplicate=False):
             # A wrapper and what it wraps are one layer; the wrapper, which comes first, stands for both.
             layer = outermost.setdefault(without_wrappers(raw), module)
-            if not isinstance(module, Metric):
+            if not isinstance(module, UNWATCHED):
                 names.setdefault(layer, []).append(self._format(raw))
         return [ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module) for module, known in names.items()]
 
@@ -91,7 +95,7 @@ class Namer:
         places: dict[int, tuple[nn.Module, str]] = {}
         for module_name, module in root.named_modules(remove_duplicate=False):
             for attribute, parameter in module._parameters.items():
-                if parameter is not None and not isinstance(module, Metric):
+                if parameter is not None and not isinstance(module, UNWATCHED):
                     raw = f"{module_name}.{attribute}" if module_name else attribute
                     names.setdefault(id(parameter), []).append(self._format(raw))
                     places.setdefault(id(parameter), (module, attribute))

@@ -1,41 +1,51 @@
-"""Any module's output (tensor, tuple, dict, dataclass, nested) as named tensors."""
+"""Any module's output (tensor, tuple, dict, dataclass, nested) as tensors with the paths to them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from torch import Tensor
 
+Path = tuple[Hashable, ...]
+"""The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 
-def named_tensors(output: object) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in an output, with the suffix that tells it from the others.
+
+def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in an output, with the path to it.
 
     Args:
         output: What a module returned: a tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested
             at will. Anything else in it is passed over.
+        path: The path to ``output`` itself.
 
     Yields:
-        Suffix and tensor. The suffix is empty for the tensor itself and for the first element of a tuple, ``output_1`` for
-        the second, ``output_hidden_states`` for an entry or attribute of that name, ``output_1_0`` for the first element of
-        the second.
+        Path and tensor.
     """
-    for path, tensor in _walk(output, ()):
-        is_first = all(part == 0 for part in path)
-        yield "" if is_first else "_".join(("output", *map(str, path))), tensor
-
-
-def _walk(output: object, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
     if isinstance(output, Tensor):
         yield path, output
         return
     for name, part in _parts(output):
-        yield from _walk(part, (*path, name))
+        yield from named_tensors(part, (*path, name))
 
 
-def _parts(output: object) -> Iterator[tuple[str | int, object]]:
+def is_first(path: Path) -> bool:
+    """Whether a tensor is the output itself, or the first element of it: it has the module's own name."""
+    return all(part == 0 for part in path)
+
+
+def suffix(path: Path) -> str:
+    """What is put behind the module's name: ``output_1`` for the second element, ``output_hidden_states`` for that entry.
+
+    >>> suffix((1, 0)), suffix((("key", 3),))
+    ('output_1_0', 'output_3')
+    """
+    return "_".join(("output", *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
+
+
+def _parts(output: object) -> Iterator[tuple[Hashable, object]]:
     if isinstance(output, Mapping):
-        yield from ((str(name), part) for name, part in output.items())
+        yield from ((name if isinstance(name, str) else ("key", name), part) for name, part in output.items())
     elif isinstance(output, tuple) and hasattr(output, "_fields"):
         yield from zip(output._fields, output, strict=True)
     elif isinstance(output, tuple | list):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.names import ModuleSite
-from lightning_module_monitor.modules.outputs import named_tensors
+from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 
@@ -25,8 +25,8 @@ class WatchedModule:
     gradient: Watch | None
 
 
-OutputName = Callable[[str, str], str]
-"""Gives the name of a further output: from the module's site and the suffix of the output."""
+OutputName = Callable[[str, Path], str]
+"""Gives the name of a further output: from the module's site and the path to the output."""
 
 
 def _nothing() -> None:
@@ -79,14 +79,31 @@ class ActivationProbe:
         self._module_hooks.close()
         self._tensor_hooks.close()
 
-    def see_output(self, watched: WatchedModule, suffix: str, tensor: Tensor) -> None:
+    def see_outputs(self, watched: WatchedModule, output: object) -> None:
+        """Take in every tensor of a module's output."""
+        try:
+            if isinstance(output, Tensor):
+                self._see_output(watched, (), output)
+                return
+            for path, tensor in named_tensors(output):
+                self._see_output(watched, path, tensor)
+        except MonitorError:
+            raise
+        except Exception as error:
+            # An output that cannot be taken apart (an attribute that was never set, say) is no reason for training to end.
+            self._last_activation = _NONE_YET
+            for watch in (watched.activation, watched.gradient):
+                if watch is not None:
+                    self._observation.fail(watch, output, error)
+
+    def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""
         if not tensor.is_floating_point():
             self._say(f"{watched.site.name}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
             return
         activation, gradient = watched.activation, watched.gradient
-        if suffix:
-            name = self._output_name(watched.site.name, suffix)
+        if not is_first(path):
+            name = self._output_name(watched.site.name, path)
             activation = activation and activation.at(name)
             gradient = gradient and gradient.at(name)
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted. The gradient
@@ -102,9 +119,10 @@ class ActivationProbe:
         if last() is tensor and tensor._version == version and watch.needs == needs and not watch.functions:
             self._observation.observe_last_again(watch)
             return
-        self._observe(watch, tensor)
+        self._last_activation = _NONE_YET
         # An inference tensor does not say whether it was overwritten.
-        self._last_activation = _NONE_YET if tensor.is_inference() else (weakref.ref(tensor), tensor._version, watch.needs)
+        if self._observe(watch, tensor) and not tensor.is_inference():
+            self._last_activation = (weakref.ref(tensor), tensor._version, watch.needs)
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
@@ -112,7 +130,8 @@ class ActivationProbe:
             self._observe(watch, gradient)
             self._last_activation = _NONE_YET
 
-    def _observe(self, watch: Watch, tensor: Tensor) -> None:
+    def _observe(self, watch: Watch, tensor: Tensor) -> bool:
+        """Take a tensor in, and say whether that was possible."""
         try:
             self._observation.observe(watch, tensor.detach())
         except MonitorError:
@@ -120,6 +139,8 @@ class ActivationProbe:
         except Exception as error:
             # A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
             self._observation.fail(watch, tensor, error)
+            return False
+        return True
 
 
 class _ForwardHook:
@@ -130,13 +151,19 @@ class _ForwardHook:
         self._watched = watched
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        if not self._probe.is_open:
-            return
-        if isinstance(output, Tensor):
-            self._probe.see_output(self._watched, "", output)
-            return
-        for suffix, tensor in named_tensors(output):
-            self._probe.see_output(self._watched, suffix, tensor)
+        if self._probe.is_open:
+            self._probe.see_outputs(self._watched, output)
+
+    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
+        """Of a module that is copied or pickled while it is watched, the copy is not watched."""
+        return _CopiedHook, ()
+
+
+class _CopiedHook:
+    """Stands in the copy of a watched module where the original has its hook, and does nothing."""
+
+    def __call__(self, _module: nn.Module, _args: object, _output: object) -> None:
+        pass
 
 
 class _GradientHook:

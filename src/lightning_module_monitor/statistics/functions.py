@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,12 @@ class Results:
         Raises:
             TypeError: If it is neither.
         """
-        if isinstance(result, bool | int | float):
-            result = torch.tensor(float(result), dtype=torch.float64)
-        if not isinstance(result, Tensor) or result.is_complex():
-            what = f"a tensor of dtype {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        if isinstance(result, Real):
+            result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
+        if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
+            what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise TypeError(f"returned {what}; expected a real tensor or a number")
+        result = result if result.layout is torch.strided else result.to_dense()
         if isinstance(self.aggregate, str):
             wide = result.to(torch.float64)
             self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate].reduce(wide))
@@ -103,7 +105,7 @@ class Results:
     def merge(self, values: Tensor) -> float:
         """The one number, from this object's values as they arrived on the host, float64, shape ``(results,)``."""
         assert isinstance(self.aggregate, str)
-        return float(AGGREGATES[self.aggregate].merge(values, torch.tensor(self.weights, dtype=torch.float64)))
+        return float(AGGREGATES[self.aggregate].merge(values, torch.tensor(self.weights, dtype=torch.float64, device="cpu")))
 
 
 def by_part(name: str, result: object) -> dict[str, Results]:

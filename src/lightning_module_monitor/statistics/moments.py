@@ -88,7 +88,7 @@ class Moments(NamedTuple):
     @classmethod
     def of_nothing(cls, num_rows: int) -> Moments:
         """Moments of empty tensors, on the host: the identity of :meth:`merge`."""
-        zeros = torch.zeros(num_rows, dtype=torch.float64)
+        zeros = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
         return cls(*[zeros] * len(cls._fields))._replace(maximum=zeros - torch.inf, minimum=zeros + torch.inf)
 
     def rows(self, index: Tensor) -> Moments:

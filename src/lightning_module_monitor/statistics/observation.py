@@ -70,8 +70,8 @@ class Watch:
         return self.further[site]
 
 
-Trouble = Callable[[Watch, str, tuple[int, ...], Exception], None]
-"""Takes what could not be computed: watch, statistic or function, shape of the tensor, cause."""
+Trouble = Callable[[Watch, str, str, Exception], None]
+"""Takes what could not be computed: watch, statistic or function, of what, cause."""
 
 
 class Observation:
@@ -169,13 +169,13 @@ class Observation:
             return {}
         num_rows = len(self._watches)
         together = Moments(*(torch.cat(parts) for parts in zip(*shares, Moments.of_nothing(num_rows), strict=True)))
-        moments = together.merge(torch.arange(num_rows).repeat(len(shares) + 1), num_rows)
+        moments = together.merge(torch.arange(num_rows, device="cpu").repeat(len(shares) + 1), num_rows)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for row in self._rows.values():
             groups[tuple(self._watches[row].statistics)].append(row)
         values: dict[str, float] = {}
         for rows in groups.values():
-            index = torch.tensor(rows)
+            index = torch.tensor(rows, device="cpu")
             group, base = moments.rows(index), moments.rows((index + 1).clamp(max=num_rows - 1))
             statistics = self._watches[rows[0]].statistics.values()
             finished = torch.stack([one.finish(group, base) if one.relative else one.finish(group) for one in statistics], dim=1)
@@ -225,20 +225,30 @@ class Observation:
             self._fail(watch, name, None, error)
             return []
 
-    def fail(self, watch: Watch, tensor: Tensor, error: Exception) -> None:
-        """Note that nothing of a watch could be computed."""
+    def fail(self, watch: Watch, seen: object, error: Exception) -> None:
+        """Note that nothing of a watch could be computed of what was seen."""
         self.num_errors += 1
         self._failed.update(watch.keys())
-        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.functions)), tuple(tensor.shape), error)
+        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.functions)), _describe(seen), error)
 
     def _fail(self, watch: Watch, name: str, tensor: Tensor | None, error: Exception) -> None:
         self.num_errors += 1
         self._failed.add(watch.key(name))
-        self._on_trouble(watch, name, () if tensor is None else tuple(tensor.shape), error)
+        self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:
     return by_part(name, metric.compute())
+
+
+def _describe(seen: object) -> str:
+    """What a tensor is, in words; not every kind of tensor has a shape."""
+    if not isinstance(seen, Tensor):
+        return f"a {type(seen).__name__}"
+    try:
+        return f"tensor of shape {tuple(seen.shape)}"
+    except RuntimeError:
+        return f"a {type(seen).__name__} without a shape"
 
 
 def _strided(tensor: Tensor) -> Tensor:

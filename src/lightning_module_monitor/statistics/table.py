@@ -326,7 +326,7 @@ def to_host(shares: Sequence[Moments], scalars: Sequence[Tensor]) -> tuple[list[
         unpacked.append(arrived[device][starts[device] : starts[device] + size])
         starts[device] += size
     moments = [Moments(*part.view(len(Moments._fields), -1)) for part in unpacked[: len(shares)]]
-    return moments, torch.cat([torch.empty(0, dtype=torch.float64), *unpacked[len(shares) :]])
+    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *unpacked[len(shares) :]])
 
 
 def transfer(tensor: Tensor) -> Tensor:

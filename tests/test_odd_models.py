@@ -1,0 +1,208 @@
+"""What odd models, functions and schedules did to an earlier state of the engine: each was found by trying to break it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.training import Classifier, loader, trainer
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
+
+RULES = [Rule(kinds=["activation", "activation_gradient"], statistics=["rms", "max"])]
+
+
+class Returns(nn.Module):
+    """A layer whose output is built by a function."""
+
+    def __init__(self, build: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.build = build
+
+    def forward(self, x: Tensor) -> Any:
+        return self.build(self.inner(x))
+
+
+def observe(model: nn.Module, *inputs: Tensor, rules: list[Rule] = RULES, call: Any = None) -> Record:
+    """One step of forward passes."""
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        for x in inputs:
+            (call or model)(x)
+        record = monitor.end_step()
+    assert record is not None
+    assert not any(module._forward_hooks for module in model.modules())
+    return record
+
+
+@dataclasses.dataclass
+class Unset:
+    """A dataclass that leaves a field unset."""
+
+    a: Tensor
+    b: Tensor = dataclasses.field(init=False)
+
+
+def cyclic(y: Tensor) -> dict[str, Any]:
+    """A dict that holds itself."""
+    output: dict[str, Any] = {"x": y}
+    output["self"] = output
+    return output
+
+
+@pytest.mark.parametrize("build", [Unset, cyclic], ids=["unset field", "cycle"])
+def test_an_output_that_cannot_be_taken_apart_ends_nothing(build: Any) -> None:
+    """The module's values are NaN, the others' are there, and the failure is counted."""
+    record = observe(Returns(build), torch.ones(2, 4))
+    assert math.isnan(record.values["activation/_root_/rms"])
+    assert record.values["activation/inner/rms"] > 0
+    assert record.values["monitor/errors"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")  # the prototype is what fails
+def test_a_nested_tensor_ends_nothing() -> None:
+    """torch's own encoder makes one in eval mode with a padding mask; it has no shape."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    record = observe(nn.Identity(), nested)
+    assert math.isnan(record.values["activation/_root_/rms"])
+    assert record.values["monitor/errors"] == 1
+
+
+def test_a_container_of_what_could_not_be_measured_is_not_measured_either() -> None:
+    """Under vmap there is no tensor to read: NaN for the leaf and for the container that returns the same tensor."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    for inputs in ([torch.ones(2, 3, 4)], [torch.ones(2, 3, 4), torch.ones(3, 4)]):
+        calls = iter((torch.func.vmap(model), model))
+        record = observe(model, *inputs, call=lambda x, calls=calls: next(calls)(x))
+        assert math.isnan(record.values["activation/0/rms"])
+        assert math.isnan(record.values["activation/_root_/rms"])
+
+
+def test_outputs_whose_names_look_alike_do_not_mix() -> None:
+    """Each path to a tensor has a series of its own."""
+    x = torch.ones(2, 4)
+    record = observe(
+        nn.Sequential(Returns(lambda y: {"a": {"b": y * 0 + 1}, "a_b": y * 0 + 2, 1: y * 0 + 3, "1": y * 0 + 4})), x, rules=RULES[:1]
+    )
+    largest = {key: value for key, value in record.values.items() if key.startswith("activation/0.output") and key.endswith("max")}
+    assert largest == {
+        "activation/0.output_a_b/max": 1.0,
+        "activation/0.output_a_b_2/max": 2.0,
+        "activation/0.output_1/max": 3.0,
+        "activation/0.output_1_2/max": 4.0,
+    }
+
+
+def test_a_model_that_is_copied_or_pickled_in_a_monitored_step() -> None:
+    """It works as without the monitor, and the copy is not watched."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with ModuleMonitor(rules=[*RULES, Rule(kinds="activation", functions={"f": lambda x: x.mean()})]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.ones(2, 4)).sum().backward()
+        torch.save(model, io.BytesIO())
+        twin = copy.deepcopy(model)
+        twin(torch.full((2, 4), 100.0))
+        record = monitor.end_step()
+    assert record is not None
+    expected = model(torch.ones(2, 4)).detach().max()
+    assert record.values["activation/_root_/max"] == float(expected)
+    assert record.values["monitor/errors"] == 0
+
+
+@pytest.mark.parametrize("device", ["sparse", "meta"])
+def test_an_odd_result_of_a_function_costs_its_own_value_only(device: str) -> None:
+    """Sparse ones are made dense; one that has no data is refused, counted, and NaN."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.abs().sum().to_sparse() if device == "sparse" else torch.empty((), device="meta")
+
+    rule = Rule(kinds="activation", statistics="rms", functions={"f": function, "n": lambda x: np.int64(len(x))})
+    record = observe(nn.Identity(), torch.full((2, 3), 2.0), rules=[rule])
+    assert record.values["activation/_root_/rms"] == 2.0
+    assert record.values["activation/_root_/n"] == 2.0
+    value = record.values["activation/_root_/f"]
+    assert value == 12.0 if device == "sparse" else math.isnan(value)
+    assert record.values["monitor/errors"] == (0 if device == "sparse" else 1)
+
+
+def test_the_default_device_is_not_the_monitors() -> None:
+    """Somebody sets one for new tensors; those of the monitor stay where they belong."""
+    torch.set_default_device("meta")
+    try:
+        record = observe(nn.Identity(), torch.full((2, 3), 2.0, device="cpu"), rules=[Rule(kinds="activation", statistics="rms")])
+    finally:
+        torch.set_default_device(None)
+    assert record.values == {"activation/_root_/rms": 2.0, "monitor/errors": 0.0}
+
+
+def test_a_schedule_that_raises_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It means that the step is not monitored."""
+    callback = ModuleMonitorCallback(every_n_steps=lambda step: 1 // (step - 1) > 0, store=False)
+    run = trainer(tmp_path, [callback], max_steps=4)
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    assert run.global_step == 4
+    assert callback.last_record is not None
+    assert callback.last_record.step == 2
+    said = [message for message in caplog.messages if "every_n_steps failed at step 1 (ZeroDivisionError" in message]
+    assert len(said) == 1
+
+
+def test_a_scripted_part_is_passed_over() -> None:
+    """It has neither Python hooks nor Python parameters."""
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    model = nn.Sequential(scripted, nn.Linear(4, 4))
+    record = observe(model, torch.ones(2, 4), rules=[Rule(kinds=["activation", "parameter"], statistics="rms")])
+    assert {key.split("/")[1] for key in record.values if key.startswith("activation")} == {"1", "_root_"}
+
+
+def test_layers_of_configure_model_are_watched_outside_of_fit_too(tmp_path: Path) -> None:
+    """And a rule that matches nothing is refused there."""
+
+    class Configured(Classifier):
+        def configure_model(self) -> None:
+            self.late = nn.Identity()
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.late(torch.full((2,), 7.0))
+
+    callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", sites="late", statistics="max")], stages="validate", store=False)
+    trainer(tmp_path, [callback]).validate(Configured("mlp"), loader(8), verbose=False)
+    assert callback.last_record is not None
+    assert callback.last_record.values["validation/activation/late/max"] == 7.0
+    wrong = ModuleMonitorCallback(rules=[Rule(kinds="activation", sites="lste", statistics="max")], stages="validate", store=False)
+    with pytest.raises(ValueError, match="matches none of"):
+        trainer(tmp_path, [wrong]).validate(Configured("mlp"), loader(8), verbose=False)
+
+
+def test_a_path_object_is_a_path(tmp_path: Path) -> None:
+    """As a text is."""
+    callback = ModuleMonitorCallback(1, store=tmp_path / "mine.h5")  # type: ignore[arg-type]  # a text in YAML
+    trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
+    assert load_store(tmp_path / "mine.h5").keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix": "validation"}, "has the name of a stage in it"),
+        ({"dry_run": "false"}, "dry_run is 'false'; expected true or false"),
+        ({"module": nn.Linear(1, 1)}, "module is a Linear; expected the name of a submodule"),
+        ({"store": 3}, "store is 3; expected the path of a file, or true or false"),
+    ],
+)
+def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Before the first batch."""
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, [ModuleMonitorCallback(1, **options)], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
