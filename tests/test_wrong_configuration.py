@@ -220,7 +220,6 @@ def test_a_wrong_value_is_refused_through_the_cli(case: str, tmp_path: Path) -> 
         ({"every_n_step": 5}, "Option 'every_n_step' is not accepted"),
         (rule(statistic="rms"), "Option 'statistic' is not accepted"),
         ({"every_n_steps": True}, "Given value: True"),
-        ({"on_error": "ignore"}, "Expected a typing.Literal['warn', 'raise']. Got value: ignore"),
         ({"prefix": 3}, "Expected a <class 'str'>. Got value: 3"),
         ({"max_logged_keys": "many"}, "Expected a <class 'int'>. Got value: many"),
         (rule(functions={"f": "tests.helpers.tiny.missing"}), "has no attribute 'missing'"),
