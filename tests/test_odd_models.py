@@ -71,7 +71,7 @@ def test_an_output_that_cannot_be_taken_apart_ends_nothing(build: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")  # the prototype is what fails
 def test_a_nested_tensor_ends_nothing() -> None:
-    """torch's own encoder makes one in eval mode with a padding mask; it has no shape."""
+    """An encoder of torch's makes one in eval mode with a padding mask; it has no shape."""
     nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
     record = observe(nn.Identity(), nested)
     assert math.isnan(record.values["activation/_root_/rms"])
@@ -160,7 +160,7 @@ def test_a_schedule_that_raises_is_said_once_and_ends_nothing(tmp_path: Path, ca
 
 def test_a_scripted_part_is_passed_over() -> None:
     """It has neither Python hooks nor Python parameters."""
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     model = nn.Sequential(scripted, nn.Linear(4, 4))
     record = observe(model, torch.ones(2, 4), rules=[Rule(kinds=["activation", "parameter"], statistics="rms")])
