@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.textbook import textbook
+from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_module_monitor import ModuleMonitorCallback, Record, Rule, load_store
+from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 
 
 class Truth(Callback):
@@ -55,25 +56,6 @@ class Truth(Callback):
         self.handle.remove()
 
 
-class Records(Callback):
-    """Keeps every record; stands after the monitor."""
-
-    def __init__(self, monitor: ModuleMonitorCallback) -> None:
-        self.monitor = monitor
-        self.all: list[Record] = []
-
-    def _keep(self) -> None:
-        record = self.monitor.last_record
-        if record is not None and (not self.all or self.all[-1] is not record):
-            self.all.append(record)
-
-    def on_train_batch_end(self, *_args: Any) -> None:
-        self._keep()
-
-    def on_validation_epoch_end(self, *_args: Any) -> None:
-        self._keep()
-
-
 KINDS = ["activation", "activation_gradient", "parameter", "gradient", "gradient_before_clip", "update"]
 NAMES = ["mean", "std", "norm", "abs_max"]
 
@@ -85,14 +67,14 @@ def test_values_are_those_of_raw_tensors_under_accumulation_and_clipping(
 ) -> None:
     """All kinds in every step, the short last group too; ``gradient`` is clipped, ``gradient_before_clip`` is not."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites="model.layers.0(.weight)?", statistics=NAMES)])
-    records, truth = Records(callback), Truth("model.layers.0")
+    records, truth = KeepRecords(callback), Truth("model.layers.0")
     options = {"momentum": 0.9, "nesterov": True} if optimizer is torch.optim.SGD else {}
     run = trainer(tmp_path, [callback, records, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
     seed()
     run.fit(Classifier("mlp", optimizer, **options), loader(40), loader(8))
-    assert [record.step for record in records.all] == [0, 1, 2, 3]  # ten batches: groups of 3, 3, 3 and 1
+    assert [record.step for record in records.records] == [0, 1, 2, 3]  # ten batches: groups of 3, 3, 3 and 1
     assert [len(step["activation"]) for step in truth.steps] == [3, 3, 3, 1]
-    for record, step in zip(records.all, truth.steps, strict=True):
+    for record, step in zip(records.records, truth.steps, strict=True):
         for kind, tensors in step.items():
             site = "model.layers.0" if "activation" in kind else "model.layers.0.weight"
             whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -121,11 +103,11 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
 def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path) -> None:
     """Steps 0, 3, 6, ... under accumulation, over epochs; ``max_steps`` ends in between."""
     callback = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds="parameter", statistics="norm")])
-    records = Records(callback)
+    records = KeepRecords(callback)
     trainer(tmp_path, [callback, records], accumulate_grad_batches=2, max_epochs=-1, max_steps=11).fit(
         Classifier("mlp"), loader(20), loader(8)
     )
-    assert [record.step for record in records.all] == [0, 3, 6, 9]
+    assert [record.step for record in records.records] == [0, 3, 6, 9]
 
 
 def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tmp_path: Path) -> None:
@@ -139,13 +121,13 @@ def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tm
     training: list[dict[int, dict[str, float]]] = []
     for stages in (["train"], ["train", "validate"], ["validate"]):
         callback = ModuleMonitorCallback(every_n_steps=1, rules=[rule], stages=stages)
-        records = Records(callback)
+        records = KeepRecords(callback)
         seed()
         module = Scaled("mlp")
         run = trainer(tmp_path, [callback, records], accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=2)
         run.fit(module, loader(32), loader(8))
-        training.append({r.step: dict(r.values) for r in records.all if "monitor/errors" in r.values})
-        validation = [r for r in records.all if "validation/monitor/errors" in r.values]
+        training.append({r.step: dict(r.values) for r in records.records if "monitor/errors" in r.values})
+        validation = [r for r in records.records if "validation/monitor/errors" in r.values]
         assert [r.step for r in validation] == ([0, 0, 1, 1] if "validate" in stages else [])
         for record in validation:
             assert set(record.values) == {
@@ -204,14 +186,14 @@ def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pyt
 def test_the_store_holds_every_record(tmp_path: Path) -> None:
     """What the callback recorded is what the file gives back, with the configuration."""
     callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics=NAMES)], store=str(tmp_path / "new" / "run.h5"))
-    records = Records(callback)
+    records = KeepRecords(callback)
     trainer(tmp_path, [callback, records]).fit(Classifier("cnn"), loader(), loader(8))
     store = load_store(tmp_path / "new" / "run.h5")
     assert callback.store_path == str(tmp_path / "new" / "run.h5")
-    for key in records.all[0].values:
+    for key in records.records[0].values:
         steps, values = store.series(key)
         assert list(steps) == [0, 2, 4, 6, 8]
-        np.testing.assert_array_equal(values, [record.values[key] for record in records.all])
+        np.testing.assert_array_equal(values, [record.values[key] for record in records.records])
     configuration = store.attributes["configurations"][0]["configuration"]
     assert configuration["every_n_steps"] == 2
     assert configuration["rules"][0]["kinds"] == KINDS
@@ -279,12 +261,12 @@ def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
     """Each has its keys, its cadence, its store and its place in the checkpoint."""
     one = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")
     other = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="b")
-    records = Records(one), Records(other)
+    records = KeepRecords(one), KeepRecords(other)
     run = trainer(tmp_path, [one, other, *records], max_steps=7, enable_checkpointing=True)
     run.fit(Classifier("mlp"), loader(), loader(8))
     run.save_checkpoint(tmp_path / "both.ckpt")
-    assert [[r.step for r in one.all] for one in records] == [[0, 2, 4, 6], [0, 3, 6]]
-    at_six = [{key[2:]: value for key, value in one.all[-1].values.items()} for one in records]
+    assert [[r.step for r in one.records] for one in records] == [[0, 2, 4, 6], [0, 3, 6]]
+    at_six = [{key[2:]: value for key, value in one.records[-1].values.items()} for one in records]
     assert at_six[0] == at_six[1]
     assert {one.store_path, other.store_path} == {str(tmp_path / "monitor.h5"), str(tmp_path / "monitor-2.h5")}
     states = torch.load(tmp_path / "both.ckpt")["callbacks"]
@@ -333,12 +315,12 @@ def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
 
     rules = [Rule(kinds=["activation", "gradient"], functions={"calls": lambda x: torch.ones(())}, aggregate="sum")]
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[*rules, Rule(kinds="update", statistics="norm")])
-    records = Records(callback)
+    records = KeepRecords(callback)
     seed()
     module = Counting(nn.Linear(6, 3), torch.optim.LBFGS, lr=0.1, max_iter=5)
     trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(module, loader(), loader(8))
     assert seen.count(0) > 1
-    for record in records.all:
+    for record in records.records:
         assert record.values["activation/model/calls"] == 1
         assert record.values["gradient/model.weight/calls"] == 1
         assert record.values["update/model.weight/norm"] > 0
@@ -356,9 +338,9 @@ def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplo
         original()
 
     callback.monitor.monitor_parameters = fails_once  # type: ignore[method-assign]
-    records = Records(callback)
+    records = KeepRecords(callback)
     trainer(tmp_path, [callback, records], max_steps=4).fit(Classifier("mlp"), loader(), loader(8))
-    assert [record.step for record in records.all] == [0, 2, 3]
+    assert [record.step for record in records.records] == [0, 2, 3]
     assert any("on_before_optimizer_step failed (RuntimeError: a bug of ours)" in message for message in caplog.messages)
 
 

@@ -168,8 +168,7 @@ class Observation:
         if not self._rows:
             return {}
         num_rows = len(self._watches)
-        together = Moments(*(torch.cat(parts) for parts in zip(*shares, Moments.of_nothing(num_rows), strict=True)))
-        moments = together.merge(torch.arange(num_rows, device="cpu").repeat(len(shares) + 1), num_rows)
+        moments = _merged(shares, num_rows)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for row in self._rows.values():
             groups[tuple(self._watches[row].statistics)].append(row)
@@ -239,6 +238,14 @@ class Observation:
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:
     return by_part(name, metric.compute())
+
+
+def _merged(shares: list[Moments], num_rows: int) -> Moments:
+    """The rows of all devices together; where nothing but empty tensors was seen there is no share."""
+    if len(shares) == 1:
+        return shares[0]
+    together = Moments(*(torch.cat(parts) for parts in zip(*shares, Moments.of_nothing(num_rows), strict=True)))
+    return together.merge(torch.arange(num_rows, device="cpu").repeat(len(shares) + 1), num_rows)
 
 
 def _describe(seen: object) -> str:
