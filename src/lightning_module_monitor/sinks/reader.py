@@ -34,8 +34,9 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
         FileNotFoundError: If there is no file.
         ValueError: If the file is not HDF5, not a monitor's store, or of a newer format.
 
-    Example:
-        >>> steps, values = load_store("monitor.h5").series("activation/fc/rms")  # doctest: +SKIP
+    Example::
+
+        steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
     reader = StoreReader(Path(path))
     with layout.open_store(reader.path):
