@@ -136,6 +136,22 @@ def test_an_odd_result_of_a_function_costs_its_own_value_only(device: str) -> No
     assert record.values["monitor/errors"] == (0 if device == "sparse" else 1)
 
 
+def test_parameters_that_cannot_be_read_are_nan_and_not_zero() -> None:
+    """One without data (on the meta device): no value of the kind is made up, activations are there, it is counted."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_parameter("absent", nn.Parameter(torch.empty(3, device="meta")))
+    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter"], statistics=["norm", "nonfinite_count"])]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.ones(2, 4))
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation/0/norm"] > 0
+    assert all(math.isnan(value) for key, value in record.values.items() if key.startswith("parameter/"))
+    assert record.values["monitor/errors"] == 1
+
+
 def test_the_default_device_is_not_the_monitors() -> None:
     """Somebody sets one for new tensors; those of the monitor stay where they belong."""
     torch.set_default_device("meta")

@@ -149,6 +149,8 @@ class ModuleMonitorCallback(Callback):
         self._in_step = False
         self._took_gradients = False
         self._first_step: int | None = None
+        self._is_fit = False
+        self._runs_steps_again = False
         self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
@@ -163,8 +165,10 @@ class ModuleMonitorCallback(Callback):
         return {"format": 1, "store": self.store_path}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the store of the run that is resumed."""
-        self.store_path = state_dict.get("store")
+        """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
+        if self._is_fit:
+            self.store_path = state_dict.get("store")
+            self._runs_steps_again = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
@@ -180,6 +184,7 @@ class ModuleMonitorCallback(Callback):
             raise self._refusal
         self._close()
         self._reset()
+        self._is_fit = stage == "fit"
         if self._last_trainer is None or self._last_trainer() is not trainer:
             # Another run. One more loop of the same Trainer, a test after the fit, goes on in the same store.
             self._last_trainer = weakref.ref(trainer)
@@ -393,8 +398,9 @@ class ModuleMonitorCallback(Callback):
         """The store of this run: the one that it goes on in, without the steps that are run again, or a new one."""
         path, resume_from = self._new_store_path(trainer), None
         if self.store_path is not None:
-            # A loop without training runs no step again.
-            path, resume_from = Path(self.store_path), sys.maxsize if self._first_step is None else self._first_step
+            # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
+            cut = self._first_step if self._runs_steps_again else None
+            path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
         return Store(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:

@@ -257,6 +257,32 @@ def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert list(store.series("test/activation/model/rms")[0]) == [4]
 
 
+def test_a_validation_before_the_fit_is_not_taken_out_by_it(tmp_path: Path) -> None:
+    """Step 0 of the fit is no step that is run again."""
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=["train", "validate"])
+    run = trainer(tmp_path, [callback], max_steps=3, limit_val_batches=2)
+    module = Classifier("mlp")
+    run.validate(module, loader(8), verbose=False)
+    run.fit(module, loader(), loader(8))
+    assert [path.name for path in tmp_path.glob("*.h5")] == ["monitor.h5"]
+    store = load_store(tmp_path / "monitor.h5")
+    assert store.series("validation/activation/model/rms")[0][0] == 0
+    assert list(store.series("activation/model/rms")[0]) == [0, 1, 2]
+
+
+def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_path: Path) -> None:
+    """It is another run, and resumes nothing."""
+    rule = Rule(kinds="activation", sites="model", statistics="rms")
+    run = trainer(tmp_path, [ModuleMonitorCallback(1, rules=[rule])], max_steps=3)
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    before = (tmp_path / "monitor.h5").read_bytes()
+    callback = ModuleMonitorCallback(rules=[rule], stages="validate")
+    trainer(tmp_path, [callback]).validate(Classifier("mlp"), loader(8), ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert (tmp_path / "monitor.h5").read_bytes() == before
+    assert callback.store_path == str(tmp_path / "monitor-2.h5")
+
+
 def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
     """Each has its keys, its cadence, its store and its place in the checkpoint."""
     one = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")

@@ -109,9 +109,18 @@ class Observation:
         self._table.add_last_again(self._row(watch))
 
     def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
-        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper."""
-        strided = [(watch, _strided(tensor)) for watch, tensor in pairs]
-        self._table.add_all((self._row(watch), tensor, watch.needs) for watch, tensor in strided if watch.needs)
+        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper.
+
+        If one of them cannot be read, none of their values is known.
+        """
+        seen = list(pairs)
+        try:
+            strided = [(watch, _strided(tensor)) for watch, tensor in seen]
+            self._table.add_all((self._row(watch), tensor, watch.needs) for watch, tensor in strided if watch.needs)
+        except Exception:
+            for watch, _tensor in seen:
+                self._failed.update(watch.keys())
+            raise
         for watch, tensor in strided:
             if watch.functions:
                 self._call_functions(watch, tensor)
@@ -259,5 +268,11 @@ def _describe(seen: object) -> str:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """The tensor with the zeros that a sparse one leaves out."""
+    """The tensor with the zeros that a sparse one leaves out.
+
+    Raises:
+        ValueError: If it has no data.
+    """
+    if tensor.is_meta:
+        raise ValueError("it is on the meta device, and has no data")
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
