@@ -12,16 +12,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-
-MODULE_KINDS = ("activation", "activation_gradient")
-PARAMETER_KINDS = ("parameter", "gradient_before_clip", "gradient", "update")
-KINDS = MODULE_KINDS + PARAMETER_KINDS
-RELATIVE_KINDS = ("update",)
-"""Kinds that have something to be relative to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +162,11 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
         if not isinstance(statistic, Statistic):
             functions[name] = UserFunction(name, statistic, aggregate)
             continue
-        unfit = [kind for kind in kinds if statistic.relative and kind not in RELATIVE_KINDS]
+        unfit = [kind for kind in kinds if statistic.relative and not KINDS[kind].is_relative]
         if unfit:
             raise ConfigError(
                 f"{label}.statistics {name!r} is relative, and {unfit[0]!r} is relative to nothing; "
-                f"expected kinds {', '.join(RELATIVE_KINDS)}. Give it a rule of its own."
+                f"expected kinds {', '.join(name for name, kind in KINDS.items() if kind.is_relative)}. Give it a rule of its own."
             )
         statistics[name] = statistic
     if not isinstance(rule.functions, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_module_monitor.plan import Plan
-from lightning_module_monitor.probes.parameters import WatchedParameter
+from lightning_module_monitor.probes.probe import WatchedParameter
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Moments
 

@@ -17,6 +17,7 @@ from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -29,17 +30,22 @@ Function = Callable[[Tensor], Any]
 class Window:
     """The time in which one step, or one validation loop, is observed: its probes and what they saw."""
 
-    def __init__(self, step: int, stage: str, observation: Observation, activations: ActivationProbe, parameters: ParameterProbe) -> None:
+    def __init__(self, step: int, stage: str, observation: Observation, parameters: ParameterProbe, others: Sequence[Probe]) -> None:
         self.step = step
         self.stage = stage
         self.observation = observation
-        self.activations = activations
         self.parameters = parameters
+        self.probes = (parameters, *others)
+
+    def set_open(self, is_open: bool) -> None:
+        """Whether what happens from now on is observed."""
+        for probe in self.probes:
+            probe.is_open = is_open
 
     def close(self) -> None:
-        """Take every hook off and forget every copy."""
-        self.activations.close()
-        self.parameters.close()
+        """Take every hook off and forget every tensor."""
+        for probe in self.probes:
+            probe.close()
 
 
 class ModuleMonitor:
@@ -222,12 +228,14 @@ class ModuleMonitor:
         Where neither is ever called, all do.
         """
         if self._window is not None:
-            self._window.activations.counts_gradients = True
+            for probe in self._window.probes:
+                probe.begin_backward()
 
     def end_backward(self) -> None:
         """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
         if self._window is not None:
-            self._window.activations.counts_gradients = False
+            for probe in self._window.probes:
+                probe.end_backward()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Take in the gradients of the parameters, as they are now.
@@ -254,7 +262,8 @@ class ModuleMonitor:
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._window is not None:
-            self._window.activations.end_micro_batch()
+            for probe in self._window.probes:
+                probe.end_micro_batch()
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished.
@@ -281,7 +290,7 @@ class ModuleMonitor:
             raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
         plan = self._plan(tuple(range(len(self._rules))), stage)
         if self._window is not None:
-            self._window.activations.is_open = False
+            self._window.set_open(False)
         self._suspended.append(self._window)
         self._open(plan, step, stage)
         return bool(plan.modules)
@@ -296,8 +305,7 @@ class ModuleMonitor:
             return None
         record = self._finish()
         self._window = self._suspended.pop()
-        if self._window is not None:
-            self._window.activations.is_open = not self._silenced
+        self._set_open()
         return record
 
     @contextmanager
@@ -409,13 +417,14 @@ class ModuleMonitor:
         assert self._sites is not None
         observation = Observation(self._trouble)
         activations = ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)
-        self._window = Window(step, stage, observation, activations, ParameterProbe(plan.parameters, observation))
+        self._window = Window(step, stage, observation, ParameterProbe(plan.parameters, observation), [activations])
         self._set_open()
-        activations.attach()
+        for probe in self._window.probes:
+            probe.attach()
 
     def _set_open(self) -> None:
         if self._window is not None:
-            self._window.activations.is_open = not self._silenced
+            self._window.set_open(not self._silenced)
 
     def _finish(self) -> Record:
         """Close the window and finish what it saw."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_module_monitor.config import MODULE_KINDS, PARAMETER_KINDS, ParsedRule
+from lightning_module_monitor.config import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
-from lightning_module_monitor.probes.activations import WatchedModule
-from lightning_module_monitor.probes.parameters import WatchedParameter
+from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Watch
@@ -29,7 +30,7 @@ class Plan:
 
     def watches(self) -> list[Watch]:
         """Every watch, modules first, in the model's order."""
-        of_modules = [watch for one in self.modules for watch in (one.activation, one.gradient) if watch is not None]
+        of_modules = [watch for one in self.modules for watch in one.watches.values()]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
     def knows_all_keys(self) -> bool:
@@ -45,7 +46,7 @@ class Plan:
             if kind.startswith("gradient") and (tensor := one.site.tensor()) is not None and not tensor.requires_grad
         }
         watches = [watch for watch in self.watches() if id(watch) not in frozen]
-        order = {kind: place for place, kind in enumerate(MODULE_KINDS + PARAMETER_KINDS)}
+        order = {kind: place for place, kind in enumerate(KINDS)}
         return [key for watch in sorted(watches, key=lambda watch: order[watch.kind]) for key in watch.planned_keys()]
 
 
@@ -88,7 +89,7 @@ class Sites:
 
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
         """The sites that a rule picks for a kind."""
-        if kind in MODULE_KINDS:
+        if KINDS[kind].site == "module":
             return [site for site in self.modules if _is_picked(site, site.module, rule)]
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
 
@@ -104,7 +105,7 @@ class Sites:
         idle = [kind for kind in rule.kinds if not self.matching(rule, kind)]
         if len(idle) < len(rule.kinds):
             return idle
-        what = "module" if any(kind in MODULE_KINDS for kind in rule.kinds) else "parameter"
+        what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
             patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
@@ -117,23 +118,16 @@ class Sites:
 
     def plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, prefix: str = "") -> Plan:
         """What is watched when these rules are due. Outside of training there are only activations."""
-        watches: dict[tuple[str, str], Watch] = {}
+        watches: defaultdict[str, dict[str, Watch]] = defaultdict(dict)  # a module and a parameter never have one name
         for rule in rules:
-            for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if kind == "activation"]:
+            for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
-                    watch = watches.setdefault((kind, site.name), Watch(kind, site.name, stage, prefix))
+                    watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix))
                     _join(watch, rule.statistics, rule.functions)
-        modules = [
-            WatchedModule(site, watches.get(("activation", site.name)), watches.get(("activation_gradient", site.name)))
-            for site in self.modules
-            if any((kind, site.name) in watches for kind in MODULE_KINDS)
-        ]
-        parameters = [
-            WatchedParameter(site, {kind: watches[kind, site.name] for kind in PARAMETER_KINDS if (kind, site.name) in watches})
-            for site in self.parameters
-            if any((kind, site.name) in watches for kind in PARAMETER_KINDS)
-        ]
-        return Plan(modules, parameters)
+        return Plan(
+            [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],
+            [Watched(site, watches[site.name]) for site in self.parameters if site.name in watches],
+        )
 
 
 def _join(watch: Watch, statistics: Mapping[str, Statistic], functions: Iterable[UserFunction]) -> None:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet
-from lightning_module_monitor.modules.names import ModuleSite
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.statistics.observation import Observation, Watch
-
-
-@dataclass(frozen=True)
-class WatchedModule:
-    """A module and what is wanted of its output and of the gradient that arrives there."""
-
-    site: ModuleSite
-    activation: Watch | None
-    gradient: Watch | None
-
 
 OutputName = Callable[[str, Path], str]
 """Gives the name of a further output: from the module's site and the path to the output."""
@@ -33,10 +22,13 @@ def _nothing() -> None:
     return None
 
 
+KINDS = ("activation", "activation_gradient")
+"""The kinds that this probe sees to."""
+
 _NONE_YET: tuple[Callable[[], Tensor | None], int, int] = (_nothing, 0, 0)
 
 
-class ActivationProbe:
+class ActivationProbe(Probe):
     """Watches modules for the length of one observation.
 
     Hooks only look: they return nothing, keep no tensor, and read no value on the host. The gradient of an output is taken
@@ -60,15 +52,22 @@ class ActivationProbe:
         self._tensor_hooks = HookSet()
         self._last_activation: tuple[Callable[[], Tensor | None], int, int] = _NONE_YET
         """The activation that was taken in last, if it is still there: the tensor, its version, and what was needed of it."""
-        self.is_open = True
-        """Whether forward passes count now."""
-        self.counts_gradients = True
+        self._counts_gradients = True
         """Whether gradients that arrive now count: not those of an inner ``autograd.grad``."""
 
     def attach(self) -> None:
         """Put the hooks on."""
         for watched in self._watched:
-            self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+            if not watched.watches.keys().isdisjoint(KINDS):
+                self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+
+    def begin_backward(self) -> None:
+        """Gradients that arrive from now on count."""
+        self._counts_gradients = True
+
+    def end_backward(self) -> None:
+        """Gradients that arrive from now on, of an inner ``autograd.grad``, do not count."""
+        self._counts_gradients = False
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -92,16 +91,16 @@ class ActivationProbe:
         except Exception as error:
             # An output that cannot be taken apart (an attribute that was never set, say) is no reason for training to end.
             self._last_activation = _NONE_YET
-            for watch in (watched.activation, watched.gradient):
-                if watch is not None:
-                    self._observation.fail(watch, output, error)
+            for kind in KINDS:
+                if kind in watched.watches:
+                    self._observation.fail(watched.watches[kind], output, error)
 
     def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""
         if not tensor.is_floating_point():
             self._say(f"{watched.site.name}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
             return
-        activation, gradient = watched.activation, watched.gradient
+        activation, gradient = watched.watches.get("activation"), watched.watches.get("activation_gradient")
         if not is_first(path):
             name = self._output_name(watched.site.name, path)
             activation = activation and activation.at(name)
@@ -126,7 +125,7 @@ class ActivationProbe:
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
-        if self.counts_gradients:
+        if self._counts_gradients:
             self._observe(watch, gradient)
             self._last_activation = _NONE_YET
 

@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.probes.probe import Probe, WatchedParameter
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 
-@dataclass(frozen=True)
-class WatchedParameter:
-    """A parameter and what is wanted of it, by kind."""
-
-    site: ParameterSite
-    watches: dict[str, Watch]
-
-
 @dataclass
-class ParameterProbe:
+class ParameterProbe(Probe):
     """Reads parameters at the moments that it is told, under ``torch.no_grad``."""
 
     watched: Sequence[WatchedParameter]

@@ -1,0 +1,33 @@
+"""The kinds: what can be observed, and at which sort of site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is true of everything of one kind."""
+
+    name: str
+    site: Literal["module", "parameter"]
+    """What its sites are: a rule's ``sites`` are matched with names of these."""
+    is_relative: bool = False
+    """Whether it has something to be relative to, as an update has its parameter: whether it has a ``ratio``."""
+    in_every_stage: bool = False
+    """Whether it is also there in a loop without training."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("activation", "module", in_every_stage=True),
+        Kind("activation_gradient", "module"),
+        Kind("parameter", "parameter"),
+        Kind("gradient_before_clip", "parameter"),
+        Kind("gradient", "parameter"),
+        Kind("update", "parameter", is_relative=True),
+    )
+}
+"""Kind by name, in the order in which their keys are listed."""
