@@ -25,13 +25,16 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
     assert header[:2] == ["workload", "variant"]
-    assert [(row["workload"], row["variant"]) for row in rows] == [("W2", name) for name in ("plain", "idle", "ours", "floor")]
-    plain, idle, ours, floor = rows
-    assert {name: int(ours[name]) for name in ("transfers", "host reads", "values")} == {
-        "transfers": 1,
-        "host reads": 0,
-        "values": 7 * (129 + 128 + 128),
-    }
+    assert [(row["workload"], row["variant"]) for row in rows] == [("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor")]
+    plain, idle, ours, eager, floor = rows
+    for engine in (ours, eager):
+        assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
+            "transfers": 1,
+            "host reads": 0,
+            "values": 7 * (129 + 128 + 128),
+        }
+    # The compiled kernel needs none of torch's operations for a tensor; those that are left finish the whole table.
+    assert int(ours["dispatches"]) < 100
     assert {name: int(floor[name]) for name in ("transfers", "host reads", "values")} == {
         "transfers": 1,
         "host reads": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
+from lightning_module_monitor.statistics import running
+from lightning_module_monitor.statistics.lanes import CPU_BLOCK_ELEMENTS, PIECE_ELEMENTS, piecing
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.table import CPU_BLOCK_ELEMENTS, PIECE_ELEMENTS, Table, piecing, to_host
+from lightning_module_monitor.statistics.table import Table, to_host
+
+
+@pytest.fixture(scope="module", autouse=True, params=["compiled", "eager"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here is true with the compiled kernel, and without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "compiled":
+            assert running.kernel() is not None, "numba is missing; pip install 'lightning-module-monitor[fast]'"
+        else:
+            patch.setattr(running, "kernel", lambda: None)
+        yield
 
 
 def measured(tensors: list[Tensor], needs: int = Need.EVERYTHING, together: bool = False) -> Moments:

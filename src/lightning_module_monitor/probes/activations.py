@@ -101,7 +101,7 @@ class ActivationProbe(Probe):
             self._say(f"{watched.site.name}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
             return
         activation, gradient = watched.watches.get("activation"), watched.watches.get("activation_gradient")
-        if not is_first(path):
+        if path and not is_first(path):
             name = self._output_name(watched.site.name, path)
             activation = activation and activation.at(name)
             gradient = gradient and gradient.at(name)
@@ -132,7 +132,7 @@ class ActivationProbe(Probe):
     def _observe(self, watch: Watch, tensor: Tensor) -> bool:
         """Take a tensor in, and say whether that was possible."""
         try:
-            self._observation.observe(watch, tensor.detach())
+            self._observation.observe(watch, tensor)
         except MonitorError:
             raise
         except Exception as error:

@@ -96,7 +96,7 @@ class Observation:
 
         Args:
             watch: What is wanted of it.
-            tensor: Any shape, any real floating dtype, detached.
+            tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
         """
         tensor = _strided(tensor)
         if watch.needs:
@@ -195,9 +195,9 @@ class Observation:
         for function in watch.functions.values():
             try:
                 with undisturbed(tensor.device):
-                    # A copy: the function may write into it, and a torchmetrics object may keep it, while the layer after
-                    # this one overwrites the original.
-                    copy = tensor.clone()
+                    # A copy, without its graph: the function may write into it, and a torchmetrics object may keep it, while
+                    # the layer after this one overwrites the original.
+                    copy = tensor.detach().clone()
                     if isinstance(function.function, Metric):
                         self._update_metric(watch, function.function, function.name, copy)
                     else:
@@ -268,11 +268,13 @@ def _describe(seen: object) -> str:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """The tensor with the zeros that a sparse one leaves out.
+    """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
 
     Raises:
         ValueError: If it has no data.
     """
     if tensor.is_meta:
         raise ValueError("it is on the meta device, and has no data")
+    if tensor.is_nested:
+        return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
     return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,0 +1,115 @@
+"""Rows that are brought up to date tensor by tensor, by the compiled kernel: for tensors in a CPU's memory.
+
+Nothing is buffered, and no operation is dispatched: a tensor costs one call, which reads it once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.statistics.moments import Moments, Need
+
+NUM_FIELDS = len(Moments._fields)
+FIRST_CAPACITY = 256
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+_messages = logging.getLogger(__name__)
+
+
+@functools.cache
+def kernel() -> ModuleType | None:
+    """The compiled kernel; ``None`` where numba is not installed, or does not work."""
+    try:
+        from lightning_module_monitor.statistics import compiled
+    except ImportError:
+        return None
+    except Exception as error:
+        # No place for numba's cache, say, or a processor that it does not know.
+        _messages.warning("The compiled kernel is not used (%s: %s); monitoring costs more without it.", type(error).__name__, error)
+        return None
+    return compiled
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for."""
+    # A subclass may hold its elements elsewhere, and a float64's square may leave float64.
+    return tensor.is_cpu and tensor.dtype in DTYPES and type(tensor) in (Tensor, nn.Parameter) and kernel() is not None
+
+
+class RunningRows:
+    """Moments of numbered rows, up to date at any time.
+
+    Takes the same calls as :class:`~lightning_module_monitor.statistics.lanes.Lanes`, for tensors that :func:`takes` is
+    true of.
+    """
+
+    def __init__(self) -> None:
+        compiled = kernel()
+        assert compiled is not None
+        self._kernel = compiled
+        self._rows = _identity(FIRST_CAPACITY)
+        self._latest = np.empty(NUM_FIELDS)
+        """Moments of the tensor that was added last."""
+
+    def add(self, row: int, tensor: Tensor, needs: int) -> None:
+        """Merge all elements of a tensor, which has at least one, into a row."""
+        if row >= len(self._rows):
+            self._grow(row)
+        if not _is_in_order(tensor):
+            tensor = _in_order(tensor)
+        self._kernel.add(tensor.data_ptr(), tensor.numel(), _features(tensor, needs), needs, self._rows, row, self._latest)
+
+    def add_last_again(self, row: int) -> None:
+        """Merge the tensor that was added last into one more row, which has the same needs."""
+        if row >= len(self._rows):
+            self._grow(row)
+        self._kernel.merge(self._latest, self._rows, row)
+
+    def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
+        """Like :meth:`add` for many tensors that exist at the same time, by one call for all of the same needs."""
+        by_needs: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+        for row, tensor, needs in rows:
+            if _is_in_order(tensor):
+                by_needs[needs].append((row, tensor.data_ptr(), tensor.numel(), _features(tensor, needs)))
+            else:  # one by one, so that no two copies are there at a time
+                self.add(row, tensor, needs)
+        for needs, tensors in by_needs.items():
+            highest = max(row for row, *_ in tensors)
+            if highest >= len(self._rows):
+                self._grow(highest)
+            self._kernel.add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
+
+    def moments(self, num_rows: int) -> Moments:
+        """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
+        if num_rows > len(self._rows):
+            self._grow(num_rows - 1)
+        return Moments(*torch.from_numpy(self._rows[:num_rows].T.copy()))
+
+    def _grow(self, row: int) -> None:
+        self._rows = np.concatenate([self._rows, _identity(max(len(self._rows), row + 1 - len(self._rows)))])
+
+
+def _identity(num_rows: int) -> np.ndarray:
+    """Moments of empty tensors, shape ``(num_rows, NUM_FIELDS)``, float64."""
+    return np.stack([field.numpy() for field in Moments.of_nothing(num_rows)], axis=1)
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory as float32, one after the other: not negated by a flag, nor zeros without memory."""
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and tensor.data_ptr() != 0
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+
+def _features(tensor: Tensor, needs: int) -> int:
+    return tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1

@@ -1,0 +1,168 @@
+"""The compiled kernel: what it reads, what it leaves to torch's own operations, and what happens without it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.textbook import PLAIN, textbook
+from torch import Tensor, nn
+
+from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
+from lightning_module_monitor.statistics import compiled, running
+from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.running import RunningRows, takes
+
+
+def finished(moments: Moments, row: int = 0) -> dict[str, float]:
+    """Every plain statistic of a row."""
+    found = {}
+    for name in PLAIN:
+        statistic = STATISTICS[name]
+        assert isinstance(statistic, Statistic)
+        found[name] = float(statistic.finish(moments.rows(torch.tensor([row])))[0])
+    return found
+
+
+def assert_textbook(moments: Moments, tensor: Tensor, row: int = 0) -> None:
+    """All statistics as their formulas say, to the last digits of float64."""
+    for name, value in finished(moments, row).items():
+        assert value == pytest.approx(textbook(name, tensor), rel=1e-12, abs=1e-14), name
+
+
+def test_the_kernels_numbers_are_those_of_moments_and_needs() -> None:
+    """They stand in its file, so that a change of one is a change of the file, which numba's cache looks at."""
+    fields = [getattr(compiled, name.upper()) for name in Moments._fields]
+    assert fields == list(range(compiled.NUM_FIELDS)) == list(range(running.NUM_FIELDS))
+    assert compiled.NEED_SQUARES == Need.SQUARES
+    assert compiled.NEED_EXTREMES == Need.EXTREMES
+    assert compiled.NEED_TOKENS == Need.TOKENS
+    assert compiled.NEED_SUMS == Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE
+    assert compiled.NEED_COUNTS == Need.ZEROS | Need.NONFINITE
+
+
+def normal(*shape: int) -> Tensor:
+    """Numbers of the standard normal distribution, some of them zero."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.where(x.abs() < 0.05, 0.0, x)
+
+
+VIEWS = {
+    "transposed": normal(70, 90).T,
+    "every third": normal(40, 300)[:, ::3],
+    "expanded": normal(1, 50).expand(20, 50),
+    "channels last": normal(3, 5, 7, 9).to(memory_format=torch.channels_last),
+    "negated by a flag": torch._neg_view(normal(30, 40)),
+    "zeros without memory": torch._efficientzerotensor((6, 5)),
+    "one element": normal(1, 1),
+    "with a graph": (normal(20, 30).requires_grad_() * 2),
+    "a parameter": nn.Parameter(normal(20, 30)),
+    "in another place of its storage": normal(1000)[17:900],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("together", [False, True])
+def test_any_view_is_read_right(name: str, together: bool) -> None:
+    """However the elements lie in memory."""
+    tensor = VIEWS[name]
+    assert takes(tensor)
+    rows = RunningRows()
+    if together:
+        rows.add_all([(0, tensor, Need.EVERYTHING), (1, tensor, Need.EVERYTHING)])
+    else:
+        rows.add(0, tensor, Need.EVERYTHING)
+        rows.add_last_again(1)
+    for row in (0, 1):
+        expected = tensor.detach().resolve_neg().reshape(tensor.shape)
+        if name != "one element":
+            assert_textbook(rows.moments(2), expected, row)
+        else:
+            assert finished(rows.moments(2), row)["norm"] == pytest.approx(abs(float(expected)), rel=1e-12)
+
+
+def test_more_rows_than_there_were_at_first() -> None:
+    """Rows are added as sites turn up, in any order, and what was in them stays."""
+    rows = RunningRows()
+    numbers = [0, 5000, 300, 255, 256, 10_000]
+    for number in numbers:
+        rows.add(number, torch.full((3,), float(number + 1)), Need.MEAN)
+    rows.add_last_again(20_000)
+    moments = rows.moments(20_001)
+    assert [float(moments.mean[number]) for number in numbers] == [number + 1 for number in numbers]
+    assert float(moments.mean[20_000]) == 10_001
+    assert float(moments.elements.sum()) == 3 * (len(numbers) + 1)
+
+
+def test_only_real_memory_of_a_cpu_is_read() -> None:
+    """All else goes to torch's own operations, which know what to do or raise."""
+    assert takes(torch.ones(3))
+    assert takes(torch.ones(3, dtype=torch.bfloat16))
+    assert not takes(torch.ones(3, dtype=torch.float64))
+    assert not takes(torch.ones(3, device="meta"))
+
+    class Elsewhere(Tensor):
+        pass
+
+    assert not takes(torch.ones(3).as_subclass(Elsewhere))
+
+
+@pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The kernel is looked for anew, before and after."""
+    monkeypatch.delitem(sys.modules, "lightning_module_monitor.statistics.compiled", raising=False)
+    monkeypatch.delattr(sys.modules["lightning_module_monitor.statistics"], "compiled", raising=False)
+    running.kernel.cache_clear()
+    yield monkeypatch
+    running.kernel.cache_clear()
+
+
+def observed() -> dict[str, float]:
+    """Values of one forward pass."""
+    statistics = [name for name in PLAIN if name != "nonfinite_count"]
+    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter"], statistics=statistics)]) as monitor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 70))
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(normal(33, 8))
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    return dict(record.values)
+
+
+def test_without_numba_the_values_are_the_same(without_kernel: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The extra makes it faster, not other."""
+    with_numba = observed()
+    running.kernel.cache_clear()
+    without_kernel.delitem(sys.modules, "lightning_module_monitor.statistics.compiled")
+    without_kernel.delattr(sys.modules["lightning_module_monitor.statistics"], "compiled")
+    without_kernel.setitem(sys.modules, "numba", None)
+    with caplog.at_level(logging.WARNING):
+        without = observed()
+    assert running.kernel() is None
+    assert not caplog.records
+    assert without == pytest.approx(with_numba, rel=1e-6, abs=1e-7)
+    assert without != with_numba, "the second run used the kernel, too"
+
+
+def test_a_kernel_that_cannot_be_compiled_is_said_once(without_kernel: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No place for numba's cache, say; training goes on."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("cannot cache function '_add': no locator available")
+
+    without_kernel.setitem(sys.modules, "numba", Broken())  # type: ignore[arg-type]  # stands for a numba that does not work
+    with caplog.at_level(logging.WARNING):
+        values = observed(), observed()
+    assert values[0] == values[1]
+    assert values[0]["activation/0/norm"] > 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "The compiled kernel is not used (RuntimeError: cannot cache function '_add': no locator available); "
+        "monitoring costs more without it."
+    ]
