@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import Rule, as_tuple, parse_patterns
+from lightning_module_monitor.config import GradientFlow, Rule, as_tuple, parse_patterns
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.modules.hooks import HookSet
@@ -73,6 +73,7 @@ class ModuleMonitorCallback(Callback):
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
+        gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
         progress_bar: Whether the progress bar shows those keys.
@@ -92,6 +93,7 @@ class ModuleMonitorCallback(Callback):
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
+        gradient_flow: GradientFlow | None = None,
         store: bool | str = True,
         callback_metrics: str | list[str] | None = None,
         progress_bar: bool = False,
@@ -120,7 +122,15 @@ class ModuleMonitorCallback(Callback):
         self._refusal: ConfigError | None = None
         try:
             self.monitor = ModuleMonitor(
-                every_n_steps, logger=_messages, rules=rules, exclude=exclude, module=module, prefix=prefix, on_error=on_error, history=1
+                every_n_steps,
+                logger=_messages,
+                rules=rules,
+                gradient_flow=gradient_flow,
+                exclude=exclude,
+                module=module,
+                prefix=prefix,
+                on_error=on_error,
+                history=1,
             )
             self._cadence = parse_schedule(every_n_steps, "every_n_steps")
             self._stages = _parse_stages(stages)
@@ -333,7 +343,7 @@ class ModuleMonitorCallback(Callback):
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.set_module(pl_module)
         planned = self._planned_keys()
-        if not self.monitor.has_rules():
+        if not self.monitor.has_wishes():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():

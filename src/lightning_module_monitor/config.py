@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
+from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 
 
@@ -46,6 +48,34 @@ class Rule:
     functions: dict[str, Metric | Callable[[Tensor], Any]] = field(default_factory=dict)
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientFlow:
+    """How the gradient grows and shrinks from block to block.
+
+    The gain of a transition is the norm of the loss's gradient at the output of its first block over that at the output of its
+    second one: what the second block makes of the gradient on its way back.
+
+    Attributes:
+        blocks: Name of a container, whose children are the blocks; or the names of the blocks in their order; or a pattern
+            (``re.fullmatch``) of their names, which are taken in the model's order.
+        norm: ``l2``, ``l1``, ``linf`` (largest magnitude) or ``mean`` (mean magnitude).
+        thresholds: A gain below the first counts as damping, one above the second as amplifying. Heuristics.
+    """
+
+    blocks: str | list[str]
+    norm: str = "l2"
+    thresholds: list[float] = field(default_factory=lambda: list(HEURISTIC))
+
+
+@dataclass(frozen=True)
+class ParsedGradientFlow:
+    """A gradient flow that was found to make sense, but for its blocks, which the model has to have."""
+
+    blocks: str | tuple[str, ...]
+    norm: str
+    thresholds: Thresholds
 
 
 @dataclass(frozen=True)
@@ -106,6 +136,50 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
         functions=functions,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
     )
+
+
+def parse_gradient_flow(flow: GradientFlow) -> ParsedGradientFlow:
+    """Check what is asked of the gradient's flow; the blocks are looked up when there is a model.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+    """
+    if not isinstance(flow, GradientFlow):
+        raise ConfigError(f"gradient_flow is a {type(flow).__name__}; expected a GradientFlow, e.g. GradientFlow(blocks='model.blocks').")
+    names = as_tuple(flow.blocks)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        expected = "expected a container's name, a list of names, or a pattern"
+        raise ConfigError(f"gradient_flow.blocks is {flow.blocks!r}; {expected}, e.g. 'model.blocks'.")
+    blocks = flow.blocks if isinstance(flow.blocks, str) else names
+    return ParsedGradientFlow(
+        blocks, parse_norm(flow.norm, "gradient_flow.norm"), parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
+    )
+
+
+def parse_norm(norm: str, label: str) -> str:
+    """The name of a norm of gradients, if it is one.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if not isinstance(norm, str) or norm not in NORMS:
+        raise ConfigError(f"{label} {norm!r} is not a norm; expected {', '.join(NORMS)}{nearest(str(norm), NORMS)}")
+    return norm
+
+
+def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
+    """Two gains, in their order.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    values = as_tuple(thresholds)
+    are_numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+    if len(values) != 2 or not are_numbers or not 0 <= values[0] <= values[1]:
+        raise ConfigError(
+            f"{label} is {thresholds!r}; expected two numbers, damping below the first, amplifying above the second, e.g. [0.5, 2]."
+        )
+    return Thresholds(*map(float, values))
 
 
 def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re.Pattern[str], ...]:

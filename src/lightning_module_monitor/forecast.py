@@ -30,10 +30,13 @@ def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: in
     for kind, num_sites in sites.items():
         names = dict.fromkeys(name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.functions))
         lines.append(f"  {kind}: {num_sites} sites x {len(names)} ({', '.join(names)})")
+    num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
+    if num_blocks:
+        lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
     copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.watches)
     if copies:
         lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
-    table = len(watches) * len(Moments._fields) * BYTES_PER_VALUE
+    table = (len(watches) + num_blocks) * len(Moments._fields) * BYTES_PER_VALUE
     lines.append(f"  {len(keys)} keys; a table of {_in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE
     if max_steps >= 0:

@@ -6,16 +6,17 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import Rule, as_tuple, default_rules, parse_patterns, parse_rule
+from lightning_module_monitor.config import GradientFlow, Rule, as_tuple, default_rules, parse_gradient_flow, parse_patterns, parse_rule
 from lightning_module_monitor.errors import ConfigError, MonitorError
 from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, Record, fit_for_loggers
@@ -25,6 +26,14 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 Function = Callable[[Tensor], Any]
+
+
+class Due(NamedTuple):
+    """What is to be watched in a step; ``any(due)`` tells whether anything is."""
+
+    rules: tuple[int, ...]
+    """Numbers of the rules."""
+    gradient_flow: bool
 
 
 class Window:
@@ -73,6 +82,7 @@ class ModuleMonitor:
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
         logger: Where problems and late keys are said.
         rules: What to watch; methods like :meth:`add_activation_metric` add more.
+        gradient_flow: Blocks between which the gain of the gradient is watched, in every step that ``monitor_step_fn`` picks.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         prefix: Put before every key.
@@ -91,6 +101,7 @@ class ModuleMonitor:
         logger: logging.Logger | None = None,
         *,
         rules: Rule | Sequence[Rule] | None = (),
+        gradient_flow: GradientFlow | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
         prefix: str = "",
@@ -112,11 +123,13 @@ class ModuleMonitor:
         self._on_error = on_error
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
+        self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
         self._module: nn.Module | None = None
         self._sites: Sites | None = None
-        self._plans: dict[tuple[str, tuple[int, ...]], Plan] = {}
+        self._chain: Chain | None = None
+        self._plans: dict[tuple[str, Due], Plan] = {}
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -133,7 +146,7 @@ class ModuleMonitor:
 
         Raises:
             ValueError: If one was set before, or this is none.
-            ConfigError: If a rule matches nothing in it.
+            ConfigError: If a rule matches nothing in it, or it has no such blocks as ``gradient_flow`` names.
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
@@ -143,6 +156,7 @@ class ModuleMonitor:
         for rule in self._rules:
             for kind in sites.check(rule):
                 self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
         self._module, self._sites = module, sites
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
@@ -175,9 +189,9 @@ class ModuleMonitor:
         """Whether there is a module to monitor."""
         return self._module is not None
 
-    def has_rules(self) -> bool:
+    def has_wishes(self) -> bool:
         """Whether anything is asked for."""
-        return bool(self._rules)
+        return bool(self._rules) or self._gradient_flow is not None
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key that is known before the first step, those of all rules together.
@@ -185,18 +199,17 @@ class ModuleMonitor:
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
         """
-        every_rule = tuple(range(len(self._rules)))
-        return [key for stage in stages for key in (*self._plan(every_rule, stage).keys(), self._own_key("errors", stage))]
+        return [key for stage in stages for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
 
     def plan(self) -> Plan:
         """What is watched when every rule is due."""
-        return self._plan(tuple(range(len(self._rules))), TRAIN)
+        return self._plan(self._everything(), TRAIN)
 
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
-        """Whether any rule is due in a step."""
-        return bool(self._due(step))
+        """Whether anything is due in a step."""
+        return any(self._due(step))
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -218,9 +231,9 @@ class ModuleMonitor:
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         due = self._due(step)
-        if due:
+        if any(due):
             self._open(self._plan(due, TRAIN), step, TRAIN)
-        return bool(due)
+        return any(due)
 
     def begin_backward(self) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -288,7 +301,7 @@ class ModuleMonitor:
         """
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
-        plan = self._plan(tuple(range(len(self._rules))), stage)
+        plan = self._plan(self._everything(), stage)
         if self._window is not None:
             self._window.set_open(False)
         self._suspended.append(self._window)
@@ -330,7 +343,7 @@ class ModuleMonitor:
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
-        self._module = self._sites = None
+        self._module = self._sites = self._chain = None
         self._plans.clear()
         self._said.clear()
 
@@ -398,26 +411,33 @@ class ModuleMonitor:
         self._rules.append(parsed)
         self._plans.clear()
 
-    def _due(self, step: int) -> tuple[int, ...]:
+    def _everything(self) -> Due:
+        return Due(tuple(range(len(self._rules))), self._gradient_flow is not None)
+
+    def _due(self, step: int) -> Due:
         try:
-            return tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+            rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+            return Due(rules, self._gradient_flow is not None and self._schedule(step))
         except Exception as error:
             self._report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return ()
+            return Due((), gradient_flow=False)
 
-    def _plan(self, due: tuple[int, ...], stage: str) -> Plan:
+    def _plan(self, due: Due, stage: str) -> Plan:
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) first.")
         plan = self._plans.get((stage, due))
         if plan is None:
-            plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due], stage, self._prefix)
+            chain = self._chain if due.gradient_flow else None
+            plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
         return plan
 
     def _open(self, plan: Plan, step: int, stage: str) -> None:
         assert self._sites is not None
         observation = Observation(self._trouble)
-        activations = ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)
-        self._window = Window(step, stage, observation, ParameterProbe(plan.parameters, observation), [activations])
+        probes: list[Probe] = [ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)]
+        if plan.chain is not None:
+            probes.append(GradientFlowProbe(plan.chain, observation))
+        self._window = Window(step, stage, observation, ParameterProbe(plan.parameters, observation), probes)
         self._set_open()
         for probe in self._window.probes:
             probe.attach()
@@ -434,6 +454,8 @@ class ModuleMonitor:
         values: dict[str, float] = {}
         with self._guard("values", window.observation):
             values = window.observation.collect()
+            for probe in window.probes:
+                probe.derive(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values)
         self.storage.add(record)

@@ -6,14 +6,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
-from lightning_module_monitor.config import ParsedRule
+from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
+from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -27,9 +30,11 @@ class Plan:
 
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
+    chain: Chain | None
+    """The blocks whose gradient flow is watched."""
 
     def watches(self) -> list[Watch]:
-        """Every watch, modules first, in the model's order."""
+        """Every watch of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
@@ -47,7 +52,8 @@ class Plan:
         }
         watches = [watch for watch in self.watches() if id(watch) not in frozen]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        return [key for watch in sorted(watches, key=lambda watch: order[watch.kind]) for key in watch.planned_keys()]
+        of_rules = [key for watch in sorted(watches, key=lambda watch: order[watch.kind]) for key in watch.planned_keys()]
+        return of_rules + (self.chain.keys() if self.chain is not None else [])
 
 
 class Sites:
@@ -73,6 +79,10 @@ class Sites:
         if modules and not self.modules:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
+        by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
+        names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
+        self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
+        """Every module by every name that it has, in the model's order."""
         self._output_names: dict[tuple[str, Path], str] = {}
 
     @property
@@ -86,6 +96,22 @@ class Sites:
         if key not in self._output_names:
             self._output_names[key] = self._namer.name(f"{site}.{suffix(path)}")
         return self._output_names[key]
+
+    def chain(self, flow: ParsedGradientFlow, prefix: str = "") -> Chain:
+        """The blocks whose gradient flow is asked for. To be called once, for names must differ.
+
+        Raises:
+            ConfigError: If the model has no such blocks; names the nearest right name.
+        """
+        names = find_blocks(flow.blocks, self._module_by_name, "gradient_flow.blocks")
+        of_norms = Namer()  # apart from the sites': a block's norm has no key that anybody sees
+        return Chain(
+            blocks=[self._module_by_name[name] for name in names],
+            watches=[norm_watch(of_norms.name(name), flow.norm) for name in names],
+            transitions=[self._namer.name(f"{one}-{other}") for one, other in pairwise(names)],
+            thresholds=flow.thresholds,
+            prefix=prefix,
+        )
 
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
         """The sites that a rule picks for a kind."""
@@ -116,8 +142,8 @@ class Sites:
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
-    def plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, prefix: str = "") -> Plan:
-        """What is watched when these rules are due. Outside of training there are only activations."""
+    def plan(self, rules: Iterable[ParsedRule], chain: Chain | None = None, stage: str = TRAIN, prefix: str = "") -> Plan:
+        """What is watched when these rules, and the gradient flow of a chain, are due. Outside of training there are only activations."""
         watches: defaultdict[str, dict[str, Watch]] = defaultdict(dict)  # a module and a parameter never have one name
         for rule in rules:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
@@ -127,6 +153,7 @@ class Sites:
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],
             [Watched(site, watches[site.name]) for site in self.parameters if site.name in watches],
+            chain if stage == TRAIN else None,
         )
 
 

@@ -18,6 +18,9 @@ OWN_KIND = "monitor"
 OWN_FIGURES = ("errors", "overhead_fraction", "step_skipped")
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
+SUMMARY_SITE = "_summary_"
+"""The site that stands for all of a kind together, where one kind has figures of that sort."""
+
 MAX_PREFIX_LENGTH = 40
 MAX_SITE_LENGTH = 128
 MAX_STATISTIC_LENGTH = 40

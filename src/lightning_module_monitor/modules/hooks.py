@@ -29,3 +29,17 @@ class HookSet:
         """Remove every hook."""
         while self._handles:
             self._handles.pop().remove()
+
+
+class ForwardHook:
+    """What all hooks on modules are: of a module that is copied or pickled while it is watched, the copy is not watched."""
+
+    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
+        return _CopiedHook, ()
+
+
+class _CopiedHook:
+    """Stands in the copy of a watched module where the original has its hook, and does nothing."""
+
+    def __call__(self, _module: object, _args: object, _output: object) -> None:
+        pass

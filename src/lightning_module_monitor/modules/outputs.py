@@ -10,6 +10,9 @@ from torch import Tensor
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 
+MAIN_NAMES = ("hidden_states", "last_hidden_state")
+"""What the main part of an output is called by convention."""
+
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in an output, with the path to it.
@@ -27,6 +30,23 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
         return
     for name, part in _parts(output):
         yield from named_tensors(part, (*path, name))
+
+
+def main_tensor(output: object) -> Tensor | None:
+    """The tensor of a block's output that the next block goes on from.
+
+    Args:
+        output: What a module returned, as for :func:`named_tensors`.
+
+    Returns:
+        The output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor;
+        else the first real floating tensor in it. ``None`` if there is none.
+    """
+    for name in () if isinstance(output, Tensor) else MAIN_NAMES:
+        part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part
+    return next((tensor for _path, tensor in named_tensors(output) if tensor.is_floating_point()), None)
 
 
 def is_first(path: Path) -> bool:

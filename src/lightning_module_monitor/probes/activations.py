@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import HookSet
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
-from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.probe import Probe, WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 OutputName = Callable[[str, Path], str]
@@ -120,29 +120,17 @@ class ActivationProbe(Probe):
             return
         self._last_activation = _NONE_YET
         # An inference tensor does not say whether it was overwritten.
-        if self._observe(watch, tensor) and not tensor.is_inference():
+        if observe_or_fail(self._observation, watch, tensor) and not tensor.is_inference():
             self._last_activation = (weakref.ref(tensor), tensor._version, watch.needs)
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
         if self._counts_gradients:
-            self._observe(watch, gradient)
+            observe_or_fail(self._observation, watch, gradient)
             self._last_activation = _NONE_YET
 
-    def _observe(self, watch: Watch, tensor: Tensor) -> bool:
-        """Take a tensor in, and say whether that was possible."""
-        try:
-            self._observation.observe(watch, tensor)
-        except MonitorError:
-            raise
-        except Exception as error:
-            # A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
-            self._observation.fail(watch, tensor, error)
-            return False
-        return True
 
-
-class _ForwardHook:
+class _ForwardHook(ForwardHook):
     """Called after a watched module's forward. Returns nothing: what a forward hook returns replaces the output."""
 
     def __init__(self, probe: ActivationProbe, watched: WatchedModule) -> None:
@@ -152,17 +140,6 @@ class _ForwardHook:
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
         if self._probe.is_open:
             self._probe.see_outputs(self._watched, output)
-
-    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
-        """Of a module that is copied or pickled while it is watched, the copy is not watched."""
-        return _CopiedHook, ()
-
-
-class _CopiedHook:
-    """Stands in the copy of a watched module where the original has its hook, and does nothing."""
-
-    def __call__(self, _module: nn.Module, _args: object, _output: object) -> None:
-        pass
 
 
 class _GradientHook:

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
+from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
-from lightning_module_monitor.statistics.observation import Watch
+from lightning_module_monitor.statistics.observation import Observation, Watch
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
 
@@ -44,3 +47,21 @@ class Probe:
 
     def close(self) -> None:
         """Take every hook off and forget every tensor; a second call does no harm."""
+
+    def derive(self, values: dict[str, float]) -> None:
+        """After the step, on the host: put what follows from the values in the place of what nobody asked for itself."""
+
+
+def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor) -> bool:
+    """Take a tensor in, and say whether that was possible.
+
+    A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
+    """
+    try:
+        observation.observe(watch, tensor)
+    except MonitorError:
+        raise
+    except Exception as error:
+        observation.fail(watch, tensor, error)
+        return False
+    return True

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
-from lightning_module_monitor.record import OWN_KIND, TRAIN, Key, Record
+from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Key, Record
 
 ROLL_UPS: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
 """Sites that stand for all, and how they do."""
@@ -57,7 +57,7 @@ def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = (
 
     Args:
         values: Value by key.
-        always: Patterns of keys that are kept as they are. So are keys without a site.
+        always: Patterns of keys that are kept as they are. So are keys without a site, and summaries.
 
     Returns:
         Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``.
@@ -67,9 +67,9 @@ def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = (
     patterns = list(always)
     for text, value in values.items():
         key = Key.parse(text)
-        if not key.site or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in patterns):
+        if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in patterns):
             kept[text] = value
-        if key.site:
+        if key.site not in ("", SUMMARY_SITE):
             groups[key._replace(site="")].append(value)
     for group, members in groups.items():
         has_nan = any(math.isnan(member) for member in members)

@@ -1,0 +1,142 @@
+r"""How much of the gradient comes through from block to block: gains of norms, and what they sum up to.
+
+With :math:`h_i` the output of block i and L the loss, the gain of the transition from block i to block i + 1 is
+
+.. math:: \gamma = \lVert \partial L / \partial h_i \rVert \; / \; \lVert \partial L / \partial h_{i+1} \rVert
+
+what block i + 1 makes of the gradient on its way back: above 1 it grows, below 1 it shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.registry import Statistic
+
+EPS = 1e-30
+"""A norm below this has vanished."""
+
+
+def _l2(moments: Moments) -> Tensor:
+    return moments.squares.sqrt()
+
+
+def _l1(moments: Moments) -> Tensor:
+    return moments.magnitude
+
+
+def _linf(moments: Moments) -> Tensor:
+    # Of an empty gradient the extremes are the identities of merge; its norm is 0.
+    return (-moments.minimum).maximum(moments.maximum).where(moments.elements > 0, 0.0)
+
+
+def _mean(moments: Moments) -> Tensor:
+    return moments.magnitude / moments.elements.clamp(min=1.0)
+
+
+NORMS = {
+    "l2": Statistic(Need.SQUARES, _l2),
+    "l1": Statistic(Need.MAGNITUDE, _l1),
+    "linf": Statistic(Need.EXTREMES, _linf),
+    "mean": Statistic(Need.MAGNITUDE, _mean),
+}
+"""What a gradient's size may be measured by: Euclidean norm, sum of magnitudes, largest magnitude, mean magnitude (the
+last is no norm, and does not grow with the number of elements)."""
+
+
+class Thresholds(NamedTuple):
+    """Between which gains a transition is called healthy. Heuristics: a healthy network may well leave them."""
+
+    damping: float = 0.5
+    """A gain below is damping."""
+    amplifying: float = 2.0
+    """A gain above is amplifying."""
+
+
+HEURISTIC = Thresholds()
+
+Category = Literal["healthy", "amplifying", "damping", "vanishing", "missing", "undefined"]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What the gradient does between two blocks that follow each other."""
+
+    gain: float | None
+    """None where one of the blocks got no gradient; inf where the later block's norm has vanished."""
+    log_gain: float | None
+    """Natural logarithm of the gain: inf where the later block's norm has vanished, else -inf where the earlier one's has."""
+    category: Category
+    """``vanishing``: the later block's norm has vanished. ``missing``: a block got no gradient. ``undefined``: a gradient is
+    NaN, or both are infinite."""
+
+
+def transitions(norms: Sequence[float | None], eps: float, thresholds: Thresholds) -> list[Transition]:
+    """The transitions between blocks.
+
+    Args:
+        norms: Norm of the gradient at each block's output, in the order of the forward pass; ``None`` where none arrived.
+        eps: A norm below has vanished.
+        thresholds: Which gains are called damping and amplifying.
+
+    Returns:
+        One fewer than there are blocks.
+    """
+    return [_transition(earlier, later, eps, thresholds) for earlier, later in pairwise(norms)]
+
+
+def _transition(earlier: float | None, later: float | None, eps: float, thresholds: Thresholds) -> Transition:
+    if earlier is None or later is None:
+        return Transition(None, None, "missing")
+    if later < eps:
+        return Transition(math.inf, math.inf, "vanishing")
+    gain = earlier / later
+    # The difference of logarithms: a quotient may leave the range of floats.
+    log_gain = -math.inf if earlier < eps else math.log(earlier) - math.log(later)
+    return Transition(gain, log_gain, _category(gain, thresholds))
+
+
+def _category(gain: float, thresholds: Thresholds) -> Category:
+    if math.isnan(gain):
+        return "undefined"
+    if gain > thresholds.amplifying:
+        return "amplifying"
+    return "damping" if gain < thresholds.damping else "healthy"
+
+
+COUNTED: tuple[Category, ...] = ("amplifying", "damping", "healthy", "vanishing", "missing")
+"""The categories that the summary counts. What is undefined shows in its means, which are NaN then."""
+
+SUMMARY = ("mean_gain", "min_gain", "max_gain", "mean_log_gain", *(f"num_{category}" for category in COUNTED))
+"""The names in a summary, in order."""
+
+
+def summary(found: Sequence[Transition]) -> dict[str, float | int | None]:
+    """What transitions sum up to.
+
+    Args:
+        found: The transitions.
+
+    Returns:
+        Value by name of :data:`SUMMARY`. Infinite gains and logarithms are left out of mean, minimum and maximum, which are
+        ``None`` where nothing is left, and NaN where a gain is. Each counts in its category.
+    """
+    gains = [one.gain for one in found if one.gain is not None and not math.isinf(one.gain)]
+    log_gains = [one.log_gain for one in found if one.log_gain is not None and not math.isinf(one.log_gain)]
+    categories = [one.category for one in found]
+    values = (_of(fmean, gains), _of(min, gains), _of(max, gains), _of(fmean, log_gains), *(categories.count(one) for one in COUNTED))
+    return dict(zip(SUMMARY, values, strict=True))
+
+
+def _of(function: Callable[[list[float]], float], values: list[float]) -> float | None:
+    if any(math.isnan(value) for value in values):
+        return math.nan  # `min` and `max` of Python may pass over a NaN
+    return function(values) if values else None
