@@ -18,7 +18,7 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -94,6 +94,9 @@ def test_full_does_what_its_options_say(digits: ModuleType) -> None:
     assert [key.split("/")[2] for key in keys if re.fullmatch("run1/activation/.*/median", key)] == convolutions_and_linear
     assert [key.split("/")[3] for key in keys if re.fullmatch("run1/validation/activation/.*/mean", key)] == convolutions_and_linear
     assert store.series("run1/activation/model.head/mean")[0].tolist() == [0, 10, 20]
+    flow = {key.split("/")[2] for key in keys if key.startswith("run1/gradient_flow/")}
+    assert flow == {"model.conv1-model.conv2", "model.conv2-model.conv3", "model.conv3-model.head", "_summary_"}
+    assert store.series("run1/gradient_flow/_summary_/num_missing")[1].tolist() == [0.0] * 5
     assert store.series("run1/gradient/model.head.weight/norm")[0].tolist() == [0, 5, 10, 15, 20]
     # A step has one batch here, so torchmetrics' mean of it is the built-in mean.
     torch.testing.assert_close(
@@ -126,11 +129,12 @@ def test_digits_gives_tensorboard_what_the_store_has(digits: ModuleType) -> None
 
 
 def test_full_names_every_option() -> None:
-    """An option that is new in the callback or in Rule has to appear in the file."""
+    """An option that is new in the callback, in Rule or in GradientFlow has to appear in the file."""
     options = callback_options(yaml.safe_load((ROOT / "configs" / "full.yaml").read_text()))
     assert list(options) == [name for name in inspect.signature(ModuleMonitorCallback.__init__).parameters if name != "self"]
     fullest = max(options["rules"], key=len)
     assert list(fullest) == [field.name for field in dataclasses.fields(Rule)]
+    assert list(options["gradient_flow"]) == [field.name for field in dataclasses.fields(GradientFlow)]
 
 
 def test_full_tells_the_true_defaults() -> None:
@@ -142,17 +146,17 @@ def test_full_tells_the_true_defaults() -> None:
         if match := re.match(r" +# (.*)", line):
             comment += match[1] + " "
         elif match := re.match(r"( +)(?:- )?(\w+):", line):
-            is_of_rule = len(match[1]) > 8
+            is_nested = len(match[1]) > 8
             if comment:
-                comment_of[is_of_rule, match[2]] = comment
+                comment_of[is_nested, match[2]] = comment
             comment = ""
     parameters = inspect.signature(ModuleMonitorCallback.__init__).parameters
     defaults = {(False, name): one.default for name, one in parameters.items() if name != "self"}
-    rule = Rule(kinds="activation")
-    defaults |= {(True, field.name): getattr(rule, field.name) for field in dataclasses.fields(Rule) if field.name != "kinds"}
+    for least, given in ((Rule(kinds="activation"), "kinds"), (GradientFlow(blocks="model"), "blocks")):
+        defaults |= {(True, field.name): getattr(least, field.name) for field in dataclasses.fields(least) if field.name != given}
     told = {}
     for option in defaults:
-        match = re.search(r"Default: (\S+)", comment_of[option])
+        match = re.search(r"Default: (\[.*?\]|\S+)", comment_of[option])
         assert match, f"the comment of {option[1]} tells no default"
         told[option] = yaml.safe_load(match[1])
     assert told == defaults

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
 
 Options = dict[str, Any]
@@ -41,11 +41,18 @@ def rule(**options: Any) -> Options:
     return {"rules": [{"kinds": "activation", "statistics": "rms", **options}]}
 
 
+def flow(**options: Any) -> Options:
+    """The callback's options with a gradient flow, by default a right one."""
+    return {"gradient_flow": {"blocks": "model", **options}}
+
+
 def build(options: Options) -> ModuleMonitorCallback:
     """The callback of these options, as a Python program makes it."""
     rules = options.get("rules")
     if isinstance(rules, list):
         options = {**options, "rules": [Rule(**one) if isinstance(one, dict) and "kinds" in one else one for one in rules]}
+    if isinstance(flow := options.get("gradient_flow"), dict):
+        options = {**options, "gradient_flow": GradientFlow(**flow)}
     return ModuleMonitorCallback(**options)
 
 
@@ -126,6 +133,28 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "every True steps": ({"every_n_steps": True}, ("every_n_steps is True", SCHEDULES)),
     "no steps": ({"every_n_steps": []}, ("every_n_steps is an empty list", "expected at least one step")),
     "a negative step": ({"every_n_steps": [0, -2]}, ("every_n_steps lists -2", "expected step numbers >= 0")),
+    "gradient_flow of blocks that are not there": (
+        flow(blocks="modle"),
+        ("gradient_flow.blocks 'modle' is none of the 5 module names, and as a pattern matches none; nearest: 'model'",),
+    ),
+    "gradient_flow of what is no container": (
+        flow(blocks="model.0"),
+        ("gradient_flow.blocks 'model.0' is a Linear", "expected a ModuleList, Sequential or ModuleDict", "nearest: 'model'"),
+    ),
+    "gradient_flow of a list with a wrong name": (
+        flow(blocks=["model.0", "model.3"]),
+        ("gradient_flow.blocks 'model.3' is none of the 5 module names; nearest: 'model.",),
+    ),
+    "gradient_flow of one block": (
+        flow(blocks=r"model\.0"),
+        (r"gradient_flow.blocks 'model\\.0' gives 1 blocks ('model.0')", "expected at least two"),
+    ),
+    "gradient_flow of no blocks": (flow(blocks=[]), ("gradient_flow.blocks is []", "expected a container's name")),
+    "gradient_flow of a broken pattern": (flow(blocks="model.("), ("gradient_flow.blocks 'model.('", "not a regular expression")),
+    "norm of gradient_flow": (flow(norm="L1"), ("gradient_flow.norm 'L1' is not a norm; expected l2, l1, linf, mean; nearest: 'l1'",)),
+    "thresholds of gradient_flow": (flow(thresholds=[2, 0.5]), ("gradient_flow.thresholds is [2", "expected two numbers", "e.g. [0.5, 2]")),
+    "one threshold of gradient_flow": (flow(thresholds=[2.0]), ("gradient_flow.thresholds is [2.0]", "expected two numbers")),
+    "gradient_flow is a text": ({"gradient_flow": "model"}, ("gradient_flow is a str", "expected a GradientFlow")),
     "stage": (
         {"stages": ["train", "validation"]},
         ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'"),
@@ -159,6 +188,8 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
     ),
     *("cadence of a rule", "every 0 steps", "no steps", "stage", "prefix with a blank", "module", "callback_metrics match no key"),
     *("progress_bar alone", "max_logged_keys"),
+    *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
+    *("norm of gradient_flow", "thresholds of gradient_flow"),
 ]
 
 
@@ -219,6 +250,7 @@ def test_a_wrong_value_is_refused_through_the_cli(case: str, tmp_path: Path) -> 
     [
         ({"every_n_step": 5}, "Option 'every_n_step' is not accepted"),
         (rule(statistic="rms"), "Option 'statistic' is not accepted"),
+        (flow(threshold=[1, 2]), "threshold"),
         ({"every_n_steps": True}, "Given value: True"),
         ({"prefix": 3}, "Expected a <class 'str'>. Got value: 3"),
         ({"max_logged_keys": "many"}, "Expected a <class 'int'>. Got value: many"),

@@ -363,7 +363,8 @@ class ModuleMonitorCallback(Callback):
     def _announcement(self) -> str:
         plan = self.monitor.plan()
         keys = len(self.monitor.planned_keys())
-        return f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters: {keys} keys a step, {self._cadence}." + (
+        blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
+        return f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} keys a step, {self._cadence}." + (
             f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
         )
 

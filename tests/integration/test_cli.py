@@ -124,6 +124,20 @@ def test_a_rule_has_its_own_cadence() -> None:
     assert stored_steps("gradient/model.0.weight/rms") == [1, 2, 5]
 
 
+@pytest.mark.parametrize("blocks", ["model", ["model.0", "model.1", "model.2"], r"model\.\d"], ids=["container", "list", "pattern"])
+def test_gradient_flow_in_all_its_forms(blocks: str | list[str]) -> None:
+    """A container's name, a list of names, or a pattern: the same gains, at the callback's own cadence."""
+    callback = fit_with(every_n_steps=2, rules=[], gradient_flow={"blocks": blocks, "norm": "l2", "thresholds": [0.5, 2.0]})
+    transitions = ["gradient_flow/model.0-model.1", "gradient_flow/model.1-model.2"]
+    assert {key.rpartition("/")[0] for key in keys(callback)} == {*transitions, "gradient_flow/_summary_"}
+    assert callback.last_record is not None
+    values = callback.last_record.values
+    gains = [values[f"{transition}/gain"] for transition in transitions]
+    assert 0 < gains[0] <= 1  # a ReLU takes from the gradient
+    assert values["gradient_flow/_summary_/mean_gain"] == sum(gains) / 2
+    assert stored_steps(f"{transitions[0]}/log_gain") == [0, 2, 4]
+
+
 # Rules
 
 
@@ -312,6 +326,7 @@ FULL: dict[str, Any] = {
         {"kinds": "activation", "functions": {"m": {"class_path": "torchmetrics.MaxMetric"}}, "leaf_modules": True},
         {"kinds": "gradient", "functions": {"own": f"{__name__}.kurtosis"}, "aggregate": "torch.median"},
     ],
+    "gradient_flow": {"blocks": ["model.0", "model.2"], "norm": "linf", "thresholds": [0.25, 4.0]},
     "store": "some/run.h5",
     "callback_metrics": ["update/.*/ratio"],
     "progress_bar": True,

@@ -19,7 +19,7 @@ from helpers.tiny import KeepRecords, Tiny, fit
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
 from lightning_module_monitor.sinks.loggers import rolled_up
 
 Series = dict[str, dict[int, float]]
@@ -135,7 +135,14 @@ def assert_holds(name: str, found: Series, expected: Series) -> None:
 
 def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
     """A short run with accumulation, clipping and a validation loop; returns what was recorded."""
-    options = {"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], "store": False, **options}
+    options = {
+        "every_n_steps": 1,
+        "rules": RULES,
+        "gradient_flow": GradientFlow(blocks="model"),
+        "stages": ["train", "validate"],
+        "store": False,
+        **options,
+    }
     callback = ModuleMonitorCallback(**options)
     kept = KeepRecords(callback)
     fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2, gradient_clip_val=0.01)
@@ -145,8 +152,9 @@ def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
 @pytest.mark.parametrize("name", MAKE)
 def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
     """Every key arrives unchanged in each of the four loggers, with the record's values at the record's steps."""
-    expected = train(tmp_path, [MAKE[name](tmp_path)]).series()
+    expected = train(tmp_path, [MAKE[name](tmp_path)], gradient_flow=GradientFlow(blocks="model")).series()
     assert set(expected["gradient/model.0.weight/norm"]) == {0, 1, 2}
+    assert set(expected["gradient_flow/model.0-model.1/gain"]) == {0, 1, 2}
     assert set(expected["validation/activation/model.2/rms"]) == {2}  # the validation loop ends within Lightning's step 2
     assert_holds(name, READ[name](tmp_path), expected)
 
@@ -245,6 +253,18 @@ def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
     kept, found = with_roll_ups(tmp_path, callback_metrics=["gradient/model.0.weight/norm"])
     assert found["gradient/model.0.weight/norm"] == kept.series()["gradient/model.0.weight/norm"]
     assert "gradient/model.2.weight/norm" not in found
+
+
+def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
+    """It stands for all already; the transitions that it is of are rolled up."""
+    kept, found = with_roll_ups(tmp_path, gradient_flow=GradientFlow(blocks="model"))
+    series = kept.series()
+    for name in ("mean_gain", "num_missing"):
+        assert found[f"gradient_flow/_summary_/{name}"] == series[f"gradient_flow/_summary_/{name}"]
+        assert f"gradient_flow/_min_/{name}" not in found
+    gains = [series[f"gradient_flow/model.{i}-model.{i + 1}/gain"] for i in (0, 1)]
+    assert found["gradient_flow/_max_/gain"] == {step: max(gain[step] for gain in gains) for step in (0, 1, 2)}
+    assert "gradient_flow/model.0-model.1/gain" not in found
 
 
 class Sick(Tiny):

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.config import KINDS
 from lightning_module_monitor.statistics import table
 
@@ -27,6 +27,15 @@ EVERYTHING = [
     Rule(kinds="update", statistics="ratio"),
     Rule(kinds=["activation", "gradient"], functions={"noise": lambda x: (x + torch.rand_like(x)).mean()}),
 ]
+
+FLOWS = {
+    "mlp": GradientFlow(blocks="model.layers"),
+    "cnn": GradientFlow(blocks=["model.stem.0", "model.stem.2", "model.block", "model.head"], norm="l1"),
+    "transformer": GradientFlow(blocks=["model.embedding", "model.attention", "model.mlp", "model.head"], norm="linf"),
+    "shared": GradientFlow(blocks="model.(inner|again|encoder)", norm="mean"),
+    "outputs": GradientFlow(blocks="model.(tuple|list|dict|dataclass|named|nested|lstm|integer|complex|empty|head)"),
+}
+"""Blocks of the models of the zoo, chosen in all ways."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,7 +58,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         seed()
         module = Classifier(model)
         keep = KeepLosses()
-        callback = ModuleMonitorCallback(every_n_steps=2, rules=EVERYTHING, stages=["train", "validate"])
+        callback = ModuleMonitorCallback(every_n_steps=2, rules=EVERYTHING, gradient_flow=FLOWS[model], stages=["train", "validate"])
         options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 4} | WAYS[way]
         run = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
         run.fit(module, loader(shuffle=True), loader(8))
@@ -94,10 +103,11 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         return original(tensor)
 
     monkeypatch.setattr(table, "transfer", count)
-    for model in (Classifier("mlp"), Classifier("cnn"), Classifier("outputs")):
+    for name in ("mlp", "cnn", "outputs"):
+        model = Classifier(name)
         transfers.clear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ModuleMonitor(rules=EVERYTHING[:2]) as monitor:
+        with ModuleMonitor(rules=EVERYTHING[:2], gradient_flow=FLOWS[name]) as monitor:
             monitor.set_module(model)
             x, y = next(iter(loader()))
             with NoHostReads():
@@ -115,6 +125,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
             record = monitor.end_step()
         assert record is not None
         assert len(record.values) > 200
+        assert record.values["gradient_flow/_summary_/max_gain"] > 0
         assert len(transfers) == 1
 
 
@@ -150,7 +161,9 @@ def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(tmp_path: P
     trainer(tmp_path, [], max_steps=6).fit(plain, loader(), loader(8))
     seed()
     module = CountSteps("cnn")
-    trainer(tmp_path, [ModuleMonitorCallback(every_n_steps=3, rules=EVERYTHING)], max_steps=6).fit(module, loader(), loader(8))
+    trainer(tmp_path, [ModuleMonitorCallback(every_n_steps=3, rules=EVERYTHING, gradient_flow=FLOWS["cnn"])], max_steps=6).fit(
+        module, loader(), loader(8)
+    )
     assert [num > 0 for num in module.hooks] == [True, False, False, True, False, False]
     for step in (1, 2, 4, 5):
         assert module.dispatched[step] == plain.dispatched[step]
@@ -188,7 +201,7 @@ def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
     module = Classifier("cnn")
     plain = Classifier("cnn")
     trainer(tmp_path, []).fit(plain, loader(), loader(8))
-    callback = ModuleMonitorCallback(every_n_steps=1, rules=EVERYTHING, stages=["train", "validate"])
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=EVERYTHING, gradient_flow=FLOWS["cnn"], stages=["train", "validate"])
     run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
     if how == "exception":
         with pytest.raises(RuntimeError, match="on purpose"):

@@ -38,7 +38,7 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_a_transition(earlier: float | None, later: float | None, gain: float | None, log_gain: float | None, category: str) -> None:
-    """gamma = norm before / norm after; natural logarithm; the later norm decides about vanishing, and not the size of gamma."""
+    """The gain is the norm before over the norm after; natural logarithm; the later norm alone decides about vanishing."""
     [one] = transitions([earlier, later], 1e-30, HEURISTIC)
     assert one.gain == pytest.approx(gain, rel=1e-12, nan_ok=True) if gain is not None else one.gain is None
     assert one.log_gain == pytest.approx(log_gain, rel=1e-12, nan_ok=True) if log_gain is not None else one.log_gain is None

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Record, Rule, Statistic, load_store
+from lightning_module_monitor import (
+    STATISTICS,
+    GradientFlow,
+    GradientGainMonitor,
+    ModuleMonitor,
+    ModuleMonitorCallback,
+    Record,
+    Rule,
+    Statistic,
+    load_store,
+)
 from lightning_module_monitor.statistics.moments import Need
 
 
@@ -32,6 +42,7 @@ def callback() -> Trainer:
         module="model",
         exclude=[".*dropout.*"],
         rules=rules,
+        gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
         store="run.h5",
         callback_metrics=["update/.*"],
         progress_bar=True,
@@ -58,6 +69,18 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.monitor_gradients(before_clip=True)
         record = monitor.end_step()
     return record.values if record is not None else {}
+
+
+def gains(blocks: nn.ModuleList, loss: Tensor) -> list[float | None]:
+    """Gradient flow without a Trainer."""
+    with GradientGainMonitor(blocks, norm_type="l2", strict_single_backward=True, eps=1e-30, thresholds=(0.5, 2.0)) as monitor:
+        loss.backward()
+        text: str = monitor.report()
+        mean: float | None = monitor.summary_stats()["mean_gain"]
+    assert len(text) > 0
+    assert mean is not None
+    GradientGainMonitor(3)  # type: ignore[arg-type]
+    return monitor.gains()
 
 
 def read(path: str) -> NDArray[np.float64]:
