@@ -135,14 +135,7 @@ def assert_holds(name: str, found: Series, expected: Series) -> None:
 
 def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
     """A short run with accumulation, clipping and a validation loop; returns what was recorded."""
-    options = {
-        "every_n_steps": 1,
-        "rules": RULES,
-        "gradient_flow": GradientFlow(blocks="model"),
-        "stages": ["train", "validate"],
-        "store": False,
-        **options,
-    }
+    options = {"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], "store": False, **options}
     callback = ModuleMonitorCallback(**options)
     kept = KeepRecords(callback)
     fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2, gradient_clip_val=0.01)
