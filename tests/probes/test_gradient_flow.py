@@ -168,6 +168,26 @@ def test_checkpointed_blocks_count_once(use_reentrant: bool) -> None:
     assert list(gains(observe(model, step)).values()) == pytest.approx(expected, rel=4e-6)
 
 
+@pytest.mark.parametrize("implementation", ["REENTRANT", "NO_REENTRANT"])
+def test_blocks_in_torchs_checkpoint_wrapper(implementation: str) -> None:
+    """They have the names that they have without it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl[implementation]) for block in chain(3))
+
+    def step(_monitor: ModuleMonitor) -> None:
+        x = batch(5).requires_grad_()
+        for block in model.blocks:
+            x = block(x)
+        loss_of(x).backward()
+
+    expected = ratios(true_norms(chain(3), batch(5)))
+    assert gains(observe(model, step)) == pytest.approx(
+        dict(zip(("blocks.0-blocks.1", "blocks.1-blocks.2"), expected, strict=True)), rel=4e-6
+    )
+
+
 def test_frozen_blocks_and_blocks_without_a_gradient_have_no_gain() -> None:
     """Their keys are absent, and they are counted; a frozen block in the middle passes the gradient on."""
     blocks = chain(5)

@@ -431,6 +431,25 @@ def test_checkpointing_within_checkpointing(outer: bool, inner: bool) -> None:
         assert_close(monitor.norms(), true_norms(blocks, batch(4)))
 
 
+@pytest.mark.parametrize("checkpointed", [(0, 1, 2, 3), (0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_a_recurrent_block_is_one_backward(checkpointed: tuple[int, ...], use_reentrant: bool) -> None:
+    """Two blocks, each called twice at its one place: what is run again within the backward pass is no second one."""
+    pair = chain(2)
+    unrolled = [*pair, *pair]
+    with GradientGainMonitor(pair, strict_single_backward=True) as monitor:
+        h = batch(4).requires_grad_()
+        for call, block in enumerate(unrolled):
+            h = checkpoint(block, h, use_reentrant=use_reentrant) if call in checkpointed else block(h)
+        loss_of(h).backward()
+        one, two, three, four = true_norms(unrolled, batch(4))
+        assert one is not None
+        assert two is not None
+        assert three is not None
+        assert four is not None
+        assert_close(monitor.norms(), [math.hypot(one, three), math.hypot(two, four)])
+
+
 # Row: frozen blocks
 
 
