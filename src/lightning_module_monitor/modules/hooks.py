@@ -41,5 +41,5 @@ class ForwardHook:
 class _CopiedHook:
     """Stands in the copy of a watched module where the original has its hook, and does nothing."""
 
-    def __call__(self, _module: object, _args: object, _output: object) -> None:
+    def __call__(self, *_args: object) -> None:
         pass

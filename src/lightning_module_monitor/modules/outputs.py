@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
     if isinstance(output, Tensor):
         yield path, output
         return
-    for name, part in _parts(output):
+    for name, part in parts(output):
         yield from named_tensors(part, (*path, name))
 
 
@@ -49,6 +51,31 @@ def main_tensor(output: object) -> Tensor | None:
     return next((tensor for _path, tensor in named_tensors(output) if tensor.is_floating_point()), None)
 
 
+def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noqa: ANN401  # of the same structure as the output
+    """An output of the same structure, with a function's results in the places of its leaves.
+
+    Args:
+        output: As for :func:`named_tensors`.
+        function: Gets every leaf: a tensor, and whatever else is no container.
+
+    Returns:
+        Containers of the same types, but a plain dict for every mapping. A dataclass and a named tuple are not initialized
+        again: they hold what the function returned, whatever it is.
+    """
+    if isinstance(output, Mapping):
+        return {name: map_leaves(part, function) for name, part in output.items()}
+    if isinstance(output, tuple) and hasattr(output, "_make"):
+        return output._make(map_leaves(part, function) for part in output)
+    if isinstance(output, tuple | list):
+        return type(output)([map_leaves(part, function) for part in output])
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        mapped = copy.copy(output)
+        for name, part in parts(output):
+            object.__setattr__(mapped, str(name), map_leaves(part, function))  # also of a frozen one
+        return mapped
+    return function(output)
+
+
 def is_first(path: Path) -> bool:
     """Whether a tensor is the output itself, or the first element of it: it has the module's own name."""
     return all(part == 0 for part in path)
@@ -63,7 +90,8 @@ def suffix(path: Path) -> str:
     return "_".join(("output", *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
 
 
-def _parts(output: object) -> Iterator[tuple[Hashable, object]]:
+def parts(output: object) -> Iterator[tuple[Hashable, object]]:
+    """The parts of a container, each with its step of a path; a leaf has none."""
     if isinstance(output, Mapping):
         yield from ((name if isinstance(name, str) else ("key", name), part) for name, part in output.items())
     elif isinstance(output, tuple) and hasattr(output, "_fields"):

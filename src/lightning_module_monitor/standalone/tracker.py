@@ -1,0 +1,352 @@
+"""Raw tensors of a few forward and backward passes, in a list: what modules returned, and the gradients of that.
+
+The names and what they mean are those of Graphcore's tensor-tracker.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass
+class Event:
+    """A module has returned, or the gradient of what it returned has arrived."""
+
+    name: str
+    """The module's name, as ``named_modules`` gives it; the root's is empty."""
+    type: type[nn.Module]
+    """The module's class."""
+    grad: bool
+    """Whether this is the gradient."""
+    value: Any
+    """Forward: what the module returned, not copied: it may be overwritten later. Backward: the same structure, with a gradient in
+    the place of each tensor, or ``None`` where none arrived; of a module that returned one tensor, a tuple of one."""
+    args: tuple[Any, ...]
+    """Positional arguments of the module's forward; empty for a gradient."""
+    kwargs: dict[str, Any]
+    """Keyword arguments of the module's forward; empty for a gradient."""
+
+
+@dataclass
+class Stash:
+    """What is kept of an event."""
+
+    name: str
+    """As in :class:`Event`."""
+    type: type[nn.Module]
+    """As in :class:`Event`."""
+    grad: bool
+    """As in :class:`Event`."""
+    value: Any
+    """The event's value, each tensor of it replaced by what is kept of it."""
+
+    @property
+    def first_value(self) -> Any:  # noqa: ANN401  # what a function of the user's returned
+        """The first part of :attr:`value` that is not ``None``, however deep; the value itself where it has no parts."""
+        return _first(self.value)
+
+
+StashFn = Callable[[Event], Stash]
+"""Makes of an event what is kept."""
+
+StashValueFn = Callable[[Tensor], Any]
+"""Makes of a tensor what is kept of it."""
+
+NamePattern = str | re.Pattern[str] | None
+"""For ``re.search`` in a module's name; ``None`` for every one."""
+
+
+def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401  # any output of any module
+    """Apply a function to every tensor in tuples, named tuples, lists, dicts and dataclasses, nested at will.
+
+    Args:
+        value: A module's output, arguments, or a tensor.
+        fn: Gets each tensor.
+
+    Returns:
+        The same structure with the results in the places of the tensors; what is no tensor stays.
+
+    Example:
+        >>> rmap_tensor({"a": torch.ones(2), "b": "text"}, torch.sum)
+        {'a': tensor(2.), 'b': 'text'}
+    """
+    return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def default_stash_value(tensor: Tensor) -> Tensor:
+    """A copy of the tensor on the CPU, detached. Of a tensor on an accelerator, the program waits for it."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def default_stash(event: Event, stash_value: StashValueFn) -> Stash:
+    """Keep name, class and value of an event; of each tensor what ``stash_value`` returns."""
+    return Stash(event.name, event.type, event.grad, rmap_tensor(event.value, stash_value))
+
+
+def get_stash_fn(stash_value: StashValueFn | None = None, stash: StashFn | None = None) -> StashFn:
+    """What is made of an event: ``stash``, or :func:`default_stash` with ``stash_value`` or a copy of each tensor.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if stash_value is not None and stash is not None:
+        raise ValueError(
+            "Both stash_value and stash are given; expected one of them. A stash can call rmap_tensor(event.value, stash_value)."
+        )
+    return stash or functools.partial(default_stash, stash_value=stash_value or default_stash_value)
+
+
+def track(  # noqa: PLR0917  # in the order that the original has them
+    module: nn.Module,
+    grad: bool = True,
+    include: NamePattern = None,
+    exclude: NamePattern = None,
+    stash_value: StashValueFn | None = None,
+    stash: StashFn | None = None,
+    max_bytes: int | None = None,
+) -> Tracker:
+    """Keep what a module and those in it return, and the gradients of that, until the ``with`` block ends.
+
+    Args:
+        module: The outermost module.
+        grad: Whether to keep gradients, too.
+        include: Pattern (``re.search``) of the names to keep; by default all.
+        exclude: Pattern (``re.search``) of names not to keep.
+        stash_value: What to keep of each tensor; by default a copy on the CPU.
+        stash: What to keep of each event, instead.
+        max_bytes: Most bytes of tensors that are kept; by default there is no limit.
+
+    Returns:
+        A list-like :class:`Tracker` of stashes: in the order of the forward pass, then in that of the backward pass.
+
+    Raises:
+        ValueError: If both ``stash_value`` and ``stash`` are given, or ``max_bytes`` is no positive number.
+        ConfigError: If the patterns leave no module.
+
+    Example::
+
+        with track(model, include="attention", stash_value=torch.std) as tracker:
+            loss_fn(model(x), y).backward()
+        print(tracker.to_frame())
+    """
+    tracker = Tracker(get_stash_fn(stash_value=stash_value, stash=stash), max_bytes=max_bytes)
+    tracker.register_all(module, grad=grad, include=include, exclude=exclude)
+    return tracker
+
+
+class Tracker:
+    """A list of stashes that grows while the modules it is registered on run; see :func:`track`.
+
+    Gradients come from hooks on the outputs themselves, which leave in-place layers alone. What activation checkpointing computes again
+    is not kept again.
+
+    Args:
+        stash: What to keep of each event; by default copies.
+        max_bytes: Most bytes of tensors that are kept. One that does not fit raises ``MemoryError`` out of the forward or backward pass;
+            what was kept before it stays.
+    """
+
+    def __init__(self, stash: StashFn | None = None, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
+            raise ValueError(f"max_bytes is {max_bytes!r}; expected a number of bytes >= 1, or None for no limit.")
+        self._stash = get_stash_fn(stash=stash)
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._module_hooks = HookSet()
+        self._tensor_hooks = HookSet()
+        self._outputs = WeakTensorKeyDictionary()
+        """Version and number of each tensor that a module returned: two modules that return one tensor have one number."""
+        self._num_outputs = 0
+        self._places: dict[tuple[int, int], int] = {}
+        """Index of the first stash of a gradient, by backward pass and number of the tensor."""
+        self.stashes: list[Stash] = []
+        """What was kept."""
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.unregister()
+
+    def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
+        """Keep what one module returns from now on.
+
+        Args:
+            module: The module.
+            name: What to call it.
+            grad: Whether to keep gradients, too.
+        """
+        self._module_hooks.add(module.register_forward_hook(_ForwardHook(self, name, grad), with_kwargs=True))
+
+    def register_all(self, module: nn.Module, grad: bool = True, include: NamePattern = None, exclude: NamePattern = None) -> None:
+        """Keep what a module and those in it return from now on; arguments as for :func:`track`.
+
+        Raises:
+            ConfigError: If the patterns leave no module.
+        """
+        children = dict(module.named_modules())
+        names = [name for name in children if (not include or re.search(include, name)) and not (exclude and re.search(exclude, name))]
+        if not names:
+            near = nearest(str(getattr(include, "pattern", include or "")), children)
+            raise ConfigError(
+                f"include {include!r} and exclude {exclude!r} leave none of {len(children)} modules; expected at least one{near}"
+            )
+        for name in names:
+            self.register(children[name], name, grad)
+
+    def unregister(self) -> None:
+        """Take every hook off; what was kept stays."""
+        self._module_hooks.close()
+        self._tensor_hooks.close()
+
+    def clear(self) -> None:
+        """Forget what was kept; hooks stay on."""
+        self.stashes.clear()
+        self._places.clear()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.stashes)
+
+    def __getitem__(self, index: int) -> Stash:
+        return self.stashes[index]
+
+    def __iter__(self) -> Iterator[Stash]:
+        return iter(self.stashes)
+
+    def __str__(self) -> str:
+        return f"Tracker(stashes={len(self)}, tracking={len(self._module_hooks)})"
+
+    def to_frame(self, stat: Callable[[Tensor], Tensor] = torch.std, stat_name: str | None = None) -> pandas.DataFrame:
+        """A table with a row for each stash.
+
+        Args:
+            stat: Function of the stash's :attr:`~Stash.first_value`, which returns a tensor of one element. It gets integers in float64.
+            stat_name: What its column is called; by default as the function, or ``value`` where that has no name.
+
+        Returns:
+            Columns ``name``, ``type`` (import path of the class), ``grad``, and the statistic, which is missing where the first
+            value is no tensor.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        pd = require("pandas", "pandas")
+        name = getattr(stat, "__name__", "<no name>") if stat_name is None else stat_name
+        column = "value" if name.startswith("<") else name
+        rows = [
+            {"name": one.name, "type": f"{one.type.__module__}.{one.type.__qualname__}", "grad": one.grad, column: _apply(stat, one)}
+            for one in self.stashes
+        ]
+        frame: pandas.DataFrame = pd.DataFrame(rows, columns=["name", "type", "grad", column])
+        return frame
+
+    # Inside
+
+    def see_output(self, event: Event, grad: bool) -> None:
+        """Keep what a module returned, and see to it that its gradient is kept."""
+        # A forward pass within a backward pass is the recomputation of a checkpointed one. Its outputs get hooks all the same:
+        # under reentrant checkpointing they are the only ones with a gradient.
+        if torch._C._current_graph_task_id() == -1:
+            self._places.clear()
+            self.stashes.append(self._kept(event))
+        if grad:
+            self._await_gradient(event)
+
+    def _await_gradient(self, event: Event) -> None:
+        tensors: dict[int, Tensor] = {id(tensor): tensor for _path, tensor in named_tensors(event.value) if tensor.requires_grad}
+        if not tensors:
+            return
+        place = {identity: _Place(index) for index, identity in enumerate(tensors)}
+        # Not the output itself, whose memory may be wanted before the backward pass.
+        value = map_leaves(event.value, lambda leaf: place.get(id(leaf)) if isinstance(leaf, Tensor) else leaf)
+        awaited = Event(event.name, event.type, True, (value,) if isinstance(event.value, Tensor) else value, (), {})
+        take = functools.partial(self._see_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
+        if len(tensors) == 1:
+            (tensor,) = tensors.values()
+            self._tensor_hooks.add(tensor.register_hook(lambda gradient: take([gradient])))
+        else:
+            self._tensor_hooks.add(register_multi_grad_hook(list(tensors.values()), take))
+
+    def _see_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of what a module returned, before those of a module inside it that returned the same tensor."""
+        value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
+        stash = self._kept(Event(awaited.name, awaited.type, True, value, (), {}))
+        task = torch._C._current_graph_task_id()
+        places = self._places
+        index = min((places[task, number] for number in numbers if (task, number) in places), default=len(self.stashes))
+        self.stashes.insert(index, stash)
+        if index < len(self.stashes) - 1:
+            places.update((key, later + 1) for key, later in list(places.items()) if later >= index)
+        places.update(((task, number), index) for number in numbers)
+
+    def _number(self, tensor: Tensor) -> int:
+        """A number that stands for a tensor until it is overwritten."""
+        version, number = cast("tuple[int, int]", self._outputs.get(tensor, (-1, -1)))
+        if version != tensor._version:
+            self._num_outputs += 1
+            number = self._num_outputs
+            self._outputs[tensor] = (tensor._version, number)
+        return number
+
+    def _kept(self, event: Event) -> Stash:
+        with torch.no_grad():
+            stash = self._stash(event)
+        if self._max_bytes is not None:
+            size = sum(tensor.numel() * tensor.element_size() for _path, tensor in named_tensors(vars(stash)))
+            if self._num_bytes + size > self._max_bytes:
+                what = "gradient" if event.grad else "output"
+                raise MemoryError(
+                    f"The tracker holds {self._num_bytes} bytes in {len(self)} stashes, and the {what} of {event.name!r} has {size} more; "
+                    f"expected at most max_bytes={self._max_bytes}. Track fewer modules (include, exclude), keep less of each tensor "
+                    f"(stash_value=torch.std), call clear() between steps, or allow more."
+                )
+            self._num_bytes += size
+        return stash
+
+
+class _Place(int):
+    """Stands in an output's structure where a gradient will be: its index among the gradients."""
+
+
+class _ForwardHook(ForwardHook):
+    """Called after a tracked module's forward. Returns nothing: what a forward hook returns replaces the output."""
+
+    def __init__(self, tracker: Tracker, name: str, grad: bool) -> None:
+        self._tracker = tracker
+        self._name = name
+        self._grad = grad
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        self._tracker.see_output(Event(self._name, type(module), False, output, args, kwargs), self._grad)
+
+
+def _first(value: object) -> Any:  # noqa: ANN401  # see Stash.first_value
+    inside = [part for _name, part in parts(value)]
+    if not inside:
+        return value
+    found = (_first(part) for part in inside)
+    return next((part for part in found if part is not None), None)
+
+
+def _apply(stat: Callable[[Tensor], Tensor], stash: Stash) -> float | None:
+    value = stash.first_value
+    if not isinstance(value, Tensor):
+        return None
+    return float(stat(value if value.is_floating_point() or value.is_complex() else value.double()))
