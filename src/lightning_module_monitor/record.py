@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # who writes numbers only does without torch
+    from torch import Tensor
 
 TRAIN = "train"
 STAGES = ("validation", "test", "predict")
@@ -81,6 +84,19 @@ class Key(NamedTuple):
         return cls(kind, site, statistic, stage, "/".join(head))
 
 
+@dataclass(frozen=True, eq=False)
+class RawTensor:
+    """A tensor of a monitored step as it was, on the host."""
+
+    kind: str
+    site: str
+    call: int
+    """Which of the step's calls of the module it is of: 0, 1, ... in the order of the forward passes, over all micro-batches. A gradient
+    has the number of the output that it is of. A parameter has one, 0, and so have its gradient and its update."""
+    value: Tensor
+    """On the CPU, of any shape and dtype, part of no graph, and nobody else's."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The finished values of one monitored step (or of one validation, test or predict loop)."""
@@ -90,3 +106,6 @@ class Record:
 
     values: Mapping[str, float] = field(default_factory=dict)
     """Value by key. A key that was planned and has no value in this step is absent."""
+
+    tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
+    """What was captured in this step."""

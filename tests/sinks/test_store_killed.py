@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from helpers.processes import PROLOGUE, start
 
-import lightning_module_monitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.reader import StoreReader, load_store
-
-PACKAGE = Path(lightning_module_monitor.__file__).parent
-
-# The package's root imports torch, which takes seconds and which the store does not need: only its folders are made known.
-PROLOGUE = f"""
-import sys, types
-for name, folder in [("lightning_module_monitor", {str(PACKAGE)!r}), ("lightning_module_monitor.sinks", {str(PACKAGE / "sinks")!r})]:
-    module = types.ModuleType(name)
-    module.__path__ = [folder]
-    sys.modules[name] = module
-from pathlib import Path
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.hdf5 import Store
-path = Path(sys.argv[1])
-"""
 
 # Says each step once its record is written; with "widen" every seventh step brings a new key.
 WRITER = """
@@ -42,12 +25,6 @@ for step in range(100_000):
     store.write(Record(step, {"activation/fc/rms": step * 0.5, "validation/activation/fc/rms": float(step), **late}))
     print(step, flush=True)
 """
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that runs the script with the package's store."""
-    command = [sys.executable, "-c", PROLOGUE + script, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
@@ -215,24 +192,9 @@ store.close()
 # ------------------------------------------------------------------ a full disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 12 MB."""
-    mount = shutil.which("mount")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False).returncode
-    ):
-        pytest.skip("a small disk cannot be mounted here (needs Linux and root)")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 FILLER = """
 import random
-sys.argv[2] == "unguarded" and exec("from lightning_module_monitor.sinks import hdf5; hdf5._require_space = lambda *_: None")
+sys.argv[2] == "unguarded" and exec("from lightning_module_monitor.sinks import writer; writer.require_space = lambda *_: None")
 store = Store(path, configuration={})
 for step in range(600):
     store.write(Record(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))

@@ -168,17 +168,14 @@ def read_steps(group: h5py.Group) -> NDArray[np.int64]:
 
 
 @contextmanager
-def new_file(path: Path, attributes: Attributes, tables: Mapping[str, Sequence[str]]) -> Iterator[h5py.File]:
-    """A new file with empty tables, replacing what is at ``path``; afterwards it is closed and on the disk, or gone after an error."""
+def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
+    """A new file, replacing what is at ``path``; afterwards it is closed and on the disk, or gone after an error."""
     file = h5py.File(path, "w", libver=_LIBVER, locking=False)
     try:
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["package_version"] = attributes.package_version
         file.attrs["started"] = attributes.started
         file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
-        for group, columns in tables.items():
-            # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
-            _create_table(file.require_group(group), columns)
         yield file
         file.close()
         _synchronize(path)
@@ -186,6 +183,13 @@ def new_file(path: Path, attributes: Attributes, tables: Mapping[str, Sequence[s
         abandon(file)
         path.unlink()
         raise
+
+
+def create_tables(file: h5py.File, tables: Mapping[str, Sequence[str]]) -> None:
+    """Empty tables with these columns, by group."""
+    for group, columns in tables.items():
+        # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
+        _create_table(file.require_group(group), columns)
 
 
 def _create_table(group: h5py.Group, columns: Sequence[str]) -> None:
@@ -237,6 +241,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def tensors_path(path: Path) -> Path:
+    """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
+    return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
+
+
 def rewrite(
     source: h5py.File,
     target: Path,
@@ -258,7 +267,8 @@ def rewrite(
     wider = dict(tables)
     for group, columns in (more or {}).items():
         wider[group] = list(dict.fromkeys((*tables.get(group, ()), *columns)))
-    with new_file(target, attributes or read_attributes(source), wider) as copy:
+    with new_file(target, attributes or read_attributes(source)) as copy:
+        create_tables(copy, wider)
         for group in tables:
             _copy_rows(source[group], copy[group], before_step)
 

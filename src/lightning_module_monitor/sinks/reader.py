@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -10,11 +12,13 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Key
-from lightning_module_monitor.sinks import layout, lock
+from lightning_module_monitor.sinks import layout, lock, tensors
 from lightning_module_monitor.sinks.killed import is_in_use
+from lightning_module_monitor.sinks.tensors import StoredTensor
 
 if TYPE_CHECKING:
     import pandas
@@ -136,28 +140,91 @@ class StoreReader:
             steps, values = _read_table(file[group])
         return _to_dataset(xr, steps, _keys_of(group, tables[group]), values)
 
-    def repair(self) -> None:
-        """Make a file that a kill left half open readable for every HDF5 program; its content stays. Atomic.
+    def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
+        """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
 
-        A file that was closed is left as it is.
+        Args:
+            kind: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``, ``gradient_before_clip`` or ``update``.
+            site: Name of the module (``fc``; a further output of it: ``fc.output_1``) or of the parameter.
+            step: Number of the optimizer step.
+            call: Of a module, which of its calls in this step: 0, 1, ... in the order of the forward passes, over all micro-batches. A
+                gradient has the number of the output that it is of.
+
+        Returns:
+            A tensor on the CPU, of its own dtype and shape.
 
         Raises:
-            RuntimeError: If a run is still writing to it.
+            KeyError: If it was not captured; the message names the nearest that was.
+            FileNotFoundError: If nothing was.
         """
-        path = self.path.resolve()
-        held = lock.acquire(path)
-        if held is None:
-            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
-            raise RuntimeError(message)
+        wanted = {"kind": kind, "site": site, "step": step, "call": call}
+        with self._open_tensors() as file:
+            found = tensors.read_tensors(file)
+            for name, value in wanted.items():
+                known = dict.fromkeys(getattr(one, name) for one in found)
+                if value not in known:
+                    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+                    given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
+                    raise KeyError(f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}")
+                found = [one for one in found if getattr(one, name) == value]
+            return tensors.read_tensor(file, found[-1])
+
+    def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
+        """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
+
+        Args:
+            kind: Only those of this kind.
+            site: Only those of this site.
+            step: Only those of this step.
+
+        Returns:
+            Kind, site, step, call, dtype (a name) and shape of each, in the order in which they were captured. Empty if nothing was.
+        """
         try:
-            temporary = layout.temporary_path(path)
-            with layout.open_store(path, has_writer=False) as source:
-                if not is_in_use(path):
-                    return
-                layout.rewrite(source, temporary)
-            layout.replace(temporary, path)
-        finally:
-            lock.release(held)
+            with self._open_tensors() as file:
+                found = tensors.read_tensors(file)
+        except FileNotFoundError:
+            return []
+        return [one for one in found if kind in (None, one.kind) and site in (None, one.site) and step in (None, one.step)]
+
+    def repair(self) -> None:
+        """Make files that a kill left half open readable for every HDF5 program; their content stays. Atomic.
+
+        The store, and that of the raw tensors beside it. A file that was closed is left as it is.
+
+        Raises:
+            RuntimeError: If a run is still writing to one.
+        """
+        _repair(self.path.resolve(), layout.rewrite)
+        beside = layout.tensors_path(self.path.resolve())
+        if beside.exists():
+            _repair(beside, tensors.rewrite)
+
+    @contextmanager
+    def _open_tensors(self) -> Iterator[h5py.File]:
+        # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
+        beside = layout.tensors_path(self.path)
+        with layout.open_store(beside if beside.exists() else self.path) as file:
+            if not isinstance(file.get("tensors"), h5py.Dataset):
+                message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
+                raise FileNotFoundError(message)
+            yield file
+
+
+def _repair(path: Path, rewrite: Callable[[h5py.File, Path], None]) -> None:
+    held = lock.acquire(path)
+    if held is None:
+        message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
+        raise RuntimeError(message)
+    try:
+        temporary = layout.temporary_path(path)
+        with layout.open_store(path, has_writer=False) as source:
+            if not is_in_use(path):
+                return
+            rewrite(source, temporary)
+        layout.replace(temporary, path)
+    finally:
+        lock.release(held)
 
 
 def _read_table(group: h5py.Group) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

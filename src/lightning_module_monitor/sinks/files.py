@@ -1,0 +1,54 @@
+"""The files of one run: the store, and beside it that of the raw tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.layout import tensors_path
+from lightning_module_monitor.sinks.tensors import TensorStore
+
+
+class RunFiles:
+    """Writes the records of one run: values to the store, raw tensors to their own file. Either goes on where the other has to stop.
+
+    Arguments are those of :class:`~lightning_module_monitor.sinks.hdf5.Store`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        configuration: Mapping[str, object],
+        keys: Iterable[str] = (),
+        resume_from: int | None = None,
+        logger: logging.Logger,
+    ) -> None:
+        self._configuration = configuration
+        self._resume_from = resume_from
+        self._logger = logger
+        self._store = Store(path, configuration=configuration, keys=keys, resume_from=resume_from, logger=logger)
+        self._tensors: TensorStore | None = None
+
+    @property
+    def path(self) -> Path:
+        """The store; the name it really has is known when the first record is written."""
+        return self._store.path
+
+    def write(self, record: Record) -> None:
+        """Append a record. Never raises."""
+        self._store.write(record)
+        if self._tensors is None:
+            beside = tensors_path(self.path)
+            self._tensors = TensorStore(beside, configuration=self._configuration, resume_from=self._resume_from, logger=self._logger)
+        self._tensors.write(record)
+
+    def close(self) -> None:
+        """Close the files. Never raises; twice does no harm."""
+        self._store.close()
+        if self._tensors is not None:
+            self._tensors.close()

@@ -1,0 +1,283 @@
+"""What all files of a run have in common: one writer, a name of their own, whole after a kill, never the end of the training."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import logging
+import os
+import shutil
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+import h5py
+from filelock import BaseFileLock
+
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks import layout, lock
+
+_logger = logging.getLogger(__name__)
+
+_DISTRIBUTION = "lightning-module-monitor"
+_SPARE_BYTES = 8 * 2**20
+"""Free space the disk must have besides what is about to be written: HDF5's own bookkeeping, and others who write to it."""
+
+
+class Writer(ABC):
+    """Writes what concerns it of the records of one run to one HDF5 file; the single writer of that file.
+
+    The file comes into being with the first record that concerns it. From then on it can be read at any time, also after a
+    ``kill -9``. A writer never raises and never touches a file that is not its own: trouble is said once, training goes on.
+
+    Args:
+        path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
+            taken instead (``monitor-2.h5``), and said.
+        configuration: What this run was configured with; kept in the file's attributes as JSON.
+        resume_from: The first step of a resumed run: it goes on in the file at ``path``, of which this step and later ones
+            are taken out. ``None``: a new run.
+        logger: Gets a warning when another name is taken and when the writer stops.
+    """
+
+    path: Path
+    """The file; the name it really has is known when the first record is written."""
+
+    failed: bool
+    """Whether the writer has stopped, because of a full disk or another trouble."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        configuration: Mapping[str, object],
+        resume_from: int | None = None,
+        logger: logging.Logger = _logger,
+    ) -> None:
+        # Without links: replacing the file at a link's name would leave the file it points to behind.
+        self.path = Path(path).resolve()
+        self.failed = False
+        self._configuration = configuration
+        self._resume_from = resume_from
+        self._logger = logger
+        self._closed = False
+        self._file: h5py.File | None = None
+        self._lock: BaseFileLock | None = None
+
+    def write(self, record: Record) -> None:
+        """Append what there is of a record, and flush it. Never raises.
+
+        Args:
+            record: What one step gave. Nothing is written after :meth:`close`.
+        """
+        if self.failed or self._closed:
+            return
+        try:
+            if self._concerns(record):
+                if self._file is None:
+                    self._begin(record)
+                self._append(record)
+        except Exception as error:  # whatever it is, it must not end the training
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file so that any HDF5 program opens it. Never raises; twice does no harm."""
+        self._closed = True
+        try:
+            self._close_file()
+        except Exception as error:  # see write
+            self._give_up(error)
+        finally:
+            self._let_go()
+
+    # -------------------------------------------------------------- what is in the file
+
+    @abstractmethod
+    def _concerns(self, record: Record) -> bool:
+        """Whether there is anything to do about a record."""
+
+    @abstractmethod
+    def _create_content(self, file: h5py.File, record: Record) -> None:
+        """Fill a new file with all that is to be there before it is appended to."""
+
+    @abstractmethod
+    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
+        """Copy a file of this kind to ``target``.
+
+        Args:
+            source: The file, open in any mode.
+            target: Where the copy should be.
+            attributes: Replaces the source's own.
+            record: With it, the copy is one to go on in: without the steps that are run again, with room for the record.
+        """
+
+    @abstractmethod
+    def _adopt(self, file: h5py.File) -> None:
+        """Make an open file the one that is appended to."""
+
+    @abstractmethod
+    def _append(self, record: Record) -> None:
+        """Write a record behind the others, and flush it."""
+
+    def _has_rests(self) -> bool:
+        """Whether a Ctrl-C left something in the file that other programs would trip over."""
+        return False
+
+    def _taken(self, path: Path) -> str:
+        """Why a new file cannot be at ``path``; empty if it can."""
+        return "it exists" if path.exists() else ""
+
+    # -------------------------------------------------------------- beginning
+
+    def _begin(self, record: Record) -> None:
+        """Open the file to go on in, or a new one."""
+        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
+        reason = self._resume(run, record) if self._resume_from is not None and self.path.exists() else ""
+        if self._file is None:
+            self._create(run, record, reason)
+
+    def _resume(self, run: dict[str, object], record: Record) -> str:
+        """Go on in the file at ``path``, if that is possible; otherwise say why not."""
+        self._lock = lock.acquire(self.path)
+        if self._lock is None:
+            return "it cannot be resumed: another run is writing to it"
+        temporary = layout.temporary_path(self.path)
+        require_space(self.path.parent, bytes_to_copy(self.path))
+        try:
+            with layout.open_store(self.path, has_writer=False) as source:
+                attributes = layout.read_attributes(source)
+                attributes.configurations.append(run)
+                self._rewrite(source, temporary, attributes, record)
+        except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
+            self._let_go()
+            return f"it cannot be resumed: {textwrap.shorten(str(error), 300)}".rstrip(".")
+        self._adopt(append_in_place(temporary, self.path))
+        return ""
+
+    def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
+        """Begin a new file, at ``path`` or beside it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        require_space(self.path.parent, 0)
+        wanted = self.path
+        reason = reason or self._taken(wanted) or "another run begins it"
+        self.path, self._lock = self._reserve(wanted)
+        if self.path != wanted:
+            self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", wanted, reason, self.path)
+        temporary = layout.temporary_path(self.path)
+        try:
+            with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
+                self._create_content(file, record)
+            self._adopt(append_in_place(temporary, self.path))
+        except BaseException:
+            self.path.unlink()
+            raise
+
+    def _reserve(self, wanted: Path) -> tuple[Path, BaseFileLock]:
+        """The first free name, made an empty file so that no other program takes it, and its lock."""
+        for path in _numbered(wanted):
+            if self._taken(path) or (held := lock.acquire(path)) is None:
+                continue
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError:
+                lock.release(held)
+                continue
+            except BaseException:
+                lock.release(held)
+                raise
+            return path, held
+        raise AssertionError  # the names do not end
+
+    # -------------------------------------------------------------- ending
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        require_space(self.path.parent, 0)
+        if self._has_rests():
+            temporary = layout.temporary_path(self.path)
+            require_space(self.path.parent, bytes_to_copy(self.path))
+            self._rewrite(self._file, temporary)
+            layout.abandon(self._file)
+            layout.replace(temporary, self.path)
+        self._file.close()
+        self._file = None
+
+    def _give_up(self, error: Exception) -> None:
+        self.failed = True
+        # HDF5's messages are long, and have line ends in them.
+        reason = textwrap.shorten(str(error) or type(error).__name__, 300)
+        message = "The store %s stops here (%s). Training goes on; what was written before can be read with load_store."
+        self._logger.warning(message, self.path, reason)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget the file, as it was last flushed, and let others have it."""
+        if self._file is not None:
+            layout.abandon(self._file)
+        if self._lock is not None:
+            lock.release(self._lock)
+        self._file, self._lock = None, None
+
+
+class _NoSpaceError(OSError):
+    """The disk is about to be full."""
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Check that so many bytes can be written.
+
+    Raises:
+        OSError: If the disk would be full. Before, not after: HDF5 does not survive a failed write (see layout.abandon).
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + _SPARE_BYTES:
+        message = f"the disk is full: {free / 2**20:.1f} MiB are free in {folder}, {(num_bytes + _SPARE_BYTES) / 2**20:.1f} MiB are needed"
+        raise _NoSpaceError(message)
+
+
+def bytes_to_copy(path: Path) -> int:
+    """Bytes that a rewritten copy of a file takes at most."""
+    return path.stat().st_size * 5 // 4  # a union of columns is a little larger than its parts
+
+
+def append_in_place(temporary: Path, path: Path) -> h5py.File:
+    """Open a finished file for appending and give it its name.
+
+    In this order: a file at ``path`` can be read at any moment, also if a kill comes in between.
+    """
+    if os.name == "nt":  # Windows renames no open file; a kill in between needs HDF5's h5clear tool
+        layout.replace(temporary, path)
+        return layout.open_for_appending(path)
+    file = layout.open_for_appending(temporary)
+    try:
+        layout.replace(temporary, path)
+    except BaseException:
+        layout.abandon(file)
+        raise
+    return file
+
+
+def put(dataset: h5py.Dataset, index: int, item: object) -> None:
+    """Write one item of a dataset that grows along its first axis."""
+    if len(dataset) <= index:
+        dataset.resize(index + 1, axis=0)
+    dataset[index] = item
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

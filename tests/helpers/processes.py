@@ -1,0 +1,30 @@
+"""Processes that write a store, to be killed, to race, or to run out of disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_module_monitor
+
+PACKAGE = Path(lightning_module_monitor.__file__).parent
+
+# The package's root imports torch, which takes seconds and which the store does not need: only its folders are made known.
+PROLOGUE = f"""
+import sys, types
+for name, folder in [("lightning_module_monitor", {str(PACKAGE)!r}), ("lightning_module_monitor.sinks", {str(PACKAGE / "sinks")!r})]:
+    module = types.ModuleType(name)
+    module.__path__ = [folder]
+    sys.modules[name] = module
+from pathlib import Path
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+path = Path(sys.argv[1])
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process that runs the script with the package's store."""
+    command = [sys.executable, "-c", PROLOGUE + script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

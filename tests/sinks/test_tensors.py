@@ -1,0 +1,389 @@
+"""The raw tensors' file: what is written comes back bit for bit, also after a kill, a resume, and on a full disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from helpers.processes import start
+from torch import Tensor
+
+from lightning_module_monitor.record import RawTensor, Record
+from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.killed import is_in_use
+from lightning_module_monitor.sinks.reader import StoreReader, load_store
+from lightning_module_monitor.sinks.tensors import TensorStore
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+]
+
+
+def bits(tensor: Tensor) -> list[int]:
+    """A tensor's bytes: tells -0.0 from 0.0 and one NaN from another."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Every bit pattern may come: NaN of all kinds, infinities, subnormals."""
+    size = torch.empty((), dtype=dtype).element_size() * int(np.prod(shape))
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(high, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype).reshape(shape)
+
+
+def raw(value: Tensor, site: str = "fc", kind: str = "activation", call: int = 0) -> RawTensor:
+    """A tensor as a record holds it."""
+    return RawTensor(kind, site, call, value)
+
+
+def run(path: Path, *records: Record, resume_from: int | None = None) -> tuple[Path, Path]:
+    """A run's two files, as the callback writes them: closed again. Returns where they are."""
+    files = RunFiles(path, configuration={}, resume_from=resume_from, logger=logging.getLogger("test"))
+    for record in records:
+        files.write(record)
+    files.close()
+    assert files._tensors is not None
+    return files.path, files._tensors.path
+
+
+def record(step: int, *tensors: RawTensor) -> Record:
+    """A step that also has a value, as every step has."""
+    return Record(step, {"monitor/errors": 0.0}, tensors)
+
+
+def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:
+    """Everything that was captured, bit-exact."""
+    store = load_store(path)
+    return {one[:4]: bits(store.tensor(*one[:4])) for one in store.tensors()}
+
+
+def digest(path: Path) -> str:
+    """A file's content and age, to see that nobody touched it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
+
+
+# ------------------------------------------------------------------ what comes back
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5), (1,) * 12])
+def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every dtype, whatever its bits; no dimension, twelve, and no element."""
+    value = random_bits(shape, dtype)
+    run(tmp_path / "m.h5", record(3, raw(value)))
+    back = load_store(tmp_path / "m.h5").tensor("activation", "fc", 3)
+    assert (back.dtype, back.shape) == (dtype, torch.Size(shape))
+    assert bits(back) == bits(value)
+    back.zero_()  # it is the reader's to change
+
+
+def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
+    """Transposed, strided, expanded, channels-last, conjugated and negated ones."""
+    x = torch.randn(2, 3, 4, 5)
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    views = [
+        *(x.transpose(0, 3), x[:, ::2], torch.randn(3, 1).expand(3, 4), x.to(memory_format=torch.channels_last)),
+        *(z.conj(), z.conj().imag, z.mT),
+    ]
+    run(tmp_path / "m.h5", record(0, *(raw(view, call=call) for call, view in enumerate(views))))
+    store = load_store(tmp_path / "m.h5")
+    for call, view in enumerate(views):
+        assert torch.equal(store.tensor("activation", "fc", 0, call), view)
+
+
+def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
+    """Several megabytes, and what follows it."""
+    large, small = torch.randn(1 << 20), torch.randn(3)
+    run(tmp_path / "m.h5", record(0, raw(large), raw(small, "other")), record(1, raw(small)))
+    store = load_store(tmp_path / "m.h5")
+    assert torch.equal(store.tensor("activation", "fc", 0), large)
+    assert torch.equal(store.tensor("activation", "other", 0), small)
+    assert torch.equal(store.tensor("activation", "fc", 1), small)
+
+
+def test_calls_kinds_sites_and_steps_are_told_apart_and_listed(tmp_path: Path) -> None:
+    """Each has its own value; ``tensors`` lists them in their order, all or some."""
+    names = [(kind, site, call) for kind in ("activation", "gradient") for site in ("fc", "fc.output_1") for call in (0, 1)]
+    steps = [record(step, *(raw(torch.tensor([step, i]), s, k, c) for i, (k, s, c) in enumerate(names))) for step in (0, 100)]
+    run(tmp_path / "m.h5", *steps)
+    store = load_store(tmp_path / "m.h5")
+    for step in (0, 100):
+        for i, (kind, site, call) in enumerate(names):
+            assert store.tensor(kind, site, step, call).tolist() == [step, i]
+            assert store.tensor(kind, site, step=step, call=call).tolist() == [step, i]
+    listed = store.tensors()
+    assert [(one.kind, one.site, one.step, one.call) for one in listed] == [(k, s, step, c) for step in (0, 100) for k, s, c in names]
+    assert {(one.dtype, one.shape) for one in listed} == {("int64", (2,))}
+    assert store.tensors(kind="gradient", site="fc", step=100) == [one for one in listed[-4:-2]]
+    assert store.tensors("update") == []
+    assert store.tensor("activation", "fc", 0).tolist() == [0, 0]
+
+
+def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
+    """The part that is wrong, and the nearest right one, or those that there are."""
+    run(tmp_path / "m.h5", record(0, raw(torch.ones(2), "model.head")), record(100, raw(torch.ones(2), "model.head", call=1)))
+    store = load_store(tmp_path / "m.h5")
+    for arguments, message in [
+        (("activations", "model.head", 0), "there is no such kind; nearest: 'activation'"),
+        (("activation", "model.haed", 0), "there is no such site; nearest: 'model.head'"),
+        (("activation", "model.head", 7), "there is no such step; captured: 0, 100"),
+        (("activation", "model.head", 100), "there is no such call; captured: 1"),
+    ]:
+        with pytest.raises(KeyError) as wrong:
+            store.tensor(*arguments)
+        assert message in str(wrong.value)
+    Store(tmp_path / "other.h5", configuration={}).write(record(0))
+    with pytest.raises(FileNotFoundError, match=r"other.h5' has no raw tensors: there is no 'other.tensors.h5'.*option capture"):
+        load_store(tmp_path / "other.h5").tensor("activation", "fc", 0)
+    assert load_store(tmp_path / "other.h5").tensors() == []
+
+
+def test_layout_is_the_documented_one(tmp_path: Path) -> None:
+    """For people with other tools: the bytes are found by the table, in plain h5py."""
+    first, second = torch.tensor([[1.5, -2.0]]), torch.tensor([3, 4, 5], dtype=torch.int16)
+    run(tmp_path / "m.h5", record(7, raw(first), raw(second, "head.weight", "parameter")))
+    with h5py.File(tmp_path / "m.tensors.h5") as file:
+        assert set(file) == {"data", "tensors"}
+        assert set(file.attrs) == {"format_version", "package_version", "started", "configurations"}
+        row = file["tensors"][1]
+        assert (row["kind"], row["site"], row["step"], row["call"], row["dtype"]) == (b"parameter", b"head.weight", 7, 0, b"int16")
+        assert row["shape"][: row["num_dimensions"]].tolist() == [3]
+        stored = file["data"][row["start"] : row["start"] + row["num_bytes"]]
+        assert stored.view("<i2").tolist() == [3, 4, 5]
+        assert file["data"][:8].view("<f4").tolist() == [1.5, -2.0]
+
+
+def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
+    """Records without tensors leave the store alone, and no lock."""
+    run(tmp_path / "m.h5", record(0), record(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("m.h5", "m.tensors.h5"), ("run", "run.tensors.h5"), ("v1.5", "v1.5.tensors.h5")])
+def test_the_file_is_beside_the_store(tmp_path: Path, name: str, expected: str) -> None:
+    """Whatever the store is called; no two stores have one file of tensors."""
+    run(tmp_path / name, record(0, raw(torch.ones(2))))
+    assert {path.name for path in tmp_path.iterdir()} == {name, expected}
+    assert load_store(tmp_path / name).tensor("activation", "fc", 0).tolist() == [1, 1]
+
+
+# ------------------------------------------------------------------ other runs' files, and resumed runs
+
+
+def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both files of a second run have the same number, also if only the first run's tensors are left."""
+    path = tmp_path / "m.h5"
+    run(path, record(0, raw(torch.tensor([1]))))
+    before = digest(tmp_path / "m.tensors.h5")
+    store, tensors = run(path, record(0, raw(torch.tensor([2]))))
+    assert (store.name, tensors.name) == ("m-2.h5", "m-2.tensors.h5")
+    path.unlink()
+    store, tensors = run(path, record(0, raw(torch.tensor([3]))))
+    assert (store.name, tensors.name) == ("m-3.h5", "m-3.tensors.h5")
+    assert "m.tensors.h5 exists" in caplog.messages[-1]
+    assert digest(tmp_path / "m.tensors.h5") == before
+    assert [load_store(tmp_path / f"m-{number}.h5").tensor("activation", "fc", 0).item() for number in (2, 3)] == [2, 3]
+
+
+def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
+    """Bytes and rows of later steps are gone, and with them their space; both configurations are kept."""
+    path = tmp_path / "m.h5"
+    values = {step: torch.full((1000,), float(step)) for step in range(6)}
+    run(path, *(record(step, raw(value)) for step, value in values.items()))
+    run(path, record(3, raw(-values[3])), record(4, raw(-values[4], call=1)), resume_from=3)
+    assert content(path) == {
+        **{("activation", "fc", step, 0): bits(values[step]) for step in (0, 1, 2)},
+        ("activation", "fc", 3, 0): bits(-values[3]),
+        ("activation", "fc", 4, 1): bits(-values[4]),
+    }
+    with h5py.File(tmp_path / "m.tensors.h5") as file:
+        assert len(file["data"]) == 5 * 4000
+        assert len(file["tensors"]) == 5
+    runs = StoreReader(tmp_path / "m.tensors.h5").attributes["configurations"]
+    assert [run["first_step"] for run in runs] == [0, 3]  # type: ignore[attr-defined]
+
+
+def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path: Path) -> None:
+    """Already with its first record: a kill right after it leaves no tensor of a step that never was."""
+    path = tmp_path / "m.h5"
+    run(path, record(0, raw(torch.ones(2))), record(8, raw(torch.ones(2))))
+    before = digest(tmp_path / "m.tensors.h5")
+    run(path, record(9), resume_from=9)
+    assert digest(tmp_path / "m.tensors.h5") == before
+    run(path, record(5), resume_from=5)
+    assert list(content(path)) == [("activation", "fc", 0, 0)]
+
+
+def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run that cannot go on in the file takes a numbered one, which can be opened by itself."""
+    path = tmp_path / "m.h5"
+    run(path, record(0, raw(torch.ones(2))))
+    damaged = tmp_path / "m.tensors.h5"
+    damaged.write_bytes(damaged.read_bytes()[:3000])
+    before = digest(damaged)
+    store, tensors = run(path, record(3), record(4, raw(torch.tensor([5]))), resume_from=3)
+    assert digest(damaged) == before
+    assert (store.name, tensors.name) == ("m.h5", "m.tensors-2.h5")
+    assert ["cannot be resumed" in message for message in caplog.messages] == [True]
+    assert load_store(tensors).tensor("activation", "fc", 4).item() == 5
+    with pytest.raises(ValueError, match="not a readable HDF5 file"):
+        load_store(path).tensor("activation", "fc", 4)
+
+
+# ------------------------------------------------------------------ trouble
+
+
+def test_bytes_that_a_ctrl_c_left_are_no_tensor(tmp_path: Path) -> None:
+    """Between the bytes and their row, and between a row's place and its content: neither is read, and both are gone after a resume."""
+    path = tmp_path / "m.tensors.h5"
+    opened = TensorStore(path, configuration={})
+    opened.write(record(0, raw(torch.tensor([1]))))
+    assert opened._file is not None
+    opened._file["data"].resize(1000, axis=0)
+    opened._file["tensors"].resize(2, axis=0)
+    opened.close()
+    assert list(content(path)) == [("activation", "fc", 0, 0)]
+    resumed = TensorStore(path, configuration={}, resume_from=1)
+    resumed.write(record(1, raw(torch.tensor([2]))))
+    resumed.close()
+    assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 1)] == [1, 2]
+    with h5py.File(path) as file:
+        assert (len(file["data"]), len(file["tensors"])) == (16, 2)
+
+
+@pytest.mark.parametrize("moment", ["creation", "append", "resume", "close"])
+def test_a_disk_that_is_full_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """One warning, nothing raises, and what was written before is there."""
+    path = tmp_path / "m.tensors.h5"
+    if moment == "resume":
+        first = TensorStore(path, configuration={})
+        first.write(record(0, raw(torch.tensor([1]))))
+        first.close()
+    opened = TensorStore(path, configuration={}, resume_from=1 if moment == "resume" else None)
+    if moment in {"append", "close"}:
+        opened.write(record(0, raw(torch.tensor([1]))))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    if moment != "close":
+        opened.write(record(1, raw(torch.tensor([2]))))
+        opened.write(record(2, raw(torch.tensor([3]))))
+    opened.close()
+    assert opened.failed
+    assert ["the disk is full" in message for message in caplog.messages] == [True]
+    monkeypatch.undo()
+    assert (list(content(path)) if moment != "creation" else []) == ([] if moment == "creation" else [("activation", "fc", 0, 0)])
+    assert not layout.temporary_path(path).exists()
+
+
+def test_space_for_the_tensors_themselves_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for HDF5's bookkeeping and not for the tensor is full."""
+    opened = TensorStore(tmp_path / "m.tensors.h5", configuration={})
+    opened.write(record(0, raw(torch.zeros(1))))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 * 2**20))
+    opened.write(record(1, raw(torch.zeros(1))))
+    assert not opened.failed
+    opened.write(record(2, raw(torch.zeros(1 << 20))))
+    assert opened.failed
+
+
+def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a write runs into is one warning."""
+    opened = TensorStore(tmp_path / "m.tensors.h5", configuration={})
+    opened.write(record(0, raw(torch.tensor([1]))))
+    opened.write(record(1, raw("no tensor")))  # type: ignore[arg-type]
+    opened.write(record(2, raw(torch.tensor([3]))))
+    opened.close()
+    assert opened.failed
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert list(content(tmp_path / "m.tensors.h5")) == [("activation", "fc", 0, 0)]
+
+
+# ------------------------------------------------------------------ processes that are killed, and disks that fill up
+
+# Both files of a run; says each step once it is written.
+WRITER = """
+import torch
+from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.sinks import layout, writer
+from lightning_module_monitor.sinks.tensors import TensorStore
+if sys.argv[2] == "unguarded":
+    writer.require_space = lambda *_: None
+store = Store(path, configuration={"by": "writer"})
+tensors = TensorStore(layout.tensors_path(path), configuration={"by": "writer"})
+for step in range(int(sys.argv[3])):
+    values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[4]),), step, dtype=torch.bfloat16)) for i in range(3)]
+    record = Record(step, {"monitor/errors": 0.0}, values)
+    store.write(record)
+    tensors.write(record)
+    if not tensors.failed:
+        print(step, flush=True)
+store.close()
+tensors.close()
+print("trained to the end")
+"""
+
+
+def assert_written(path: Path, last_step: int, size: int) -> None:
+    """Every tensor of every step up to the last reported one is there; at most one step more."""
+    store = load_store(path)
+    steps = sorted({one.step for one in store.tensors()})
+    assert steps == list(range(len(steps)))
+    assert last_step < len(steps) <= last_step + 2
+    for step in steps:
+        for site in ("fc0", "fc1", "fc2"):
+            value = store.tensor("activation", site, step)
+            assert torch.equal(value, torch.full((size,), step, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+@pytest.mark.parametrize("size", [5, 100_000])
+def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
+    """Killed at any moment: readable at once, as plain HDF5 after a repair, and gone on in by the resumed run."""
+    for number in range(3):
+        path = tmp_path / f"m{number}.h5"
+        process = start(WRITER, path, "guarded", 100_000, size)
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
+        process.send_signal(signal.SIGKILL)
+        rest, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors
+        last_step = int((first + rest).rpartition("\n")[0].split()[-1])
+        assert_written(path, last_step, size)
+        if number == 0:
+            load_store(path).repair()
+            assert not is_in_use(layout.tensors_path(path))
+            assert_written(path, last_step, size)
+            with h5py.File(layout.tensors_path(path)) as file:
+                assert len(file["tensors"]) > 3 * last_step
+        cut = last_step // 2 + 1
+        run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)
+        assert_written(path, cut, size)
+
+
+@pytest.mark.parametrize("guard", ["guarded", "unguarded"])
+def test_a_disk_that_really_fills_up(small_disk: Path, guard: str) -> None:
+    """One warning a file at most, the process ends with status 0, and all that was written can be read.
+
+    "unguarded": somebody else takes the last byte between the look at the free space and the write, so HDF5's write fails.
+    """
+    process = start(WRITER, small_disk / "m.h5", guard, 60, 50_000)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert output.endswith("trained to the end\n")
+    assert errors.count("tensors.h5 stops here") == 1, errors
+    assert errors.count("\n") == errors.count("The store") <= 2
+    assert_written(small_disk / "m.h5", int(output.split("\n")[-3]), 50_000)
