@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
 
 Options = dict[str, Any]
@@ -53,6 +53,8 @@ def build(options: Options) -> ModuleMonitorCallback:
         options = {**options, "rules": [Rule(**one) if isinstance(one, dict) and "kinds" in one else one for one in rules]}
     if isinstance(flow := options.get("gradient_flow"), dict):
         options = {**options, "gradient_flow": GradientFlow(**flow)}
+    if isinstance(options.get("capture"), dict):
+        options = {**options, "capture": Capture(**options["capture"])}
     return ModuleMonitorCallback(**options)
 
 
@@ -155,6 +157,29 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "thresholds of gradient_flow": (flow(thresholds=[2, 0.5]), ("gradient_flow.thresholds is [2", "expected two numbers", "e.g. [0.5, 2]")),
     "one threshold of gradient_flow": (flow(thresholds=[2.0]), ("gradient_flow.thresholds is [2.0]", "expected two numbers")),
     "gradient_flow is a text": ({"gradient_flow": "model"}, ("gradient_flow is a str", "expected a GradientFlow")),
+    "capture of a kind": (
+        {"capture": {"sites": "model", "steps": 0, "kinds": ["activation", "gradeint"]}},
+        ("capture.kinds 'gradeint'", "expected activation, activation_gradient", "nearest: 'gradient'"),
+    ),
+    "capture of a site": (
+        {"capture": {"sites": "modle.0", "steps": [0]}},
+        ("capture.sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",),
+    ),
+    "capture of a parameter": (
+        {"capture": {"sites": "model.0.wieght", "steps": [0], "kinds": "parameter"}},
+        ("capture.sites 'model.0.wieght' matches none of 4 parameter names; nearest: 'model.0.weight'",),
+    ),
+    "capture at no step": ({"capture": {"sites": "model", "steps": []}}, ("capture.steps is empty", "e.g. [0, 100]")),
+    "capture at a negative step": (
+        {"capture": {"sites": "model", "steps": [-1]}},
+        ("capture.steps lists -1", "expected step numbers >= 0"),
+    ),
+    "capture at no site": ({"capture": {"sites": [], "steps": 0}}, ("capture.sites is empty", "e.g. 'model.head'")),
+    "capture that is none": ({"capture": "model.head"}, ("capture is a str", "expected a Capture, e.g. Capture(sites=")),
+    "capture without a store": (
+        {"capture": {"sites": "model", "steps": 0}, "store": False},
+        ("capture is given, and store is false", "expected a store"),
+    ),
     "stage": (
         {"stages": ["train", "validation"]},
         ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'"),
@@ -190,6 +215,7 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
     *("progress_bar alone", "max_logged_keys"),
     *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
     *("norm of gradient_flow", "thresholds of gradient_flow"),
+    *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),
 ]
 
 
@@ -251,6 +277,8 @@ def test_a_wrong_value_is_refused_through_the_cli(case: str, tmp_path: Path) -> 
         ({"every_n_step": 5}, "Option 'every_n_step' is not accepted"),
         (rule(statistic="rms"), "Option 'statistic' is not accepted"),
         (flow(threshold=[1, 2]), "threshold"),
+        ({"capture": {"site": "model", "steps": [0]}}, "Option 'site' is not accepted"),
+        ({"capture": {"sites": "model", "steps": "often"}}, "often"),
         ({"every_n_steps": True}, "Given value: True"),
         ({"prefix": 3}, "Expected a <class 'str'>. Got value: 3"),
         ({"max_logged_keys": "many"}, "Expected a <class 'int'>. Got value: many"),

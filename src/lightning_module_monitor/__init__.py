@@ -1,23 +1,29 @@
 """See inside a model while it trains: one Lightning callback, or the same engine in any loop."""
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
-from lightning_module_monitor.config import GradientFlow, Rule
+from lightning_module_monitor.config import Capture, GradientFlow, Rule
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
 from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
+from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 
 __all__ = [
     "STATISTICS",
+    "Capture",
+    "Event",
     "GradientFlow",
     "GradientGainMonitor",
     "ModuleMonitor",
     "ModuleMonitorCallback",
     "Record",
     "Rule",
+    "Stash",
     "Statistic",
     "StorageManager",
+    "Tracker",
     "load_store",
+    "track",
 ]

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import GradientFlow, Rule, as_tuple, parse_patterns
+from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, parse_patterns
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.modules.hooks import HookSet
@@ -27,7 +27,7 @@ from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.schedule import Schedule, parse_schedule
-from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
@@ -74,6 +74,7 @@ class ModuleMonitorCallback(Callback):
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
+        capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
         progress_bar: Whether the progress bar shows those keys.
@@ -94,6 +95,7 @@ class ModuleMonitorCallback(Callback):
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
         gradient_flow: GradientFlow | None = None,
+        capture: Capture | None = None,
         store: bool | str = True,
         callback_metrics: str | list[str] | None = None,
         progress_bar: bool = False,
@@ -112,10 +114,10 @@ class ModuleMonitorCallback(Callback):
         self._dry_run = dry_run
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self.last_record: Record | None = None
-        """The newest record."""
+        """The newest record, without its raw tensors."""
         self.store_path: str | None = None
         """Where the store of this run is, once something was recorded."""
-        self._store: Store | None = None
+        self._files: RunFiles | None = None
         self._loggers: LoggerSink | None = None
         self._last_trainer: weakref.ref[Trainer] | None = None
         self._reset()
@@ -126,6 +128,7 @@ class ModuleMonitorCallback(Callback):
                 logger=_messages,
                 rules=rules,
                 gradient_flow=gradient_flow,
+                capture=capture,
                 exclude=exclude,
                 module=module,
                 prefix=prefix,
@@ -135,13 +138,13 @@ class ModuleMonitorCallback(Callback):
             self._cadence = parse_schedule(every_n_steps, "every_n_steps")
             self._stages = _parse_stages(stages)
             self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
-            self._check_options()
+            self._check_options(captures=capture is not None)
         except ConfigError as error:
             # Raised in `setup`, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own:
             # it tries every type that a callback may have, and prints what was wrong with each.
             self._refusal = error
 
-    def _check_options(self) -> None:
+    def _check_options(self, captures: bool) -> None:
         for name, value in (("progress_bar", self._progress_bar), ("dry_run", self._dry_run)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
@@ -150,6 +153,8 @@ class ModuleMonitorCallback(Callback):
         if not isinstance(self._max_logged_keys, int) or self._max_logged_keys < 1:
             raise ConfigError(f"max_logged_keys is {self._max_logged_keys!r}; expected a number >= 1.")
         _check_store(self._store_option)
+        if captures and self._store_option is False:
+            raise ConfigError("capture is given, and store is false; expected a store: raw tensors are written to a file beside it.")
 
     def _reset(self) -> None:
         """Forget the run before: the same callback may serve several."""
@@ -212,7 +217,8 @@ class ModuleMonitorCallback(Callback):
         if is_overridden("configure_model", pl_module, LightningModule):
             self._set_module(trainer, pl_module)
         if self._dry_run:
-            print(forecast(self.monitor.plan(), self.monitor.planned_keys(), self._cadence, trainer.max_steps))
+            keys, captured = self.monitor.planned_keys(), self.monitor.capture_plan()
+            print(forecast(self.monitor.plan(), keys, self._cadence, trainer.max_steps, captured))
         else:
             _messages.info(self._announcement())
 
@@ -364,8 +370,11 @@ class ModuleMonitorCallback(Callback):
         plan = self.monitor.plan()
         keys = len(self.monitor.planned_keys())
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
-        return f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} keys a step, {self._cadence}." + (
-            f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
+        captured = self.monitor.capture_plan()
+        return (
+            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} keys a step, {self._cadence}."
+            + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
+            + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )
 
     def _rolls_up(self) -> bool:
@@ -393,26 +402,27 @@ class ModuleMonitorCallback(Callback):
         """Give a record to every sink."""
         if record is None:
             return
-        self.last_record = record
+        # Raw tensors are for the file, and may be large.
+        self.last_record = dataclasses.replace(record, tensors=())
         if self._loggers is None:
             self._loggers = LoggerSink(trainer.loggers, self._rolls_up(), self._callback_metrics, _messages)
-        if self._store is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
-            self._store = self._open_store(trainer)
-        if self._store is not None:
-            self._store.write(record)
-            self.store_path = str(self._store.path)
+        if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
+            self._files = self._open_files(trainer)
+        if self._files is not None:
+            self._files.write(record)
+            self.store_path = str(self._files.path)
         self._loggers.write(record)
         if self._callback_metrics:
             CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
 
-    def _open_store(self, trainer: Trainer) -> Store:
-        """The store of this run: the one that it goes on in, without the steps that are run again, or a new one."""
+    def _open_files(self, trainer: Trainer) -> RunFiles:
+        """The store of this run, and what is beside it: the one that it goes on in, without the steps that are run again, or a new one."""
         path, resume_from = self._new_store_path(trainer), None
         if self.store_path is not None:
             # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
             cut = self._first_step if self._runs_steps_again else None
             path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
-        return Store(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
+        return RunFiles(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
@@ -433,9 +443,9 @@ class ModuleMonitorCallback(Callback):
         self._in_step = False
         self.monitor.close()
         self._loggers = None
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
 
 def _step(trainer: Trainer) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.kinds import CAPTURED, KINDS
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
@@ -76,6 +76,23 @@ class ParsedGradientFlow:
     blocks: str | tuple[str, ...]
     norm: str
     thresholds: Thresholds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Which raw tensors to write to a file beside the store, and at which steps.
+
+    Attributes:
+        sites: Pattern or patterns (``re.fullmatch``) of names of modules and of parameters: ``head`` is that module's output, ``head.*``
+            its parameters, too.
+        steps: One optimizer step or several.
+        kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
+            ``gradient_before_clip``, ``update``.
+    """
+
+    sites: str | list[str]
+    steps: int | list[int]
+    kinds: str | list[str] = field(default_factory=lambda: ["activation", "activation_gradient", "parameter", "gradient"])
 
 
 @dataclass(frozen=True)
@@ -180,6 +197,32 @@ def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
             f"{label} is {thresholds!r}; expected two numbers, damping below the first, amplifying above the second, e.g. [0.5, 2]."
         )
     return Thresholds(*map(float, values))
+
+
+def parse_capture(capture: Capture) -> ParsedRule:
+    """Check what is to be captured: a rule that wants the tensors themselves, and no statistic of them.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+    """
+    if not isinstance(capture, Capture):
+        raise ConfigError(f"capture is a {type(capture).__name__}; expected a Capture, e.g. Capture(sites='model.head', steps=[0, 100]).")
+    kinds = _not_empty(capture.kinds, "capture.kinds", "activation")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in CAPTURED:
+            expected = f"expected {', '.join(CAPTURED)}{nearest(str(kind), CAPTURED)}"
+            raise ConfigError(f"capture.kinds {kind!r} is no kind of tensor that can be captured; {expected}")
+    return ParsedRule(
+        label="capture",
+        kinds=kinds,
+        sites=parse_patterns(_not_empty(capture.sites, "capture.sites", "'model.head'"), "capture.sites"),
+        exclude=(),
+        types=None,
+        leaf_modules=False,
+        statistics={},
+        functions=(),
+        schedule=parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps"),
+    )
 
 
 def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re.Pattern[str], ...]:

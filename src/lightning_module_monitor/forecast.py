@@ -12,7 +12,7 @@ from lightning_module_monitor.statistics.moments import Moments
 BYTES_PER_VALUE = 8
 
 
-def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: int) -> str:
+def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: int, captured: Plan | None = None) -> str:
     """The plan as a text: sites x statistics by kind, keys, bytes of the table, and of the store.
 
     Args:
@@ -20,6 +20,7 @@ def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: in
         keys: Every key of such a step.
         cadence: When the monitor's rules are due.
         max_steps: The trainer's; negative if it has no limit.
+        captured: Of what raw tensors are captured.
 
     Returns:
         Lines to print.
@@ -44,6 +45,11 @@ def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: in
         lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")
     else:
         lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({cadence}; max_steps is not set)")
+    if captured is not None:
+        kinds = Counter(watch.kind for watch in captured.watches())
+        wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
+        size = _in_bytes(sum(_num_bytes(one) * len(one.watches) for one in captured.parameters))
+        lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
 
 

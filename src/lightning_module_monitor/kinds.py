@@ -31,3 +31,6 @@ KINDS = {
     )
 }
 """Kind by name, in the order in which their keys are listed."""
+
+CAPTURED = ("activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update")
+"""The kinds whose tensors can be captured as they are."""

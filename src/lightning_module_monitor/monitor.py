@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,15 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import GradientFlow, Rule, as_tuple, default_rules, parse_gradient_flow, parse_patterns, parse_rule
+from lightning_module_monitor.config import (
+    Capture,
+    GradientFlow,
+    Rule,
+    as_tuple,
+    default_rules,
+    parse_capture,
+    parse_gradient_flow,
+    parse_patterns,
+    parse_rule,
+)
 from lightning_module_monitor.errors import ConfigError, MonitorError
 from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe
-from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, Record, fit_for_loggers
+from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -39,12 +51,11 @@ class Due(NamedTuple):
 class Window:
     """The time in which one step, or one validation loop, is observed: its probes and what they saw."""
 
-    def __init__(self, step: int, stage: str, observation: Observation, parameters: ParameterProbe, others: Sequence[Probe]) -> None:
+    def __init__(self, step: int, stage: str, observation: Observation, probes: Sequence[Probe]) -> None:
         self.step = step
         self.stage = stage
         self.observation = observation
-        self.parameters = parameters
-        self.probes = (parameters, *others)
+        self.probes = probes
 
     def set_open(self, is_open: bool) -> None:
         """Whether what happens from now on is observed."""
@@ -83,6 +94,7 @@ class ModuleMonitor:
         logger: Where problems and late keys are said.
         rules: What to watch; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is watched, in every step that ``monitor_step_fn`` picks.
+        capture: Which raw tensors the records of which steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         prefix: Put before every key.
@@ -102,6 +114,7 @@ class ModuleMonitor:
         *,
         rules: Rule | Sequence[Rule] | None = (),
         gradient_flow: GradientFlow | None = None,
+        capture: Capture | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
         prefix: str = "",
@@ -124,6 +137,7 @@ class ModuleMonitor:
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
+        self._capture = None if capture is None else parse_capture(capture)
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
         self._module: nn.Module | None = None
@@ -157,6 +171,8 @@ class ModuleMonitor:
             for kind in sites.check(rule):
                 self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
+        if self._capture is not None:
+            sites.check(self._capture)
         self._module, self._sites = module, sites
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
@@ -191,7 +207,7 @@ class ModuleMonitor:
 
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
-        return bool(self._rules) or self._gradient_flow is not None
+        return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key that is known before the first step, those of all rules together.
@@ -205,11 +221,17 @@ class ModuleMonitor:
         """What is watched when every rule is due."""
         return self._plan(self._everything(), TRAIN)
 
+    def capture_plan(self) -> Plan | None:
+        """Where raw tensors are captured; ``None`` if none are."""
+        if self._capture is None or self._sites is None:
+            return None
+        return self._sites.plan([self._capture])
+
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
-        """Whether anything is due in a step."""
-        return any(self._due(step))
+        """Whether any rule is due in a step, or tensors are captured in it."""
+        return any(self._due(step)) or self._is_captured(step)
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -230,10 +252,10 @@ class ModuleMonitor:
         self.abandon()
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due = self._due(step)
-        if any(due):
-            self._open(self._plan(due, TRAIN), step, TRAIN)
-        return any(due)
+        due, is_captured = self._due(step), self._is_captured(step)
+        if any(due) or is_captured:
+            self._open(self._plan(due, TRAIN), step, TRAIN, self.capture_plan() if is_captured else None)
+        return any(due) or is_captured
 
     def begin_backward(self) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -256,21 +278,16 @@ class ModuleMonitor:
         Args:
             before_clip: Whether they are about to be clipped; they get keys of their own then.
         """
-        if self._window is not None and not self._silenced:
-            with self._guard("gradients", self._window.observation):
-                self._window.parameters.see_gradients("gradient_before_clip" if before_clip else "gradient")
+        kind = "gradient_before_clip" if before_clip else "gradient"
+        self._tell("gradients", lambda probe: probe.see_gradients(kind))
 
     def monitor_parameters(self) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them."""
-        if self._window is not None and not self._silenced:
-            with self._guard("parameters", self._window.observation):
-                self._window.parameters.see_parameters()
+        self._tell("parameters", lambda probe: probe.see_parameters())
 
     def monitor_updates(self) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise."""
-        if self._window is not None and not self._silenced:
-            with self._guard("updates", self._window.observation):
-                self._window.parameters.see_updates()
+        self._tell("updates", lambda probe: probe.see_updates())
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
@@ -422,6 +439,9 @@ class ModuleMonitor:
             self._report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
             return Due((), gradient_flow=False)
 
+    def _is_captured(self, step: int) -> bool:
+        return self._capture is not None and self._capture.schedule(step)
+
     def _plan(self, due: Due, stage: str) -> Plan:
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) first.")
@@ -431,13 +451,19 @@ class ModuleMonitor:
             plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
         return plan
 
-    def _open(self, plan: Plan, step: int, stage: str) -> None:
+    def _open(self, plan: Plan, step: int, stage: str, captured: Plan | None = None) -> None:
         assert self._sites is not None
         observation = Observation(self._trouble)
-        probes: list[Probe] = [ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)]
+        probes: list[Probe] = [
+            ParameterProbe(plan.parameters, observation),
+            ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once),
+        ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
-        self._window = Window(step, stage, observation, ParameterProbe(plan.parameters, observation), probes)
+        if captured is not None:
+            report = functools.partial(self._not_captured, observation)
+            probes.append(CaptureProbe(captured.modules, captured.parameters, self._sites.output_name, report))
+        self._window = Window(step, stage, observation, probes)
         self._set_open()
         for probe in self._window.probes:
             probe.attach()
@@ -446,18 +472,30 @@ class ModuleMonitor:
         if self._window is not None:
             self._window.set_open(not self._silenced)
 
+    def _tell(self, what: str, tell: Callable[[Probe], None]) -> None:
+        """Tell every probe of a moment of the step; an error in one keeps it from no other."""
+        if self._window is not None and not self._silenced:
+            for probe in self._window.probes:
+                with self._guard(what, self._window.observation):
+                    tell(probe)
+
     def _finish(self) -> Record:
         """Close the window and finish what it saw."""
         assert self._window is not None
         window, self._window = self._window, None
-        window.close()
+        tensors: list[RawTensor] = []
+        try:
+            with self._guard("raw tensors", window.observation):
+                tensors = [raw for probe in window.probes for raw in probe.tensors()]
+        finally:
+            window.close()
         values: dict[str, float] = {}
         with self._guard("values", window.observation):
             values = window.observation.collect()
             for probe in window.probes:
                 probe.derive(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
-        record = Record(window.step, values)
+        record = Record(window.step, values, tensors)
         self.storage.add(record)
         return record
 
@@ -479,6 +517,10 @@ class ModuleMonitor:
     def _trouble(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
         message = f"{watch.kind} {watch.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
         self._report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")
+
+    def _not_captured(self, observation: Observation, what: str, error: Exception) -> None:
+        observation.num_errors += 1
+        self._report(f"{what} could not be captured ({type(error).__name__}: {error}).", error, f"capture {type(error).__name__}")
 
     def _report(self, message: str, error: Exception, once: str = "") -> None:
         if self._on_error == "raise":

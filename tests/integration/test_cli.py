@@ -250,6 +250,28 @@ def test_store_is_off_on_or_at_a_path() -> None:
     assert stored[-1] == callback.last_record.values["activation/model.0/rms"]
 
 
+@pytest.mark.parametrize(
+    ("capture", "expected"),
+    [
+        (
+            {"sites": r"model\.0.*", "steps": [0, 3]},
+            [(kind, f"model.0{name}", step) for step in (0, 3) for kind, name in [("activation", ""), ("activation_gradient", ""),
+             ("parameter", ".weight"), ("parameter", ".bias"), ("gradient", ".weight"), ("gradient", ".bias")]],
+        ),
+        (
+            {"sites": ["model", r"model\.2"], "steps": 2, "kinds": "activation"},
+            [("activation", "model.2", 2), ("activation", "model", 2)],
+        ),
+    ],
+)  # fmt: skip
+def test_capture(capture: dict[str, Any], expected: list[tuple[str, str, int]]) -> None:
+    """One or several sites, steps and kinds; the tensors are beside the store."""
+    callback = fit_with(every_n_steps=10, rules=[rule()], capture=capture)
+    store = load_store(callback.store_path or "")
+    assert [(one.kind, one.site, one.step) for one in store.tensors()] == expected
+    assert Path("monitor.tensors.h5").exists()
+
+
 def test_stages() -> None:
     """With ``validate`` the record of the validation loop has keys under validation/..., and nothing else."""
     callback = fit_with(every_n_steps=1, rules=[rule(kinds=["activation", "gradient"])], stages=["train", "validate"])
@@ -327,6 +349,7 @@ FULL: dict[str, Any] = {
         {"kinds": "gradient", "functions": {"own": f"{__name__}.kurtosis"}, "aggregate": "torch.median"},
     ],
     "gradient_flow": {"blocks": ["model.0", "model.2"], "norm": "linf", "thresholds": [0.25, 4.0]},
+    "capture": {"sites": ["model", r"model\.0.*"], "steps": [0, 3], "kinds": ["activation", "gradient"]},
     "store": "some/run.h5",
     "callback_metrics": ["update/.*/ratio"],
     "progress_bar": True,

@@ -18,8 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.config import KINDS
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.kinds import CAPTURED, KINDS
 from lightning_module_monitor.statistics import table
 
 EVERYTHING = [
@@ -36,6 +36,9 @@ FLOWS = {
     "outputs": GradientFlow(blocks="model.(tuple|list|dict|dataclass|named|nested|lstm|integer|complex|empty|head)"),
 }
 """Blocks of the models of the zoo, chosen in all ways."""
+
+CAPTURE = Capture(sites=".*", steps=list(range(1, 30, 4)), kinds=list(CAPTURED))
+"""All raw tensors there are, at steps that no rule is due at, too."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -58,7 +61,9 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         seed()
         module = Classifier(model)
         keep = KeepLosses()
-        callback = ModuleMonitorCallback(every_n_steps=2, rules=EVERYTHING, gradient_flow=FLOWS[model], stages=["train", "validate"])
+        callback = ModuleMonitorCallback(
+            every_n_steps=2, rules=EVERYTHING, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
+        )
         options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 4} | WAYS[way]
         run = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
         run.fit(module, loader(shuffle=True), loader(8))
@@ -107,7 +112,8 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         model = Classifier(name)
         transfers.clear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ModuleMonitor(rules=EVERYTHING[:2], gradient_flow=FLOWS[name]) as monitor:
+        capture = Capture(sites=".*", steps=0, kinds=list(CAPTURED))
+        with ModuleMonitor(rules=EVERYTHING[:2], gradient_flow=FLOWS[name], capture=capture) as monitor:
             monitor.set_module(model)
             x, y = next(iter(loader()))
             with NoHostReads():
@@ -126,6 +132,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         assert record is not None
         assert len(record.values) > 200
         assert record.values["gradient_flow/_summary_/max_gain"] > 0
+        assert len(record.tensors) > 30
         assert len(transfers) == 1
 
 
@@ -201,7 +208,9 @@ def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
     module = Classifier("cnn")
     plain = Classifier("cnn")
     trainer(tmp_path, []).fit(plain, loader(), loader(8))
-    callback = ModuleMonitorCallback(every_n_steps=1, rules=EVERYTHING, gradient_flow=FLOWS["cnn"], stages=["train", "validate"])
+    callback = ModuleMonitorCallback(
+        every_n_steps=1, rules=EVERYTHING, gradient_flow=FLOWS["cnn"], capture=CAPTURE, stages=["train", "validate"]
+    )
     run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
     if how == "exception":
         with pytest.raises(RuntimeError, match="on purpose"):

@@ -13,14 +13,19 @@ from torchmetrics import MeanMetric
 
 from lightning_module_monitor import (
     STATISTICS,
+    Capture,
+    Event,
     GradientFlow,
     GradientGainMonitor,
     ModuleMonitor,
     ModuleMonitorCallback,
     Record,
     Rule,
+    Stash,
     Statistic,
+    Tracker,
     load_store,
+    track,
 )
 from lightning_module_monitor.statistics.moments import Need
 
@@ -43,6 +48,7 @@ def callback() -> Trainer:
         exclude=[".*dropout.*"],
         rules=rules,
         gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
+        capture=Capture(sites="model.head", steps=[0, 100], kinds=["activation", "gradient"]),
         store="run.h5",
         callback_metrics=["update/.*"],
         progress_bar=True,
@@ -87,3 +93,23 @@ def read(path: str) -> NDArray[np.float64]:
     """The store."""
     steps, values = load_store(path).series("gradient/fc.weight/norm")
     return values[steps > 10]
+
+
+def raw(path: str) -> list[Tensor]:
+    """What was captured."""
+    store = load_store(path)
+    return [store.tensor(one.kind, one.site, one.step, call=one.call) for one in store.tensors(kind="activation", step=0)]
+
+
+def tracked(model: nn.Module) -> Tracker:
+    """Raw tensors in a list."""
+
+    def keep(event: Event) -> Stash:
+        return Stash(event.name, event.type, event.grad, None)
+
+    with track(model, include="attention", stash=keep, max_bytes=10**9) as tracker:
+        model(torch.ones(1))
+    first: Stash = tracker[0]
+    assert not first.grad
+    tracker.to_frame(torch.linalg.vector_norm, stat_name="norm")
+    return tracker

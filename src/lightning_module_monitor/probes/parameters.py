@@ -40,7 +40,7 @@ class ParameterProbe(Probe):
         before, self._before = self._before, []
         self.observation.observe_base((watch, copy) for watch, _site, copy in before)
         self.observation.observe_all(
-            (watch, _difference(parameter.detach(), copy)) for watch, site, copy in before if (parameter := site.tensor()) is not None
+            (watch, difference(parameter.detach(), copy)) for watch, site, copy in before if (parameter := site.tensor()) is not None
         )
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class ParameterProbe(Probe):
                 yield watched.site, watch, parameter
 
 
-def _difference(after: Tensor, before: Tensor) -> Tensor:
+def difference(after: Tensor, before: Tensor) -> Tensor:
     """``after - before`` in the place of ``before``; of half-precision tensors in float32, which does not round it again."""
     if after.dtype in (torch.float32, torch.float64):
         return torch.sub(after, before, out=before)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
+from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
@@ -42,8 +43,25 @@ class Probe:
     def end_backward(self) -> None:
         """The backward pass of the loss is over."""
 
+    def see_parameters(self) -> None:
+        """The parameters are about to be moved."""
+
+    def see_gradients(self, kind: str) -> None:
+        """The gradients of the parameters are there.
+
+        Args:
+            kind: ``gradient_before_clip``, or ``gradient`` where they are about to be used.
+        """
+
+    def see_updates(self) -> None:
+        """The parameters have been moved."""
+
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
+
+    def tensors(self) -> list[RawTensor]:
+        """The step is over: the raw tensors of it that are wanted, on the host. Before :meth:`close`."""
+        return []
 
     def close(self) -> None:
         """Take every hook off and forget every tensor; a second call does no harm."""

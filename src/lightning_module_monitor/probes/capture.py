@@ -1,0 +1,199 @@
+"""Raw tensors of a step, copied as they come, brought to the host at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.probes.parameters import difference
+from lightning_module_monitor.probes.probe import Probe, WatchedModule, WatchedParameter
+from lightning_module_monitor.record import RawTensor
+
+
+class CaptureProbe(Probe):
+    """Copies the tensors of a step that are wanted as they are: on their own device, of any dtype.
+
+    Calls of a module are numbered over the whole step, in the order of its forward passes; a gradient gets the number of the output
+    that it is of. What checkpointing computes again is no further call.
+
+    Args:
+        modules: The modules whose outputs, or their gradients, are wanted.
+        parameters: The parameters that are wanted, or their gradients or updates.
+        output_name: Names further outputs, from the module's site and the path.
+        report: Told of what could not be copied, in words, and why.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[WatchedModule],
+        parameters: Sequence[WatchedParameter],
+        output_name: Callable[[str, Path], str],
+        report: Callable[[str, Exception], None],
+    ) -> None:
+        self._modules = modules
+        self._parameters = parameters
+        self._output_name = output_name
+        self._report = report
+        self._module_hooks = HookSet()
+        self._tensor_hooks = HookSet()
+        self._num_calls: Counter[str] = Counter()
+        """By name of the output."""
+        self._unhooked: defaultdict[str, list[int]] = defaultdict(list)
+        """Calls whose output got no hook for its gradient: reentrant checkpointing may run them again."""
+        self._repeated: list[_Awaited] = []
+        """Outputs of the stretch that is being run again, of which it is not yet known which calls they repeat."""
+        self._counts_gradients = True
+        """Whether gradients that arrive now count: not those of an inner ``autograd.grad``."""
+        self._before: list[tuple[ParameterSite, Tensor]] = []
+        self._kept: list[RawTensor] = []
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        for watched in self._modules:
+            self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+
+    def begin_backward(self) -> None:
+        """Gradients that arrive from now on count."""
+        self._counts_gradients = True
+
+    def end_backward(self) -> None:
+        """Gradients that arrive from now on, of an inner ``autograd.grad``, do not count."""
+        self._counts_gradients = False
+
+    def see_parameters(self) -> None:
+        """Copy the parameters, also those whose update is wanted."""
+        for site, parameter in self._wanted("parameter"):
+            self._keep("parameter", site.name, 0, parameter)
+        self._before = [(site, _copy(parameter)) for site, parameter in self._wanted("update")]
+
+    def see_gradients(self, kind: str) -> None:
+        """Copy the gradients that there are."""
+        for site, parameter in self._wanted(kind):
+            if parameter.grad is not None:
+                self._keep(kind, site.name, 0, parameter.grad)
+
+    def see_updates(self) -> None:
+        """Keep parameter now minus parameter before; of a half-precision one in float32."""
+        before, self._before = self._before, []
+        for site, copy in before:
+            parameter = site.tensor()
+            if parameter is not None:
+                self._kept.append(RawTensor("update", site.name, 0, difference(parameter.detach(), copy)))
+
+    def end_micro_batch(self) -> None:
+        """Forget the outputs of the micro-batch that is over."""
+        self._tensor_hooks.close()
+        self._unhooked.clear()
+        self._repeated.clear()
+
+    def tensors(self) -> list[RawTensor]:
+        """What was kept, on the host; in the order in which it came."""
+        return [dataclasses.replace(raw, value=raw.value.to("cpu")) for raw in self._kept]
+
+    def close(self) -> None:
+        """Take every hook off and forget every tensor."""
+        self._module_hooks.close()
+        self.end_micro_batch()
+        self._before, self._kept = [], []
+
+    def see_outputs(self, watched: WatchedModule, output: object) -> None:
+        """A module was called: copy every tensor of its output, and look out for their gradients."""
+        try:
+            for path, tensor in named_tensors(output):
+                name = watched.site.name if is_first(path) else self._output_name(watched.site.name, path)
+                self._see_output(watched, name, tensor)
+        except MonitorError:
+            raise
+        except Exception as error:
+            # An output that cannot be taken apart or copied is no reason for training to end.
+            self._report(f"The output of {watched.site.name!r}", error)
+
+    def _see_output(self, watched: WatchedModule, name: str, tensor: Tensor) -> None:
+        is_repeated = torch._C._current_graph_task_id() != -1
+        if not is_repeated:
+            call = self._num_calls[name]
+            self._num_calls[name] += 1
+            if "activation" in watched.watches:
+                self._keep("activation", name, call, tensor)
+            if tensor.requires_grad:
+                self._await_gradient(watched, tensor, _Awaited(name, call))
+            else:
+                self._unhooked[name].append(call)
+        elif tensor.requires_grad and self._unhooked[name]:
+            awaited = _Awaited(name)
+            self._repeated.append(awaited)
+            self._await_gradient(watched, tensor, awaited)
+
+    def _await_gradient(self, watched: WatchedModule, tensor: Tensor, awaited: _Awaited) -> None:
+        if "activation_gradient" in watched.watches:
+            self._tensor_hooks.add(tensor.register_hook(functools.partial(self._see_gradient, awaited)))
+
+    def _see_gradient(self, awaited: _Awaited, gradient: Tensor) -> None:
+        # Returns nothing: what a tensor hook returns replaces the gradient.
+        if not self._counts_gradients:
+            return
+        try:
+            self._number_repeated()
+            if awaited.call is not None:
+                self._keep("activation_gradient", awaited.name, awaited.call, gradient)
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._report(f"The gradient that arrived at the output of {awaited.name!r}", error)
+
+    def _number_repeated(self) -> None:
+        """Tell which calls were run again: stretches of the model are repeated from the last to the first, each from its beginning."""
+        by_name: defaultdict[str, list[_Awaited]] = defaultdict(list)
+        for awaited in self._repeated:
+            by_name[awaited.name].append(awaited)
+        self._repeated.clear()
+        for name, stretch in by_name.items():
+            calls = self._unhooked[name]
+            for awaited, call in zip(reversed(stretch), reversed(calls), strict=False):
+                awaited.call = call
+            del calls[-len(stretch) :]
+
+    def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
+        self._kept.append(RawTensor(kind, name, call, _copy(tensor)))
+
+    def _wanted(self, kind: str) -> Iterator[tuple[ParameterSite, Tensor]]:
+        for watched in self._parameters:
+            parameter = watched.site.tensor() if kind in watched.watches else None
+            if parameter is not None:
+                yield watched.site, parameter
+
+
+class _ForwardHook(ForwardHook):
+    """Called after a module's forward. Returns nothing: what a forward hook returns replaces the output."""
+
+    def __init__(self, probe: CaptureProbe, watched: WatchedModule) -> None:
+        self._probe = probe
+        self._watched = watched
+
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        if self._probe.is_open:
+            self._probe.see_outputs(self._watched, output)
+
+
+@dataclasses.dataclass
+class _Awaited:
+    """A gradient that may yet arrive."""
+
+    name: str
+    call: int | None = None
+    """``None`` where that is not known yet."""
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the same device that belongs to nobody else; of a sparse tensor with its zeros."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,0 +1,263 @@
+"""``capture`` in a real Trainer: what is read back is what was there, through accumulation, kills of the run, and resumed runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, loader, seed, trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
+
+LAYER = "model.layers.0"
+KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
+
+
+class Truth(Callback):
+    """Keeps the raw tensors of one layer at every step, in its own way."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, int, int], Tensor] = {}
+        self.calls = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle = pl_module.get_submodule(LAYER).register_forward_hook(self._look)
+        self.trainer = trainer
+
+    def _look(self, module: nn.Module, _args: object, output: Tensor) -> None:
+        if module.training:
+            step, call = self.trainer.global_step, self.calls
+            self.kept["activation", step, call] = output.detach().clone()
+            output.register_hook(lambda gradient: self.kept.__setitem__(("activation_gradient", step, call), gradient.clone()))
+            self.calls += 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        weight = pl_module.get_parameter(f"{LAYER}.weight")
+        assert weight.grad is not None
+        self.step = trainer.global_step
+        self.kept["parameter", self.step, 0] = weight.detach().clone()
+        self.kept["gradient_before_clip", self.step, 0] = weight.grad.clone()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
+        weight = pl_module.get_parameter(f"{LAYER}.weight")
+        if ("parameter", trainer.global_step - 1, 0) in self.kept and ("gradient", self.step, 0) not in self.kept:
+            assert weight.grad is not None
+            self.kept["gradient", self.step, 0] = weight.grad.clone()
+            before = self.kept["parameter", self.step, 0]
+            half = before.dtype in (torch.bfloat16, torch.float16)
+            self.kept["update", self.step, 0] = weight.detach().float() - before.float() if half else weight.detach() - before
+            self.calls = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle.remove()
+
+
+PRECISIONS: dict[str, torch.dtype] = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
+    """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
+    wish = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
+    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=wish), Truth()
+    seed()
+    # The short last group of ten batches too: 3, 3, 3 and 1.
+    run = trainer(tmp_path, [callback, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
+    run.fit(Classifier("mlp"), loader(40), loader(8))
+    store = load_store(callback.store_path or "")
+    expected = {key: value for key, value in truth.kept.items() if key[1] in (0, 2, 3)}
+    assert len(expected) == 3 * 4 + 2 * (3 + 3 + 1)
+    assert len(store.tensors()) == len(expected)
+    for (kind, step, call), value in expected.items():
+        back = store.tensor(kind, LAYER if "activation" in kind else f"{LAYER}.weight", step, call)
+        assert (back.dtype, back.shape) == (value.dtype, value.shape)
+        assert torch.equal(back.view(torch.uint8), value.view(torch.uint8)), (kind, step, call)
+    assert store.tensor("activation", LAYER, 0).dtype == PRECISIONS[precision]
+    norm = float(store.tensor("parameter", f"{LAYER}.weight", 0).double().norm())
+    assert store.series(f"parameter/{LAYER}.weight/norm")[1][0] == pytest.approx(norm, rel=1e-6)
+
+
+def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a rule: the steps of the capture are monitored, and what is captured is announced."""
+    callback = ModuleMonitorCallback(rules=[], capture=Capture(sites="model.layers.3.*", steps=[1, 3]))
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=6).fit(Classifier("mlp"), loader(), loader(8))
+    store = load_store(tmp_path / "monitor.h5")
+    assert store.keys() == ["monitor/errors"]
+    assert store.series("monitor/errors")[0].tolist() == [1, 3]
+    assert [(one.kind, one.site, one.step) for one in store.tensors()] == [
+        (kind, site, step)
+        for step in (1, 3)
+        for kind, site in [
+            ("activation", "model.layers.3"),
+            ("activation_gradient", "model.layers.3"),
+            ("parameter", "model.layers.3.weight"),
+            ("parameter", "model.layers.3.bias"),
+            ("gradient", "model.layers.3.weight"),
+            ("gradient", "model.layers.3.bias"),
+        ]
+    ]
+    assert any(message.endswith("Raw tensors of 1 modules, 2 parameters.") for message in caplog.messages)
+    assert callback.last_record is not None
+    assert callback.last_record.tensors == ()  # they may be large, and the callback lives on
+
+
+def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) -> None:
+    """Also in the middle of an accumulated step; what the callback never watches is not captured."""
+    wish = Capture(sites=".*", steps=[0, 1], kinds="activation")
+    callback = ModuleMonitorCallback(module="model.layers", exclude=".*3", capture=wish, stages=["train", "validate"])
+    run = trainer(tmp_path, [callback], accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=2, max_steps=2)
+    run.fit(Classifier("mlp"), loader(32), loader(8))
+    listed = load_store(tmp_path / "monitor.h5").tensors()
+    assert {one.site for one in listed} == {"model.layers", *(f"model.layers.{number}" for number in (0, 1, 2))}
+    assert {(one.step, one.call) for one in listed} == {(step, call) for step in (0, 1) for call in range(4)}
+    assert len(listed) == 4 * 8
+
+
+def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sites by kind, and what is known of the size; nothing is written."""
+    callback = ModuleMonitorCallback(rules=[], capture=Capture(sites="model.layers.0.*", steps=[0]), dry_run=True)
+    trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
+    # 6 x 16 weights and 16 biases of 4 bytes, themselves and their gradients.
+    assert (
+        "raw tensors beside the store (activation: 1 sites, activation_gradient: 1 sites, parameter: 2 sites, gradient: 2 sites): "
+        "896 B a step of parameters" in capsys.readouterr().out
+    )
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
+    """As the store."""
+    callback = ModuleMonitorCallback(capture=Capture(sites=".*", steps=0))
+    trainer(tmp_path, [callback], fast_dev_run=True).fit(Classifier("mlp"), loader(), loader(8))
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_a_second_run_has_its_own_files(tmp_path: Path) -> None:
+    """The first run's tensors are not touched."""
+    callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=0))
+    trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
+    before = (tmp_path / "monitor.tensors.h5").read_bytes()
+    trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
+    assert (tmp_path / "monitor.tensors.h5").read_bytes() == before
+    assert len(load_store(tmp_path / "monitor-2.h5").tensors()) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("monitor-2.h5", "monitor-2.tensors.h5", "monitor.h5", "monitor.tensors.h5"),
+    ]
+
+
+def test_a_test_after_the_fit_leaves_the_tensors(tmp_path: Path) -> None:
+    """A further loop of the same Trainer goes on in the same files."""
+    callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=[0, 3], kinds="activation"), stages=["train", "test"])
+    run = trainer(tmp_path, [callback], max_steps=4)
+    module = Classifier("mlp")
+    run.fit(module, loader(), loader(8))
+    run.test(module, loader(8), verbose=False)
+    assert [one.step for one in load_store(tmp_path / "monitor.h5").tensors()] == [0, 3]
+
+
+def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -> ModuleMonitorCallback:
+    """A run that saves a checkpoint every five steps."""
+    seed()
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], capture=Capture(**wish))
+    checkpoint = ModelCheckpoint(folder / f"to_{max_steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    run = trainer(folder, [callback, checkpoint], enable_checkpointing=True, max_steps=max_steps, max_epochs=-1)
+    run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
+    return callback
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    """Steps that are run again are taken out; the tensors are those of an uninterrupted run, to the last bit."""
+    wish = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
+    whole = fit(tmp_path / "whole", 20, **wish)
+    first = fit(tmp_path / "parts", 13, **wish)
+    second = fit(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt", **wish)
+    assert second.store_path == first.store_path
+    expected, resumed = load_store(whole.store_path or ""), load_store(second.store_path or "")
+    listed = [one[:6] for one in expected.tensors()]
+    assert [one[:6] for one in resumed.tensors()] == listed
+    assert {one[2] for one in listed} == {0, 4, 11, 12, 15}
+    for one in listed:
+        assert torch.equal(expected.tensor(*one[:4]), resumed.tensor(*one[:4])), one
+    assert sorted(path.name for path in (tmp_path / "parts").glob("*.h5")) == ["monitor.h5", "monitor.tensors.h5"]
+
+
+def test_a_resumed_run_that_captures_nothing_more_takes_out_what_it_runs_again(tmp_path: Path) -> None:
+    """The file has no tensor of a step that this run did otherwise."""
+    fit(tmp_path, 13, sites="model.*", steps=[0, 11])
+    resumed = fit(tmp_path, 14, tmp_path / "to_13" / "step=10.ckpt", sites="model.*", steps=[99])
+    assert {one.step for one in load_store(resumed.store_path or "").tensors()} == {0}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> None:
+    """A run that kills itself in the middle of step 7 leaves the tensors of the steps before."""
+    script = f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from helpers.training import Classifier, loader, seed, trainer
+        from lightning.pytorch import Callback
+        from lightning_module_monitor import Capture, ModuleMonitorCallback
+
+        class Kill(Callback):
+            def on_before_optimizer_step(self, trainer, *_args):
+                if trainer.global_step == 7:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        seed()
+        callback = ModuleMonitorCallback(rules=[], capture=Capture(sites="model.*", steps=[0, 5, 6, 7]))
+        trainer(Path({str(tmp_path)!r}), [callback, Kill()]).fit(Classifier("mlp"), loader(), loader(8))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, env=dict(os.environ), timeout=200
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    store = load_store(tmp_path / "monitor.h5")
+    assert {one.step for one in store.tensors()} == {0, 5, 6}
+    seed()
+    weight = Classifier("mlp").get_parameter(f"{LAYER}.weight")
+    assert torch.equal(store.tensor("parameter", f"{LAYER}.weight", 0), weight)
+    assert math.isfinite(float(store.tensor("activation", "model", 6).norm()))
+    store.repair()
+    assert len(store.tensors()) == len(load_store(tmp_path / "monitor.h5").tensors()) > 30
+
+
+def test_a_full_disk_warns_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for each file, and what was written before is there."""
+
+    class Fill(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
+            if trainer.global_step == 3:
+                monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+
+    callback = ModuleMonitorCallback(1, capture=Capture(sites="model", steps=[0, 2, 4, 5], kinds="activation"))
+    run = trainer(tmp_path, [callback, Fill()], max_steps=8)
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    monkeypatch.undo()
+    assert run.global_step == 8
+    warned = [message for message in caplog.messages if "the disk is full" in message]
+    assert [message.split()[2].rpartition("/")[2] for message in warned] == ["monitor.h5", "monitor.tensors.h5"]
+    store = load_store(tmp_path / "monitor.h5")
+    assert [one.step for one in store.tensors()] == [0, 2]
+    assert store.series("monitor/errors")[0].tolist() == [0, 1, 2]
