@@ -18,7 +18,7 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -97,6 +97,11 @@ def test_full_does_what_its_options_say(digits: ModuleType) -> None:
     flow = {key.split("/")[2] for key in keys if key.startswith("run1/gradient_flow/")}
     assert flow == {"model.conv1-model.conv2", "model.conv2-model.conv3", "model.conv3-model.head", "_summary_"}
     assert store.series("run1/gradient_flow/_summary_/num_missing")[1].tolist() == [0.0] * 5
+    assert [(one.kind, one.site, one.step) for one in store.tensors()] == [
+        (kind, site, step)
+        for step in (0, 20)
+        for kind, site in [("activation", "model.head"), ("gradient", "model.head.weight"), ("update", "model.head.weight")]
+    ]
     assert store.series("run1/gradient/model.head.weight/norm")[0].tolist() == [0, 5, 10, 15, 20]
     # A step has one batch here, so torchmetrics' mean of it is the built-in mean.
     torch.testing.assert_close(
@@ -129,31 +134,38 @@ def test_digits_gives_tensorboard_what_the_store_has(digits: ModuleType) -> None
 
 
 def test_full_names_every_option() -> None:
-    """An option that is new in the callback, in Rule or in GradientFlow has to appear in the file."""
+    """An option that is new in the callback, in Rule, in GradientFlow or in Capture has to appear in the file."""
     options = callback_options(yaml.safe_load((ROOT / "configs" / "full.yaml").read_text()))
     assert list(options) == [name for name in inspect.signature(ModuleMonitorCallback.__init__).parameters if name != "self"]
     fullest = max(options["rules"], key=len)
     assert list(fullest) == [field.name for field in dataclasses.fields(Rule)]
     assert list(options["gradient_flow"]) == [field.name for field in dataclasses.fields(GradientFlow)]
+    assert list(options["capture"]) == [field.name for field in dataclasses.fields(Capture)]
 
 
 def test_full_tells_the_true_defaults() -> None:
     """The comment above each option says its default, and that is the one in the code."""
     text = (ROOT / "configs" / "full.yaml").read_text()
-    comment_of: dict[tuple[bool, str], str] = {}
-    comment = ""
+    comment_of: dict[tuple[str, str], str] = {}
+    comment = section = ""
     for line in text.partition("init_args:")[2].splitlines():
         if match := re.match(r" +# (.*)", line):
             comment += match[1] + " "
         elif match := re.match(r"( +)(?:- )?(\w+):", line):
             is_nested = len(match[1]) > 8
+            section = section if is_nested else match[2]
             if comment:
-                comment_of[is_nested, match[2]] = comment
+                comment_of[section if is_nested else "", match[2]] = comment
             comment = ""
     parameters = inspect.signature(ModuleMonitorCallback.__init__).parameters
-    defaults = {(False, name): one.default for name, one in parameters.items() if name != "self"}
-    for least, given in ((Rule(kinds="activation"), "kinds"), (GradientFlow(blocks="model"), "blocks")):
-        defaults |= {(True, field.name): getattr(least, field.name) for field in dataclasses.fields(least) if field.name != given}
+    defaults = {("", name): one.default for name, one in parameters.items() if name != "self"}
+    for section, least, given in (
+        ("rules", Rule(kinds="activation"), {"kinds"}),
+        ("gradient_flow", GradientFlow(blocks=""), {"blocks"}),
+        ("capture", Capture(sites="", steps=0), {"sites", "steps"}),
+    ):
+        fields = [field.name for field in dataclasses.fields(least) if field.name not in given]
+        defaults |= {(section, name): getattr(least, name) for name in fields}
     told = {}
     for option in defaults:
         match = re.search(r"Default: (\[.*?\]|\S+)", comment_of[option])

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import Classifier, loader
+from helpers.training import Classifier, loader, trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import lightning_module_monitor
 from lightning_module_monitor import STATISTICS, ModuleMonitorCallback
 from lightning_module_monitor.config import KINDS
 
@@ -33,9 +35,10 @@ def snippets(language: str, text: str = README) -> list[str]:
 class Model(Classifier):
     """What the README's model may look like: it has the layer that a snippet names."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential())
-        self.model.head = nn.Linear(6, 3)  # type: ignore[assignment]  # a named child of a Sequential
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model or nn.Sequential())
+        if model is None:
+            self.model.head = nn.Linear(6, 3)  # type: ignore[assignment]  # a named child of a Sequential
 
     def train_dataloader(self) -> DataLoader[Any]:
         return loader()
@@ -43,19 +46,20 @@ class Model(Classifier):
     val_dataloader = train_dataloader
 
 
+def quiet_trainer(**options: Any) -> Trainer:
+    """What the documents' Trainer is here."""
+    return Trainer(
+        **options, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0,
+    )  # fmt: skip
+
+
 def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks run one after the other, as a reader would run them, with a model and batches of the reader's."""
     monkeypatch.chdir(tmp_path)
-
-    def quiet_trainer(**options: Any) -> Trainer:
-        return Trainer(
-            **options, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            limit_val_batches=0,
-        )  # fmt: skip
-
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
-    first, store, loop = snippets("python")
+    first, store, loop, raw = snippets("python")
     exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
     exec(store, names)  # as above
@@ -67,6 +71,56 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     printed = capsys.readouterr().out
     assert "'activation/head/rms'" in printed
     assert "'parameter/head.weight/largest'" in printed
+    exec(raw, names)  # as above
+    assert capsys.readouterr().out == "head False torch.Size([4, 3])\nhead True torch.Size([4, 3])\n"
+
+
+MIGRATION = (ROOT / "docs" / "migration.md").read_text()
+
+
+@pytest.mark.parametrize("number", range(len(snippets("python", MIGRATION))))
+def test_python_of_the_migration_page(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each block runs by itself, and leaves what it is about."""
+    block = snippets("python", MIGRATION)[number]
+    imports = re.findall(r"from lightning_module_monitor import (.+)", block)
+    missing = [name for line in imports for name in line.split(", ") if not hasattr(lightning_module_monitor, name)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not there yet")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(6, 3))
+    logger = CSVLogger(tmp_path)
+    names: dict[str, Any] = {
+        **{"model": layers, "blocks": [layers[0], layers[3]], "lightning_model": Model(layers), "batches": loader(16)},
+        **{
+            "optimizer": torch.optim.SGD(layers.parameters(), lr=0.1),
+            "loss_fn": F.cross_entropy,
+            "logger": logger,
+            "Trainer": quiet_trainer,
+        },
+    }
+    exec(block, names)  # the page is ours
+    printed = capsys.readouterr().out
+    left = {
+        "monitor = ModuleMonitor(": lambda: names["metrics"][2]["gradient/0.weight/largest"] > 0,
+        "watcher = TorchWatcher(": lambda: logger.experiment.metrics or list(tmp_path.rglob("metrics.csv")),
+        "GradientGainMonitor(blocks)": lambda: "Gradient Norms:" in printed,
+        "rule = Rule(": lambda: trained_with(names["callback"], tmp_path).keys() > {"model_internals/activation/model.0/norm"},
+        "track(model": lambda: "Tracker(stashes=10, tracking=0)" in printed and names["tracker"][0].args[0].shape == (4, 6),
+        "Capture(": lambda: torch.equal(names["logits"], names["store"].tensor("activation", "model.3", 0)) and names["listed"],
+    }
+    (check,) = [check for sign, check in left.items() if sign in block]
+    assert check()
+    assert not any(module._forward_hooks for module in layers.modules())
+
+
+def trained_with(callback: ModuleMonitorCallback, folder: Path) -> dict[str, float]:
+    """The values of a short run with a callback."""
+    trainer(folder, [callback], max_steps=2, limit_val_batches=0).fit(Model(nn.Sequential(nn.Linear(6, 3))), loader(), loader(8))
+    assert callback.last_record is not None
+    return dict(callback.last_record.values)
 
 
 def test_yaml_of_the_readme(tmp_path: Path) -> None:
@@ -130,7 +184,7 @@ def test_links_and_named_tests_of_the_readme_exist() -> None:
     """No dead link, and the test that holds a promise is there."""
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-    for path, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", README):
+    for path, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", README + MIGRATION):
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(), name
 

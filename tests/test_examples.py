@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_module_monitor import load_store
 
@@ -135,6 +136,31 @@ def test_plain_loop_prints_what_clipping_did(tmp_path: Path) -> None:
     assert (values[:, 4] < 0.25).all()  # one of the parameters whose norm together is at most 0.25
     assert ((values[:, 5] > 1e-4) & (values[:, 5] < 0.1)).all()
     assert float(printed.partition("accuracy on all digits: ")[2]) > 0.6
+
+
+def test_without_trainer_looks_at_raw_tensors(tmp_path: Path) -> None:
+    """A line for each layer before and after training, and what they say is so: units that die while the loss falls."""
+    printed = run_example("without_trainer.py", "--max_steps 100", tmp_path)
+    before, after = printed.split("after training: ")
+    losses = [float(re.search(r"loss (\S+), Tracker\(stashes=10, tracking=0\)", part)[1]) for part in (before, after)]  # type: ignore[index]
+    assert losses[0] == pytest.approx(math.log(10), abs=0.1)
+    assert losses[1] < 0.2
+    layers = re.findall(r"^(\d) +(\w+) +std (\S+)  gradient (\S+)(?:  dead (\d+) of 128)?$", printed, re.MULTILINE)
+    assert [layer[:2] for layer in layers] == 2 * [("0", "Linear"), ("1", "ReLU"), ("2", "Linear"), ("3", "ReLU"), ("4", "Linear")]
+    gains = [[float(gain) for gain in line.split()] for line in re.findall(r"^gains .*: (.*)$", printed, re.MULTILINE)]
+    assert [len(line) for line in gains] == [2, 2]
+    spread = [float(layer[3]) for layer in layers if layer[1] == "Linear"]  # of mean zero, nearly: so a gain is a ratio of these
+    assert gains[0][0] == pytest.approx(spread[0] / spread[1], rel=0.02)
+    dead = [int(layer[4]) for layer in layers if layer[1] == "ReLU"]
+    assert dead[2] > dead[0]  # this run's learning rate is high
+
+    example = load_example("without_trainer")
+    assert example.num_dead(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])) == 1
+    torch.manual_seed(0)
+    images, _labels = example.load_data()
+    first = example.build_model()[0](images).detach()
+    assert float(layers[0][2]) == pytest.approx(float(first.std()), abs=1e-3)
+    assert dead[0] == int((first <= 0).all(dim=0).sum())
 
 
 def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
