@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.config import GradientFlow, Rule, as_tuple, default_rules, parse_gradient_flow, parse_patterns, parse_rule
 from lightning_module_monitor.errors import ConfigError, MonitorError
 from lightning_module_monitor.modules.names import without_wrappers
@@ -194,12 +195,16 @@ class ModuleMonitor:
         return bool(self._rules) or self._gradient_flow is not None
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
-        """Every key that is known before the first step, those of all rules together.
+        """Every key of a number that is known before the first step, those of all rules together.
 
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
         """
         return [key for stage in stages for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
+
+    def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
+        return [key for stage in stages for key in self._plan(self._everything(), stage).histogram_keys()]
 
     def plan(self) -> Plan:
         """What is watched when every rule is due."""
@@ -393,6 +398,10 @@ class ModuleMonitor:
         last = self.storage.last_step()
         return {} if last is None else self.storage.get_step_metrics(last)
 
+    def get_step_histograms(self) -> dict[str, Histogram]:
+        """The histograms of the step that ended last, by key; those of earlier steps are in a store, if there is one."""
+        return self.storage.last_histograms()
+
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The values by key of every step that is still in memory, by step."""
         return self.storage.get_all_metrics()
@@ -452,12 +461,13 @@ class ModuleMonitor:
         window, self._window = self._window, None
         window.close()
         values: dict[str, float] = {}
+        histograms: dict[str, Histogram] = {}
         with self._guard("values", window.observation):
-            values = window.observation.collect()
+            values, histograms = window.observation.collect()
             for probe in window.probes:
                 probe.derive(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
-        record = Record(window.step, values)
+        record = Record(window.step, values, histograms)
         self.storage.add(record)
         return record
 

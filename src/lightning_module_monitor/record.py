@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_module_monitor.bins import Histogram
+
 TRAIN = "train"
 STAGES = ("validation", "test", "predict")
 """Stages that are named in a key. Training is not: its keys start with the kind."""
@@ -90,3 +92,6 @@ class Record:
 
     values: Mapping[str, float] = field(default_factory=dict)
     """Value by key. A key that was planned and has no value in this step is absent."""
+
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Histogram by key."""
