@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +22,10 @@ NONFINITE = ("-inf", "inf", "nan")
 NUM_COUNTS = NUM_BINS + len(NONFINITE)
 """A *row of counts*, in the order of the values: minus infinity, the bins, infinity, NaN."""
 
+FINITE = slice(1, 1 + NUM_BINS)
+NOT_FINITE = (0, NUM_COUNTS - 2, NUM_COUNTS - 1)
+"""Where the bins, and :data:`NONFINITE`, are in a row of counts."""
+
 
 def _edges() -> NDArray[np.float64]:
     powers = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)
@@ -34,6 +39,19 @@ EDGES: NDArray[np.float64] = _edges()
 between them: a positive bin is ``[2**k, 2**(k + 1))``, a negative one ``(-2**(k + 1), -2**k]``, and the one of zero holds zero alone, of
 either sign. A value equal to the last edge or the first is in the bin beside it."""
 EDGES.flags.writeable = False
+
+
+def _labels() -> tuple[str, ...]:
+    powers = [f"2^{exponent}" for exponent in range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)]
+    positive = [f"[{low}, {high})" for low, high in itertools.pairwise(powers)]
+    negative = [f"(-{high}, -{low}]" for low, high in itertools.pairwise(powers)]
+    below = [f"(-inf, -{powers[-1]}]", *reversed(negative), f"(-{powers[0]}, 0)"]
+    above = [f"(0, {powers[0]})", *positive, f"[{powers[-1]}, inf)"]
+    return ("-inf", *below, "0", *above, "inf", "nan")
+
+
+LABELS = _labels()
+"""What is counted at each place of a row of counts, as text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +69,12 @@ class Histogram:
     @property
     def counts(self) -> NDArray[np.int64]:
         """Number of elements in each bin, shape ``(NUM_BINS,)``."""
-        return self.row[1 : 1 + NUM_BINS]
+        return self.row[FINITE]
 
     @property
     def nonfinite(self) -> dict[str, int]:
         """Number of elements that are ``-inf``, ``inf`` and ``nan``."""
-        return dict(zip(NONFINITE, self.row[[0, -2, -1]].tolist(), strict=True))
+        return dict(zip(NONFINITE, self.row[list(NOT_FINITE)].tolist(), strict=True))
 
     def __add__(self, other: Histogram) -> Histogram:
         """The histogram of the elements of both."""

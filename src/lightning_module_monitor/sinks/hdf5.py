@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from filelock import BaseFileLock
 from numpy.typing import NDArray
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout, lock
 
@@ -34,17 +36,16 @@ class _NoSpaceError(OSError):
 
 @dataclass
 class _Table:
-    """A group of the open file, and where its columns are in the row of all keys."""
+    """A group of the open file."""
 
     values: h5py.Dataset
     steps: h5py.Dataset
-    part: slice
     num_rows: int = 0
     last_step: int = -1
-    last_row: NDArray[np.float64] | None = None
+    last_row: layout.Values | None = None
 
-    def put_values(self, step: int, row: NDArray[np.float64]) -> None:
-        """Write a row of shape ``(columns,)``; a second one of the same step is merged into the first."""
+    def put_values(self, step: int, row: layout.Values) -> None:
+        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
         if self.last_row is not None and step == self.last_step:
             row = np.where(layout.is_absent(row), self.last_row, row)
             _put(self.values, self.num_rows - 1, row)
@@ -60,7 +61,31 @@ class _Table:
             self.last_step = step
 
 
-def _put(dataset: h5py.Dataset, index: int, item: NDArray[np.float64] | int) -> None:
+@dataclass(kw_only=True)
+class _NumberTable(_Table):
+    """A kind's numbers, and where its columns are in the row of all numbers."""
+
+    part: slice
+
+
+@dataclass(kw_only=True)
+class _HistogramTable(_Table):
+    """A kind's histograms, and the column of each."""
+
+    column_by_key: dict[str, int]
+
+    def row(self, histograms: Mapping[str, Histogram]) -> NDArray[np.int64] | None:
+        """Those that belong here, shape ``(columns, bins)``; ``None`` if none does."""
+        mine = [key for key in histograms if key in self.column_by_key]
+        if not mine:
+            return None
+        row = np.full(self.values.shape[1:], layout.NOT_COUNTED, np.int64)
+        for key in mine:
+            row[self.column_by_key[key]] = histograms[key].row
+        return row
+
+
+def _put(dataset: h5py.Dataset, index: int, item: layout.Values | int) -> None:
     if len(dataset) <= index:
         dataset.resize(index + 1, axis=0)
     dataset[index] = item
@@ -76,7 +101,8 @@ class Store:
         path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
             taken instead (``monitor-2.h5``), and said.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
-        keys: Keys that are known to come. One that turns up later costs a rewrite of the file.
+        keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
+        histogram_keys: Likewise of histograms.
         resume_from: The first step of a resumed run: it goes on in the file at ``path``, whose rows of this step and later ones
             are taken out when the first record comes. ``None``: a new run.
         logger: Gets a warning when another name is taken and when the store stops, and word of late keys.
@@ -94,6 +120,7 @@ class Store:
         *,
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
+        histogram_keys: Iterable[str] = (),
         resume_from: int | None = None,
         logger: logging.Logger = _logger,
     ) -> None:
@@ -101,25 +128,26 @@ class Store:
         self.path = Path(path).resolve()
         self.failed = False
         self._configuration = configuration
-        self._keys = tuple(keys)
+        self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._resume_from = resume_from
         self._logger = logger
         self._closed = False
         self._file: h5py.File | None = None
         self._lock: BaseFileLock | None = None
-        self._tables: list[_Table] = []
+        self._number_tables: list[_NumberTable] = []
+        self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
         self._last_keys: tuple[str, ...] = ()
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
 
     def write(self, record: Record) -> None:
-        """Append a record, one row in each group it has values of, and flush it. Never raises.
+        """Append a record, one row in each group it has values or histograms of, and flush it. Never raises.
 
         Args:
-            record: The values of one step. A second record of the same step is merged into the first. Nothing is written
+            record: What there is of one step. A second record of the same step is merged into the first. Nothing is written
                 after :meth:`close`.
         """
-        if self.failed or self._closed or not record.values:
+        if self.failed or self._closed or not (record.values or record.histograms):
             return
         try:
             self._make_room(record)
@@ -141,17 +169,27 @@ class Store:
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
-        row = np.full(len(self._place_by_key), layout.ABSENT)
-        row[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
-        _require_space(self.path.parent, 2 * row.nbytes)
-        touched = [table for table in self._tables if not layout.is_absent(row[table.part]).all()]
-        for table in touched:
-            table.put_values(record.step, row[table.part])
+        rows = list(self._rows(record))
+        _require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows))
+        for table, row in rows:
+            table.put_values(record.step, row)
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
         self._file.flush()
-        for table in touched:
+        for table, _row in rows:
             table.put_step(record.step)
         self._file.flush()
+
+    def _rows(self, record: Record) -> Iterator[tuple[_Table, layout.Values]]:
+        """The tables that get a row, and what it is."""
+        numbers = np.full(len(self._place_by_key), layout.ABSENT)
+        numbers[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
+        for table in self._number_tables:
+            if not layout.is_absent(numbers[table.part]).all():
+                yield table, numbers[table.part]
+        for histograms in self._histogram_tables:
+            row = histograms.row(record.histograms)
+            if row is not None:
+                yield histograms, row
 
     def _places(self, record: Record) -> NDArray[np.int64]:
         """Where the record's values belong in the row of all keys; looked up anew only if other keys came than last time."""
@@ -165,32 +203,43 @@ class Store:
         """The file open, with a column for each of the record's keys."""
         if self._file is None:
             self._begin(record)
-        elif tuple(record.values) != self._last_keys and (late := [key for key in record.values if key not in self._place_by_key]):
-            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(late), late[0])
-            self._widen(late)
+            return
+        numbers = record.values if tuple(record.values) != self._last_keys else ()
+        late = [key for key in numbers if key not in self._place_by_key]
+        late_histograms = [key for key in record.histograms if not any(key in table.column_by_key for table in self._histogram_tables)]
+        if late or late_histograms:
+            new = late + late_histograms
+            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(new), new[0])
+            self._widen(layout.columns_by_group(late, late_histograms))
 
-    def _widen(self, late: list[str]) -> None:
+    def _widen(self, columns: Mapping[str, list[str]]) -> None:
         temporary = layout.temporary_path(self.path)
         _require_space(self.path.parent, _bytes_to_copy(self.path))
-        layout.rewrite(self._file, temporary, more=layout.columns_by_group(late))
+        layout.rewrite(self._file, temporary, more=columns)
         # All of it was flushed, and its successor has it all.
         layout.abandon(self._file)
         self._adopt(_append_in_place(temporary, self.path))
 
     def _adopt(self, file: h5py.File) -> None:
         """Make an open file the one that is written to."""
-        self._file, self._tables, self._place_by_key, self._last_keys = file, [], {}, ()
+        self._file, self._place_by_key, self._last_keys = file, {}, ()
+        self._number_tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
-            start = len(self._place_by_key)
-            self._place_by_key |= {layout.join(group, column): start + index for index, column in enumerate(columns)}
-            self._tables.append(_table_at_end(file[group], slice(start, start + len(columns))))
+            keys = [layout.join(group, column) for column in columns]
+            if layout.has_histograms(group):
+                places = {key: column for column, key in enumerate(keys)}
+                self._histogram_tables.append(_HistogramTable(**_at_end(file[group]), column_by_key=places))
+            else:
+                start = len(self._place_by_key)
+                self._place_by_key |= {key: start + index for index, key in enumerate(keys)}
+                self._number_tables.append(_NumberTable(**_at_end(file[group]), part=slice(start, start + len(columns))))
 
     # -------------------------------------------------------------- beginning
 
     def _begin(self, record: Record) -> None:
         """Open the file to go on in, or a new one."""
         run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
-        columns = layout.columns_by_group((*self._keys, *record.values))
+        columns = layout.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
         reason = "it exists"
         if self._resume_from is not None and self.path.exists():
             reason = self._resume(run, columns)
@@ -238,7 +287,7 @@ class Store:
         if self._file is None:
             return
         _require_space(self.path.parent, 0)
-        if any(len(table.values) > table.num_rows for table in self._tables):
+        if any(len(table.values) > table.num_rows for table in (*self._number_tables, *self._histogram_tables)):
             self._take_out_unfinished_rows()
         self._file.close()
         self._file = None
@@ -265,15 +314,16 @@ class Store:
             layout.abandon(self._file)
         if self._lock is not None:
             lock.release(self._lock)
-        self._file, self._lock, self._tables = None, None, []
+        self._file, self._lock, self._number_tables, self._histogram_tables = None, None, [], []
 
 
-def _table_at_end(group: h5py.Group, part: slice) -> _Table:
+def _at_end(group: h5py.Group) -> dict[str, Any]:
+    """What a table is made with, to go on behind its last row."""
     steps = layout.read_steps(group)
-    table = _Table(group["values"], group["steps"], part, len(steps))
-    if table.num_rows:
-        table.last_step, table.last_row = int(steps[-1]), table.values[table.num_rows - 1]
-    return table
+    end: dict[str, Any] = {"values": group["values"], "steps": group["steps"], "num_rows": len(steps)}
+    if len(steps):
+        end |= {"last_step": int(steps[-1]), "last_row": group["values"][len(steps) - 1]}
+    return end
 
 
 def _append_in_place(temporary: Path, path: Path) -> h5py.File:

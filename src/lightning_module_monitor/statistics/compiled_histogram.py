@@ -28,14 +28,16 @@ ZERO, MINUS_ZERO, INFINITY, MINUS_INFINITY = np.uint32(0), np.uint32(1 << 31), n
 
 @njit
 def _equal(bits: np.ndarray, value: np.uint32) -> int:
+    """How many elements are of some bits."""
     count = np.uint32(0)
     for i in range(bits.size):
-        count += np.uint32(bits[i] == value)
-    return np.int64(count)
+        count = np.uint32(count + np.uint32(bits[i] == value))
+    return int(count)
 
 
 @njit
 def _count_codes(bits: np.ndarray, lanes: np.ndarray) -> None:
+    """How often each code occurs, spread over the lanes."""
     lanes[:] = 0
     even = bits.size - bits.size % LANES
     for i in range(0, even, LANES):

@@ -122,5 +122,6 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | TensorFunction] = {
 }
 """Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
-relative to; ``hist`` is a histogram over the bins of ``bins.py``. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+relative to; ``hist`` is a histogram over the bins of ``bins.py``.
+Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""
