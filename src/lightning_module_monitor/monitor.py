@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,6 +29,16 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 Function = Callable[[Tensor], Any]
+
+_monitors: weakref.WeakValueDictionary[int, ModuleMonitor] = weakref.WeakValueDictionary()
+"""Every monitor that has a module, the newest last."""
+_numbers = itertools.count()
+
+
+def monitor_of(module: nn.Module) -> ModuleMonitor | None:
+    """The monitor that a module is watched by; of several one that observes now, else the one that was set last."""
+    watching = [monitor for _number, monitor in sorted(_monitors.items(), reverse=True) if monitor.watches(module)]
+    return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
 class Due(NamedTuple):
@@ -120,14 +132,19 @@ class ModuleMonitor:
             self._exclude += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
         self._logger = logger or logging.getLogger(__name__)
         self._within = module
-        self._prefix = _check_prefix(prefix)
+        self._prefix = check_prefix(prefix)
+        if not {*prefix.split("/")}.isdisjoint(STAGES):
+            expected = f"expected none of {', '.join(STAGES)}, which keys have already"
+            raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._on_error = on_error
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
+        self._number = next(_numbers)
         self._module: nn.Module | None = None
+        self._watched: frozenset[nn.Module] = frozenset()
         self._sites: Sites | None = None
         self._chain: Chain | None = None
         self._plans: dict[tuple[str, Due], Plan] = {}
@@ -158,7 +175,8 @@ class ModuleMonitor:
             for kind in sites.check(rule):
                 self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
-        self._module, self._sites = module, sites
+        self._module, self._sites, self._watched = module, sites, sites.with_wrapped(module)
+        _monitors[self._number] = self
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
 
@@ -189,6 +207,10 @@ class ModuleMonitor:
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
         return self._module is not None
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a module is, or is in, the one to monitor, and is not excluded."""
+        return module in self._watched
 
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
@@ -349,6 +371,8 @@ class ModuleMonitor:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
         self._module = self._sites = self._chain = None
+        self._watched = frozenset()
+        _monitors.pop(self._number, None)
         self._plans.clear()
         self._said.clear()
 
@@ -508,15 +532,16 @@ def _beginning_with(regex: str) -> str:
     return f"(?:{regex})(?s:.*)"
 
 
-def _check_prefix(prefix: str) -> str:
+def check_prefix(prefix: str, label: str = "prefix") -> str:
+    """What is put before keys, if it may stand in one.
+
+    Raises:
+        ConfigError: If a logger would not take it.
+    """
     parts = prefix.split("/") if isinstance(prefix, str) else [""]
-    if any(part in STAGES for part in parts):
-        raise ConfigError(
-            f"prefix {prefix!r} has the name of a stage in it; expected none of {', '.join(STAGES)}, which keys have already."
-        )
     if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
-        raise ConfigError(f"prefix {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
+        raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
 
 

@@ -77,6 +77,7 @@ class Sites:
 
     def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
         self._namer = Namer(format_name)
+        self._format_name = format_name
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
@@ -95,6 +96,11 @@ class Sites:
     def renamed(self) -> dict[str, str]:
         """New name by old name, of what loggers would not have taken."""
         return self._namer.changed
+
+    def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
+        """Every module that has the name of a site: the site's own, and what that wraps."""
+        names = {alias for site in self.modules for alias in site.aliases}
+        return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
     def output_name(self, site: str, path: Path) -> str:
         """The name of a further output of a module, always the same for the same output."""

@@ -134,7 +134,7 @@ class Store:
         self._closed = False
         self._file: h5py.File | None = None
         self._lock: BaseFileLock | None = None
-        self._number_tables: list[_NumberTable] = []
+        self._tables: list[_NumberTable] = []
         self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
         self._last_keys: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class Store:
         """The tables that get a row, and what it is."""
         numbers = np.full(len(self._place_by_key), layout.ABSENT)
         numbers[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
-        for table in self._number_tables:
+        for table in self._tables:
             if not layout.is_absent(numbers[table.part]).all():
                 yield table, numbers[table.part]
         for histograms in self._histogram_tables:
@@ -223,7 +223,7 @@ class Store:
     def _adopt(self, file: h5py.File) -> None:
         """Make an open file the one that is written to."""
         self._file, self._place_by_key, self._last_keys = file, {}, ()
-        self._number_tables, self._histogram_tables = [], []
+        self._tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
             keys = [layout.join(group, column) for column in columns]
             if layout.has_histograms(group):
@@ -232,7 +232,7 @@ class Store:
             else:
                 start = len(self._place_by_key)
                 self._place_by_key |= {key: start + index for index, key in enumerate(keys)}
-                self._number_tables.append(_NumberTable(**_at_end(file[group]), part=slice(start, start + len(columns))))
+                self._tables.append(_NumberTable(**_at_end(file[group]), part=slice(start, start + len(columns))))
 
     # -------------------------------------------------------------- beginning
 
@@ -287,7 +287,7 @@ class Store:
         if self._file is None:
             return
         _require_space(self.path.parent, 0)
-        if any(len(table.values) > table.num_rows for table in (*self._number_tables, *self._histogram_tables)):
+        if any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables)):
             self._take_out_unfinished_rows()
         self._file.close()
         self._file = None
@@ -314,7 +314,7 @@ class Store:
             layout.abandon(self._file)
         if self._lock is not None:
             lock.release(self._lock)
-        self._file, self._lock, self._number_tables, self._histogram_tables = None, None, [], []
+        self._file, self._lock, self._tables, self._histogram_tables = None, None, [], []
 
 
 def _at_end(group: h5py.Group) -> dict[str, Any]:
