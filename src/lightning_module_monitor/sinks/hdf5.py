@@ -137,7 +137,7 @@ class Store:
         self._tables: list[_NumberTable] = []
         self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
-        self._last_keys: tuple[str, ...] = ()
+        self._last_keys: tuple[str, ...] | None = None
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
 
     def write(self, record: Record) -> None:
@@ -222,7 +222,7 @@ class Store:
 
     def _adopt(self, file: h5py.File) -> None:
         """Make an open file the one that is written to."""
-        self._file, self._place_by_key, self._last_keys = file, {}, ()
+        self._file, self._place_by_key, self._last_keys = file, {}, None
         self._tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
             keys = [layout.join(group, column) for column in columns]
