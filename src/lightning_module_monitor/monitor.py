@@ -152,7 +152,7 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._said: set[str] = set()
-        self._own_watches: dict[str, Watch] = {}
+        self._own_watches: dict[tuple[str, str], Watch] = {}
 
     # What is watched
 
@@ -398,7 +398,8 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         if self._window is not None and not self._silenced:
-            watch = self._own_watches.setdefault(key, Watch(parts.kind, parts.site, self._window.stage, self._prefix))
+            stage = self._window.stage
+            watch = self._own_watches.setdefault((stage, key), Watch(parts.kind, parts.site, stage, self._prefix))
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
             function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
