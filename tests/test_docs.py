@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_module_monitor
-from lightning_module_monitor import STATISTICS, ModuleMonitorCallback
+from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.config import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,12 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 def snippets(language: str, text: str = README) -> list[str]:
     """The fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def snippet(containing: str) -> str:
+    """The one block of Python with something in it."""
+    [found] = [one for one in snippets("python") if containing in one]
+    return found
 
 
 class Model(Classifier):
@@ -59,7 +66,7 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
-    first, store, loop, raw = snippets("python")
+    first, store, loop, raw = map(snippet, ("ModuleMonitorCallback()", "load_store(trainer", "ModuleMonitor(rules=", "with track("))
     exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
     exec(store, names)  # as above
@@ -121,6 +128,44 @@ def trained_with(callback: ModuleMonitorCallback, folder: Path) -> dict[str, flo
     trainer(folder, [callback], max_steps=2, limit_val_batches=0).fit(Model(nn.Sequential(nn.Linear(6, 3))), loader(), loader(8))
     assert callback.last_record is not None
     return dict(callback.last_record.values)
+
+
+def test_histograms_of_the_readme(tmp_path: Path) -> None:
+    """The store gives what the block asks for."""
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="gradient", statistics="hist")])
+    options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_model_summary": False, "enable_progress_bar": False}
+    Trainer(callbacks=[callback], accelerator="cpu", logger=False, default_root_dir=tmp_path, **options).fit(Model(), loader())
+    names: dict[str, Any] = {"store": load_store(callback.store_path)}
+    exec(snippet("store.histogram("), names)  # the README is ours
+    assert names["counts"].sum(1).tolist() == [18, 18, 18]
+    assert names["counts"].shape[1] == len(names["edges"]) - 1
+
+
+def test_watcher_of_the_readme(tmp_path: Path) -> None:
+    """Every tenth step of the reader's loop is in the reader's logger."""
+    model = Model().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    names = {"model": model, "batches": loader(80), "loss_fn": F.cross_entropy, "optimizer": optimizer, "logger": logger}
+    exec(snippet("TorchWatcher("), names)  # the README is ours
+    logger.save()
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "10"]
+    assert all(float(row["model_internals/parameter/head.weight/norm"]) > 0 for row in rows)
+
+
+def test_mixin_of_the_readme() -> None:
+    """The module's own value is in the record."""
+    names: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(snippet("MonitorMixin"), names)  # the README is ours
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="mean")]) as monitor:
+        monitor.set_module(gated := names["Gated"]())
+        monitor.begin_step(0)
+        gated(torch.tensor([-1.0, 1.0, 2.0, 3.0]))
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["gate/head/open_fraction"] == 0.75
 
 
 def test_yaml_of_the_readme(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """See inside a model while it trains: one Lightning callback, or the same engine in any loop."""
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.callback import ModuleMonitorCallback
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
+from lightning_module_monitor.mixin import MonitorMixin
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
 from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
 from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
+from lightning_module_monitor.standalone.watcher import TorchWatcher
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 
 __all__ = [
@@ -16,13 +19,16 @@ __all__ = [
     "Event",
     "GradientFlow",
     "GradientGainMonitor",
+    "Histogram",
     "ModuleMonitor",
     "ModuleMonitorCallback",
+    "MonitorMixin",
     "Record",
     "Rule",
     "Stash",
     "Statistic",
     "StorageManager",
+    "TorchWatcher",
     "Tracker",
     "load_store",
     "track",

@@ -81,8 +81,8 @@ class ModuleMonitorCallback(Callback):
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
         prefix: Put before every key: ``run1`` gives ``run1/...``.
-        max_logged_keys: Where there are more keys, loggers get minimum, median and maximum over the sites; the store gets
-            all.
+        max_logged_keys: Where there are more keys, loggers get minimum, median and maximum over the sites, and of histograms
+            the one of all sites together; the store gets all.
         on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
         dry_run: Print what would be watched and what it would take, and watch nothing.
     """
@@ -217,8 +217,8 @@ class ModuleMonitorCallback(Callback):
         if is_overridden("configure_model", pl_module, LightningModule):
             self._set_module(trainer, pl_module)
         if self._dry_run:
-            keys, captured = self.monitor.planned_keys(), self.monitor.capture_plan()
-            print(forecast(self.monitor.plan(), keys, self._cadence, trainer.max_steps, captured))
+            keys, histograms, captured = self.monitor.planned_keys(), self.monitor.planned_histograms(), self.monitor.capture_plan()
+            print(forecast(self.monitor.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
         else:
             _messages.info(self._announcement())
 
@@ -353,22 +353,34 @@ class ModuleMonitorCallback(Callback):
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
-                common = set(planned).intersection(other._planned_keys())
+                mine, theirs = ({*one._planned_keys(), *one._planned_histograms()} for one in (self, other))
+                common = mine & theirs
                 if common:
                     raise ConfigError(
                         f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
                     )
         for pattern in self._callback_metrics:
-            if self.monitor.plan().knows_all_keys() and not any(pattern.fullmatch(key) for key in planned):
+            if any(pattern.fullmatch(key) for key in planned):
+                continue
+            histogram = next((key for key in self._planned_histograms() if pattern.fullmatch(key)), None)
+            if histogram is not None:
+                near = nearest(pattern.pattern, planned)
+                raise ConfigError(
+                    f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; expected keys of numbers{near}"
+                )
+            if self.monitor.plan().knows_all_keys():
                 near = nearest(pattern.pattern, planned)
                 raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
 
     def _planned_keys(self) -> list[str]:
         return self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
 
+    def _planned_histograms(self) -> list[str]:
+        return self.monitor.planned_histograms(name for stage, name in STAGES.items() if stage in self._stages)
+
     def _announcement(self) -> str:
         plan = self.monitor.plan()
-        keys = len(self.monitor.planned_keys())
+        keys = len(self.monitor.planned_keys()) + len(self.monitor.planned_histograms())
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
         captured = self.monitor.capture_plan()
         return (
@@ -379,7 +391,10 @@ class ModuleMonitorCallback(Callback):
 
     def _rolls_up(self) -> bool:
         # By the plan and not by the record, so that a logger's columns are the same at every step.
-        return any(len(self.monitor.planned_keys([STAGES[stage]])) > self._max_logged_keys for stage in self._stages)
+        names = [[STAGES[stage]] for stage in self._stages]
+        return any(
+            len(self.monitor.planned_keys(name)) + len(self.monitor.planned_histograms(name)) > self._max_logged_keys for name in names
+        )
 
     def _begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""
@@ -422,7 +437,14 @@ class ModuleMonitorCallback(Callback):
             # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
             cut = self._first_step if self._runs_steps_again else None
             path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
-        return RunFiles(path, configuration=self._configuration, keys=self._planned_keys(), resume_from=resume_from, logger=_messages)
+        return RunFiles(
+            path,
+            configuration=self._configuration,
+            keys=self._planned_keys(),
+            histogram_keys=self._planned_histograms(),
+            resume_from=resume_from,
+            logger=_messages,
+        )
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):

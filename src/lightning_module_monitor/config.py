@@ -18,7 +18,7 @@ from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_logger
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
-from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +107,7 @@ class ParsedRule:
     types: tuple[type[nn.Module], ...] | None
     leaf_modules: bool
     statistics: Mapping[str, Statistic]
+    histograms: tuple[str, ...]
     functions: tuple[UserFunction, ...]
     schedule: ParsedSchedule
 
@@ -141,7 +142,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
             raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
     if not kinds:
         raise ConfigError(f"{label}.kinds is empty; expected at least one of {', '.join(KINDS)}.")
-    statistics, functions = _parse_statistics(rule, label, kinds)
+    statistics, histograms, functions = _parse_statistics(rule, label, kinds)
     return ParsedRule(
         label=label,
         kinds=kinds,
@@ -150,6 +151,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
         types=_parse_types(rule.types, f"{label}.types"),
         leaf_modules=rule.leaf_modules,
         statistics=statistics,
+        histograms=histograms,
         functions=functions,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
     )
@@ -220,6 +222,7 @@ def parse_capture(capture: Capture) -> ParsedRule:
         types=None,
         leaf_modules=False,
         statistics={},
+        histograms=(),
         functions=(),
         schedule=parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps"),
     )
@@ -265,10 +268,13 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
 
 
-def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[dict[str, Statistic], tuple[UserFunction, ...]]:
-    """Built-in statistics by name, and functions: the rule's own and those that stand in ``STATISTICS``."""
+def _parse_statistics(
+    rule: Rule, label: str, kinds: tuple[str, ...]
+) -> tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...]]:
+    """Built-in statistics by name, names of histograms, and functions: the rule's own and those that stand in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
     statistics: dict[str, Statistic] = {}
+    histograms: dict[str, None] = {}
     functions: dict[str, UserFunction] = {}
     for name in as_tuple(rule.statistics):
         if not isinstance(name, str) or name not in STATISTICS:
@@ -276,6 +282,9 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
             raise ConfigError(f"{label}.statistics {name!r} is not a statistic; expected {known}{nearest(str(name), STATISTICS)}")
         check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
+        if isinstance(statistic, HistogramStatistic):
+            histograms[name] = None
+            continue
         if not isinstance(statistic, Statistic):
             functions[name] = UserFunction(name, statistic, aggregate)
             continue
@@ -289,14 +298,14 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[d
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     for name, function in rule.functions.items():
-        if name in statistics or name in functions:
+        if name in statistics or name in histograms or name in functions:
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         functions[check_name(name, f"{label}.functions")] = UserFunction(name, function, aggregate)
-    if not statistics and not functions:
+    if not statistics and not histograms and not functions:
         raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
-    return statistics, tuple(functions.values())
+    return statistics, tuple(histograms), tuple(functions.values())
 
 
 def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:

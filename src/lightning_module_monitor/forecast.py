@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.probe import WatchedParameter
 from lightning_module_monitor.schedule import ParsedSchedule
@@ -12,12 +13,15 @@ from lightning_module_monitor.statistics.moments import Moments
 BYTES_PER_VALUE = 8
 
 
-def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: int, captured: Plan | None = None) -> str:
+def forecast(
+    plan: Plan, keys: list[str], histograms: list[str], cadence: ParsedSchedule, max_steps: int, *, captured: Plan | None = None
+) -> str:
     """The plan as a text: sites x statistics by kind, keys, bytes of the table, and of the store.
 
     Args:
         plan: What is watched when every rule is due.
-        keys: Every key of such a step.
+        keys: Every key of a number of such a step.
+        histograms: Every key of a histogram.
         cadence: When the monitor's rules are due.
         max_steps: The trainer's; negative if it has no limit.
         captured: Of what raw tensors are captured.
@@ -29,7 +33,9 @@ def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: in
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
     sites = Counter(watch.kind for watch in watches)
     for kind, num_sites in sites.items():
-        names = dict.fromkeys(name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.functions))
+        names = dict.fromkeys(
+            name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.histograms, *watch.functions)
+        )
         lines.append(f"  {kind}: {num_sites} sites x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
@@ -37,9 +43,10 @@ def forecast(plan: Plan, keys: list[str], cadence: ParsedSchedule, max_steps: in
     copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.watches)
     if copies:
         lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
-    table = (len(watches) + num_blocks) * len(Moments._fields) * BYTES_PER_VALUE
-    lines.append(f"  {len(keys)} keys; a table of {_in_bytes(table)} to copy to the host, once")
-    row = len(keys) * BYTES_PER_VALUE
+    counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
+    table = (len(watches) + num_blocks) * len(Moments._fields) * BYTES_PER_VALUE + counts
+    lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
+    row = len(keys) * BYTES_PER_VALUE + counts
     if max_steps >= 0:
         num_records = sum(1 for step in range(max_steps) if cadence(step))
         lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.config import (
     Capture,
     GradientFlow,
@@ -38,6 +41,16 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 Function = Callable[[Tensor], Any]
+
+_monitors: weakref.WeakValueDictionary[int, ModuleMonitor] = weakref.WeakValueDictionary()
+"""Every monitor that has a module, the newest last."""
+_numbers = itertools.count()
+
+
+def monitor_of(module: nn.Module) -> ModuleMonitor | None:
+    """The monitor that a module is watched by; of several one that observes now, else the one that was set last."""
+    watching = [monitor for _number, monitor in sorted(_monitors.items(), reverse=True) if monitor.watches(module)]
+    return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
 class Due(NamedTuple):
@@ -132,7 +145,10 @@ class ModuleMonitor:
             self._exclude += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
         self._logger = logger or logging.getLogger(__name__)
         self._within = module
-        self._prefix = _check_prefix(prefix)
+        self._prefix = check_prefix(prefix)
+        if not {*prefix.split("/")}.isdisjoint(STAGES):
+            expected = f"expected none of {', '.join(STAGES)}, which keys have already"
+            raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._on_error = on_error
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
@@ -140,7 +156,9 @@ class ModuleMonitor:
         self._capture = None if capture is None else parse_capture(capture)
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
+        self._number = next(_numbers)
         self._module: nn.Module | None = None
+        self._watched: frozenset[nn.Module] = frozenset()
         self._sites: Sites | None = None
         self._chain: Chain | None = None
         self._plans: dict[tuple[str, Due], Plan] = {}
@@ -148,7 +166,7 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._said: set[str] = set()
-        self._own_watches: dict[str, Watch] = {}
+        self._own_watches: dict[tuple[str, str], Watch] = {}
 
     # What is watched
 
@@ -173,7 +191,8 @@ class ModuleMonitor:
         self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
         if self._capture is not None:
             sites.check(self._capture)
-        self._module, self._sites = module, sites
+        self._module, self._sites, self._watched = module, sites, sites.with_wrapped(module)
+        _monitors[self._number] = self
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
 
@@ -205,17 +224,25 @@ class ModuleMonitor:
         """Whether there is a module to monitor."""
         return self._module is not None
 
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a module is, or is in, the one to monitor, and is not excluded."""
+        return module in self._watched
+
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
         return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
-        """Every key that is known before the first step, those of all rules together.
+        """Every key of a number that is known before the first step, those of all rules together.
 
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
         """
         return [key for stage in stages for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
+
+    def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
+        return [key for stage in stages for key in self._plan(self._everything(), stage).histogram_keys()]
 
     def plan(self) -> Plan:
         """What is watched when every rule is due."""
@@ -361,6 +388,8 @@ class ModuleMonitor:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
         self._module = self._sites = self._chain = None
+        self._watched = frozenset()
+        _monitors.pop(self._number, None)
         self._plans.clear()
         self._said.clear()
 
@@ -386,7 +415,8 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         if self._window is not None and not self._silenced:
-            watch = self._own_watches.setdefault(key, Watch(parts.kind, parts.site, self._window.stage, self._prefix))
+            stage = self._window.stage
+            watch = self._own_watches.setdefault((stage, key), Watch(parts.kind, parts.site, stage, self._prefix))
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
             function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
@@ -409,6 +439,10 @@ class ModuleMonitor:
         """The values of the step that ended last, by key."""
         last = self.storage.last_step()
         return {} if last is None else self.storage.get_step_metrics(last)
+
+    def get_step_histograms(self) -> dict[str, Histogram]:
+        """The histograms of the step that ended last, by key; those of earlier steps are in a store, if there is one."""
+        return self.storage.last_histograms()
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The values by key of every step that is still in memory, by step."""
@@ -490,12 +524,13 @@ class ModuleMonitor:
         finally:
             window.close()
         values: dict[str, float] = {}
+        histograms: dict[str, Histogram] = {}
         with self._guard("values", window.observation):
-            values = window.observation.collect()
+            values, histograms = window.observation.collect()
             for probe in window.probes:
                 probe.derive(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
-        record = Record(window.step, values, tensors)
+        record = Record(window.step, values, histograms, tensors)
         self.storage.add(record)
         return record
 
@@ -540,15 +575,16 @@ def _beginning_with(regex: str) -> str:
     return f"(?:{regex})(?s:.*)"
 
 
-def _check_prefix(prefix: str) -> str:
+def check_prefix(prefix: str, label: str = "prefix") -> str:
+    """What is put before keys, if it may stand in one.
+
+    Raises:
+        ConfigError: If a logger would not take it.
+    """
     parts = prefix.split("/") if isinstance(prefix, str) else [""]
-    if any(part in STAGES for part in parts):
-        raise ConfigError(
-            f"prefix {prefix!r} has the name of a stage in it; expected none of {', '.join(STAGES)}, which keys have already."
-        )
     if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
-        raise ConfigError(f"prefix {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
+        raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
 
 

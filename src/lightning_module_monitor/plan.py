@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,9 +19,7 @@ from lightning_module_monitor.modules.outputs import Path, suffix
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
-from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Watch
-from lightning_module_monitor.statistics.registry import Statistic
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,16 @@ class Plan:
         return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())
 
     def keys(self) -> list[str]:
-        """Every key that is known beforehand, kind by kind. A frozen parameter has neither gradient nor key of it."""
+        """Every key of a number that is known beforehand, kind by kind."""
+        of_rules = [key for watch in self._expected() for key in watch.planned_keys()]
+        return of_rules + (self.chain.keys() if self.chain is not None else [])
+
+    def histogram_keys(self) -> list[str]:
+        """Every key of a histogram, kind by kind."""
+        return [key for watch in self._expected() for key in watch.histogram_keys]
+
+    def _expected(self) -> list[Watch]:
+        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient."""
         frozen = {
             id(watch)
             for one in self.parameters
@@ -52,8 +59,7 @@ class Plan:
         }
         watches = [watch for watch in self.watches() if id(watch) not in frozen]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        of_rules = [key for watch in sorted(watches, key=lambda watch: order[watch.kind]) for key in watch.planned_keys()]
-        return of_rules + (self.chain.keys() if self.chain is not None else [])
+        return sorted(watches, key=lambda watch: order[watch.kind])
 
 
 class Sites:
@@ -71,6 +77,7 @@ class Sites:
 
     def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
         self._namer = Namer(format_name)
+        self._format_name = format_name
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
@@ -89,6 +96,11 @@ class Sites:
     def renamed(self) -> dict[str, str]:
         """New name by old name, of what loggers would not have taken."""
         return self._namer.changed
+
+    def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
+        """Every module that has the name of a site: the site's own, and what that wraps."""
+        names = {alias for site in self.modules for alias in site.aliases}
+        return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
     def output_name(self, site: str, path: Path) -> str:
         """The name of a further output of a module, always the same for the same output."""
@@ -149,7 +161,7 @@ class Sites:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix))
-                    _join(watch, rule.statistics, rule.functions)
+                    _join(watch, rule)
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],
             [Watched(site, watches[site.name]) for site in self.parameters if site.name in watches],
@@ -157,9 +169,10 @@ class Sites:
         )
 
 
-def _join(watch: Watch, statistics: Mapping[str, Statistic], functions: Iterable[UserFunction]) -> None:
-    watch.statistics.update(statistics)
-    watch.functions.update({function.name: function for function in functions})
+def _join(watch: Watch, rule: ParsedRule) -> None:
+    watch.statistics.update(rule.statistics)
+    watch.histograms.update(dict.fromkeys(rule.histograms))
+    watch.functions.update({function.name: function for function in rule.functions})
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:  # who writes numbers only does without torch
     from torch import Tensor
 
+from lightning_module_monitor.bins import Histogram
+
 TRAIN = "train"
 STAGES = ("validation", "test", "predict")
 """Stages that are named in a key. Training is not: its keys start with the kind."""
@@ -106,6 +108,9 @@ class Record:
 
     values: Mapping[str, float] = field(default_factory=dict)
     """Value by key. A key that was planned and has no value in this step is absent."""
+
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Histogram by key."""
 
     tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
     """What was captured in this step."""

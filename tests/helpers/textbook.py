@@ -1,4 +1,4 @@
-"""Every built-in statistic by its formula, in numpy's float64."""
+"""Every built-in statistic, and the histogram, by its formula, in numpy's float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import math
 import numpy as np
 from torch import Tensor
 
-from lightning_module_monitor import STATISTICS, Statistic
+from lightning_module_monitor import STATISTICS, Histogram, Statistic
+from lightning_module_monitor.bins import EDGES
+
+
+def histogram(x: Tensor) -> Histogram:
+    """The histogram in numpy's float64, each element compared with the edges of the bins."""
+    a = x.detach().double().numpy().ravel()
+    finite = a[np.isfinite(a)]
+    magnitudes = EDGES[len(EDGES) // 2 :]
+    bins = len(magnitudes) - 1
+    place = np.minimum(np.searchsorted(magnitudes, np.abs(finite), side="right"), bins)  # 0: zero
+    counts = np.bincount((bins + np.sign(finite) * place).astype(int), minlength=2 * bins + 1)
+    return Histogram(np.array([(a == -np.inf).sum(), *counts, (a == np.inf).sum(), np.isnan(a).sum()], dtype=np.int64))
+
 
 PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative]
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import math
 import statistics
-import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.offline_wandb import history
 from helpers.tiny import KeepRecords, Tiny, fit
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
@@ -51,40 +49,10 @@ def read_tensorboard(root: Path) -> Series:
     return {key: {event.step: event.value for event in events.Scalars(key)} for key in events.Tags()["scalars"]}
 
 
-def wandb_log(path: Path) -> Iterator[bytes]:
-    """The entries of a wandb transaction log: LevelDB's log format after a header of seven bytes."""
-    data = path.read_bytes()
-    block, header, place = 32768, struct.Struct("<IHB"), 7
-    entry = b""
-    while place + header.size <= len(data):
-        left = block - place % block
-        if left < header.size:
-            place += left
-            continue
-        _checksum, size, part = header.unpack_from(data, place)
-        place += header.size + size
-        entry += data[place - size : place]
-        if part in (1, 4):  # whole, or the last part
-            yield entry
-            entry = b""
-
-
 def read_wandb(root: Path) -> Series:
-    """The history rows that an offline wandb run wrote, as ``wandb sync`` would send them."""
-    import wandb
-    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
-
-    wandb.finish()
-    [path] = root.glob("wandb/offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 30
-    entries: list[WandbRecord] = []
-    while not any(entry.HasField("exit") for entry in entries):  # a process of wandb's own writes on after finish()
-        assert time.monotonic() < deadline, "wandb did not finish its file"
-        entries = [WandbRecord.FromString(data) for data in wandb_log(path)]
-        time.sleep(0.01)
+    """The numbers in the history rows of an offline wandb run."""
     series: Series = {}
-    for entry in entries:
-        row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item}
+    for row in history(root):
         for key, value in row.items():
             if not key.startswith("_") and key != "trainer/global_step":
                 series.setdefault(key, {})[row["trainer/global_step"]] = float(value)

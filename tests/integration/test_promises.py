@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kinds import CAPTURED, KINDS
-from lightning_module_monitor.statistics import table
+from lightning_module_monitor.statistics import running, table
 
+STATISTICS = ["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [
-    Rule(kinds=list(KINDS), statistics=["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm"]),
+    Rule(kinds=list(KINDS), statistics=STATISTICS),
     Rule(kinds="update", statistics="ratio"),
     Rule(kinds=["activation", "gradient"], functions={"noise": lambda x: (x + torch.rand_like(x)).mean()}),
 ]
@@ -70,6 +71,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         runs.append((keep, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
+            assert len(callback.last_record.histograms) > 3
             assert (
                 callback.last_record.values[
                     "monitor/errors" if "monitor/errors" in callback.last_record.values else "validation/monitor/errors"
@@ -96,7 +98,8 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
     """Promise 3: from begin_step to the transfer at its end there is no host read; there is one transfer, whatever the number of keys."""
     from lightning_module_monitor import ModuleMonitor
 
@@ -108,6 +111,8 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         return original(tensor)
 
     monkeypatch.setattr(table, "transfer", count)
+    if not has_kernel:
+        monkeypatch.setattr(running, "kernel", lambda: None)
     for name in ("mlp", "cnn", "outputs"):
         model = Classifier(name)
         transfers.clear()
@@ -133,6 +138,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         assert len(record.values) > 200
         assert record.values["gradient_flow/_summary_/max_gain"] > 0
         assert len(record.tensors) > 30
+        assert len(record.histograms) > 25
         assert len(transfers) == 1
 
 

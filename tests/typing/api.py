@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -17,12 +18,15 @@ from lightning_module_monitor import (
     Event,
     GradientFlow,
     GradientGainMonitor,
+    Histogram,
     ModuleMonitor,
     ModuleMonitorCallback,
+    MonitorMixin,
     Record,
     Rule,
     Stash,
     Statistic,
+    TorchWatcher,
     Tracker,
     load_store,
     track,
@@ -113,3 +117,29 @@ def tracked(model: nn.Module) -> Tracker:
     assert not first.grad
     tracker.to_frame(torch.linalg.vector_norm, stat_name="norm")
     return tracker
+
+
+def histograms(path: str, record: Record) -> NDArray[np.int64]:
+    """A histogram of a record, and those of the store."""
+    one: Histogram = record.histograms["gradient/fc.weight/hist"]
+    _steps, counts, edges = load_store(path).histogram("gradient/fc.weight/hist")
+    assert np.array_equal(edges, one.edges)
+    return counts + one.counts
+
+
+def watch(model: nn.Module) -> None:
+    """A Lightning logger is a run."""
+    with TorchWatcher(model, CSVLogger("logs"), [nn.Linear], ["mean", "hist"], "debug", every_n_steps=10) as watcher:
+        watcher.watch(3, track_activations=False, track_gradients=True, track_parameters=True, prefix="train")
+        watcher.watch("3")  # type: ignore[arg-type]
+
+
+class Own(nn.Module, MonitorMixin):
+    """Values of a module's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Log some."""
+        monitor = self.get_module_monitor()
+        if self.is_monitoring and monitor is not None:
+            monitor.log_tensor("own/fc/half", x / 2)
+        return x

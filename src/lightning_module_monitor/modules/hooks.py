@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 
 class Handle(Protocol):
     """What torch returns for a registered hook."""
 
     def remove(self) -> None:
         """Take the hook off; a second call does nothing."""
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs: a forward pass within it is the recomputation of a checkpointed one, which was seen before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class HookSet:

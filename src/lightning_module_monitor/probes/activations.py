@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation, Watch
@@ -105,9 +104,8 @@ class ActivationProbe(Probe):
             name = self._output_name(watched.site.name, path)
             activation = activation and activation.at(name)
             gradient = gradient and gradient.at(name)
-        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted. The gradient
-        # hook is wanted all the same: under reentrant checkpointing only the recomputed output gets a gradient.
-        if activation is not None and torch._C._current_graph_task_id() == -1:
+        # The gradient hook is wanted also of a recomputed output: under reentrant checkpointing no other gets a gradient.
+        if activation is not None and not is_in_backward():
             self._see_activation(activation, tensor)
         if gradient is not None and tensor.requires_grad:
             self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))

@@ -25,13 +25,16 @@ class RunFiles:
         *,
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
+        histogram_keys: Iterable[str] = (),
         resume_from: int | None = None,
         logger: logging.Logger,
     ) -> None:
         self._configuration = configuration
         self._resume_from = resume_from
         self._logger = logger
-        self._store = Store(path, configuration=configuration, keys=keys, resume_from=resume_from, logger=logger)
+        self._store = Store(
+            path, configuration=configuration, keys=keys, histogram_keys=histogram_keys, resume_from=resume_from, logger=logger
+        )
         self._tensors: TensorStore | None = None
 
     @property

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout, writer
 
@@ -20,17 +22,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class _Table:
-    """A group of the open file, and where its columns are in the row of all keys."""
+    """A group of the open file."""
 
     values: h5py.Dataset
     steps: h5py.Dataset
-    part: slice
     num_rows: int = 0
     last_step: int = -1
-    last_row: NDArray[np.float64] | None = None
+    last_row: layout.Values | None = None
 
-    def put_values(self, step: int, row: NDArray[np.float64]) -> None:
-        """Write a row of shape ``(columns,)``; a second one of the same step is merged into the first."""
+    def put_values(self, step: int, row: layout.Values) -> None:
+        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
         if self.last_row is not None and step == self.last_step:
             row = np.where(layout.is_absent(row), self.last_row, row)
             writer.put(self.values, self.num_rows - 1, row)
@@ -46,15 +47,40 @@ class _Table:
             self.last_step = step
 
 
+@dataclass(kw_only=True)
+class _NumberTable(_Table):
+    """A kind's numbers, and where its columns are in the row of all numbers."""
+
+    part: slice
+
+
+@dataclass(kw_only=True)
+class _HistogramTable(_Table):
+    """A kind's histograms, and the column of each."""
+
+    column_by_key: dict[str, int]
+
+    def row(self, histograms: Mapping[str, Histogram]) -> NDArray[np.int64] | None:
+        """Those that belong here, shape ``(columns, bins)``; ``None`` if none does."""
+        mine = [key for key in histograms if key in self.column_by_key]
+        if not mine:
+            return None
+        row = np.full(self.values.shape[1:], layout.NOT_COUNTED, np.int64)
+        for key in mine:
+            row[self.column_by_key[key]] = histograms[key].row
+        return row
+
+
 class Store(writer.Writer):
-    """Writes the values of the records of one run, one row in each group that a record has values of.
+    """Writes the values and histograms of the records of one run, one row in each group that a record has any of.
 
     A second record of a step is merged into the first. Read it with ``load_store``.
 
     Args:
         path: Where the file should be; see :class:`~lightning_module_monitor.sinks.writer.Writer`.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
-        keys: Keys that are known to come. One that turns up later costs a rewrite of the file.
+        keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
+        histogram_keys: Likewise of histograms.
         resume_from: The first step of a resumed run: it goes on in the file at ``path``, whose rows of this step and later ones
             are taken out when the first record comes. ``None``: a new run.
         logger: Gets a warning when another name is taken and when the store stops, and word of late keys.
@@ -66,25 +92,27 @@ class Store(writer.Writer):
         *,
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
+        histogram_keys: Iterable[str] = (),
         resume_from: int | None = None,
         logger: logging.Logger = _logger,
     ) -> None:
         super().__init__(path, configuration=configuration, resume_from=resume_from, logger=logger)
-        self._keys = tuple(keys)
-        self._tables: list[_Table] = []
+        self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
+        self._tables: list[_NumberTable] = []
+        self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
-        self._last_keys: tuple[str, ...] = ()
+        self._last_keys: tuple[str, ...] | None = None
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
 
     def _concerns(self, record: Record) -> bool:
-        return bool(record.values)
+        return bool(record.values or record.histograms)
 
     def _taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
         return super()._taken(path) or (f"{layout.tensors_path(path).name} exists" if layout.tensors_path(path).exists() else "")
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
-        return layout.columns_by_group((*self._keys, *record.values))
+        return layout.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
 
     def _create_content(self, file: h5py.File, record: Record) -> None:
         layout.create_tables(file, self._columns(record))
@@ -96,26 +124,42 @@ class Store(writer.Writer):
             layout.rewrite(source, target, attributes=attributes, more=self._columns(record), before_step=self._resume_from)
 
     def _adopt(self, file: h5py.File) -> None:
-        self._file, self._tables, self._place_by_key, self._last_keys = file, [], {}, ()
+        self._file, self._place_by_key, self._last_keys = file, {}, None
+        self._tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
-            start = len(self._place_by_key)
-            self._place_by_key |= {layout.join(group, column): start + index for index, column in enumerate(columns)}
-            self._tables.append(_table_at_end(file[group], slice(start, start + len(columns))))
+            keys = [layout.join(group, column) for column in columns]
+            if layout.has_histograms(group):
+                places = {key: column for column, key in enumerate(keys)}
+                self._histogram_tables.append(_HistogramTable(**_at_end(file[group]), column_by_key=places))
+            else:
+                start = len(self._place_by_key)
+                self._place_by_key |= {key: start + index for index, key in enumerate(keys)}
+                self._tables.append(_NumberTable(**_at_end(file[group]), part=slice(start, start + len(columns))))
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
         self._make_room(record)
-        row = np.full(len(self._place_by_key), layout.ABSENT)
-        row[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
-        writer.require_space(self.path.parent, 2 * row.nbytes)
-        touched = [table for table in self._tables if not layout.is_absent(row[table.part]).all()]
-        for table in touched:
-            table.put_values(record.step, row[table.part])
+        rows = list(self._rows(record))
+        writer.require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows))
+        for table, row in rows:
+            table.put_values(record.step, row)
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
         self._file.flush()
-        for table in touched:
+        for table, _row in rows:
             table.put_step(record.step)
         self._file.flush()
+
+    def _rows(self, record: Record) -> Iterator[tuple[_Table, layout.Values]]:
+        """The tables that get a row, and what it is."""
+        numbers = np.full(len(self._place_by_key), layout.ABSENT)
+        numbers[self._places(record)] = np.fromiter(record.values.values(), np.float64, len(record.values))
+        for table in self._tables:
+            if not layout.is_absent(numbers[table.part]).all():
+                yield table, numbers[table.part]
+        for histograms in self._histogram_tables:
+            row = histograms.row(record.histograms)
+            if row is not None:
+                yield histograms, row
 
     def _places(self, record: Record) -> NDArray[np.int64]:
         """Where the record's values belong in the row of all keys; looked up anew only if other keys came than last time."""
@@ -127,30 +171,35 @@ class Store(writer.Writer):
 
     def _make_room(self, record: Record) -> None:
         """A column for each of the record's keys."""
-        if tuple(record.values) != self._last_keys and (late := [key for key in record.values if key not in self._place_by_key]):
-            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(late), late[0])
-            self._widen(late)
+        numbers = record.values if tuple(record.values) != self._last_keys else ()
+        late = [key for key in numbers if key not in self._place_by_key]
+        late_histograms = [key for key in record.histograms if not any(key in table.column_by_key for table in self._histogram_tables)]
+        if late or late_histograms:
+            new = late + late_histograms
+            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(new), new[0])
+            self._widen(layout.columns_by_group(late, late_histograms))
 
-    def _widen(self, late: list[str]) -> None:
+    def _widen(self, columns: Mapping[str, list[str]]) -> None:
         temporary = layout.temporary_path(self.path)
         writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
-        layout.rewrite(self._file, temporary, more=layout.columns_by_group(late))
+        layout.rewrite(self._file, temporary, more=columns)
         # All of it was flushed, and its successor has it all.
         layout.abandon(self._file)
         self._adopt(writer.append_in_place(temporary, self.path))
 
     def _has_rests(self) -> bool:
         """A Ctrl-C in the middle of a row left values without a step, which xarray would not open."""
-        return any(len(table.values) > table.num_rows for table in self._tables)
+        return any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables))
 
     def _let_go(self) -> None:
         super()._let_go()
-        self._tables = []
+        self._tables, self._histogram_tables = [], []
 
 
-def _table_at_end(group: h5py.Group, part: slice) -> _Table:
+def _at_end(group: h5py.Group) -> dict[str, Any]:
+    """What a table is made with, to go on behind its last row."""
     steps = layout.read_steps(group)
-    table = _Table(group["values"], group["steps"], part, len(steps))
-    if table.num_rows:
-        table.last_step, table.last_row = int(steps[-1]), table.values[table.num_rows - 1]
-    return table
+    end: dict[str, Any] = {"values": group["values"], "steps": group["steps"], "num_rows": len(steps)}
+    if len(steps):
+        end |= {"last_step": int(steps[-1]), "last_row": group["values"][len(steps) - 1]}
+    return end

@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.reader import load_store
@@ -21,9 +22,13 @@ class StorageManager:
     def __init__(self, max_records: int = 1000) -> None:
         self._max_records = max_records
         self._values: OrderedDict[int, dict[str, float]] = OrderedDict()
+        self._histograms: dict[str, Histogram] = {}
+        """Those of the newest step only: one takes as much memory as 264 values."""
 
     def add(self, record: Record) -> None:
-        """Keep a record; one of a step that is there already is merged with it."""
+        """Keep a record; one of a step that is there already is merged with it. Histograms are kept of the newest step."""
+        is_same_step = record.step == self.last_step()
+        self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         values = self._values.pop(record.step, {})
         values.update(record.values)
         self._values[record.step] = values
@@ -33,6 +38,10 @@ class StorageManager:
     def last_step(self) -> int | None:
         """The step that a record was kept of last."""
         return next(reversed(self._values), None)
+
+    def last_histograms(self) -> dict[str, Histogram]:
+        """Histogram by key, of the step that a record was kept of last."""
+        return dict(self._histograms)
 
     def has_step(self, step: int) -> bool:
         """Whether there is a record of a step."""
@@ -49,9 +58,10 @@ class StorageManager:
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()
+        self._histograms.clear()
 
     def save_hdf5(self, path: str | os.PathLike[str]) -> Path:
-        """Write the steps that are in memory to a store.
+        """Write the steps that are in memory to a store, the newest one with its histograms.
 
         Args:
             path: Where the file should be. A file that is there already is left alone.
@@ -62,9 +72,11 @@ class StorageManager:
         Raises:
             OSError: If it could not be written; a warning said why.
         """
-        store = Store(path, configuration={}, keys=dict.fromkeys(key for values in self._values.values() for key in values))
+        keys = dict.fromkeys(key for values in self._values.values() for key in values)
+        store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
+        last = self.last_step()
         for step, values in self._values.items():
-            store.write(Record(step, values))
+            store.write(Record(step, values, self._histograms if step == last else {}))
         store.close()
         if store.failed:
             raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this says why.")

@@ -2,6 +2,9 @@
 
 One group per kind; in it ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A row of
 ``values`` is one chunk: it is compressed and written once, and never rewritten while others read.
+
+A kind's histograms are a table of the same sort, in the group ``histograms`` inside the kind's: there ``values`` are steps x columns x
+``bins`` (int64 counts), ``bins`` says in words what is counted at each place, and the attribute ``edges`` has the bins' edges.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.bins import EDGES, LABELS
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks.killed import ClosedView, is_in_use
 
@@ -29,16 +33,26 @@ ABSENT_BITS = 0x7FF8_6162_7365_6E74
 
 ABSENT: float = np.uint64(ABSENT_BITS).view(np.float64)
 
+NOT_COUNTED = -1
+"""What stands in place of the counts of a histogram that was never recorded."""
+
 SITELESS = "logged"
 """Group of keys without a kind (one part, as a user logs ``loss``)."""
 
-_RESERVED = {"", ".", SITELESS, "values", "steps", "columns"}
+HISTOGRAMS = "histograms"
+"""Group of a kind's histograms, inside the kind's own."""
+
+_RESERVED = {"", ".", SITELESS, HISTOGRAMS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
-_ROWS_PER_COPY = 256
+_BYTES_PER_COPY = 1 << 24
 _ATTEMPTS = 3
 """A run can begin or end between the look at a file and its opening."""
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
 _LIBVER = ("v110", "v110")
+
+
+Values = NDArray[np.float64] | NDArray[np.int64]
+"""Numbers, or counts."""
 
 
 @dataclass
@@ -65,25 +79,37 @@ def split(key: str) -> tuple[str, str]:
 
 
 def join(group: str, column: str) -> str:
-    """The key of a group and a column; the inverse of :func:`split`."""
+    """The key of a group and a column; the inverse of :func:`split` and :func:`split_histogram`."""
+    group = group.removesuffix(f"/{HISTOGRAMS}")
     if group == SITELESS:
         return column
     parts = (part[:-1] if part.rstrip("_") in _RESERVED else part for part in group.split("/"))
     return "/".join((*parts, column))
 
 
-def columns_by_group(keys: Iterable[str]) -> dict[str, list[str]]:
+def split_histogram(key: str) -> tuple[str, str]:
+    """Where a histogram lives, e.g. ``("activation/histograms", "model.fc/hist")``."""
+    group, column = split(key)
+    return f"{group}/{HISTOGRAMS}", column
+
+
+def has_histograms(group: str) -> bool:
+    """Whether a group's values are the counts of histograms, and not numbers."""
+    return group.endswith(f"/{HISTOGRAMS}")
+
+
+def columns_by_group(keys: Iterable[str], histogram_keys: Iterable[str] = ()) -> dict[str, list[str]]:
     """The tables that these keys need, in their order, each column once."""
     tables: dict[str, dict[str, None]] = {}
-    for key in keys:
-        group, column = split(key)
+    for group, column in (*map(split, keys), *map(split_histogram, histogram_keys)):
         tables.setdefault(group, {})[column] = None
     return {group: list(columns) for group, columns in tables.items()}
 
 
-def is_absent(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which values were never recorded; any shape."""
-    absent: NDArray[np.bool_] = values.view(np.uint64) == np.uint64(ABSENT_BITS)
+def is_absent(values: Values) -> NDArray[np.bool_]:
+    """Which values, or counts, were never recorded; any shape."""
+    absent: NDArray[np.bool_]
+    absent = values == NOT_COUNTED if values.dtype.kind == "i" else values.view(np.uint64) == np.uint64(ABSENT_BITS)
     return absent
 
 
@@ -147,7 +173,7 @@ def read_attributes(file: h5py.File) -> Attributes:
 
 
 def read_columns(file: h5py.File) -> dict[str, list[str]]:
-    """The columns of every table in the file, by group."""
+    """The columns of every table in the file, of numbers and of histograms, by group."""
     groups: list[str] = []
 
     def visit(name: str) -> None:
@@ -189,29 +215,35 @@ def create_tables(file: h5py.File, tables: Mapping[str, Sequence[str]]) -> None:
     """Empty tables with these columns, by group."""
     for group, columns in tables.items():
         # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
-        _create_table(file.require_group(group), columns)
+        _create_table(file.require_group(group), columns, has_histograms(group))
 
 
-def _create_table(group: h5py.Group, columns: Sequence[str]) -> None:
-    encoded = [column.encode() for column in columns]
-    width = len(columns)
+def _create_table(group: h5py.Group, columns: Sequence[str], of_histograms: bool) -> None:
+    shape = (len(columns), len(LABELS)) if of_histograms else (len(columns),)
     values = group.create_dataset(
         "values",
-        (0, width),
-        "f8",
-        maxshape=(None, width),
-        chunks=(1, width),
+        (0, *shape),
+        "i8" if of_histograms else "f8",
+        maxshape=(None, *shape),
+        chunks=(1, *shape),
         shuffle=True,
         compression="gzip",
         compression_opts=1,
-        fillvalue=ABSENT,
+        fillvalue=NOT_COUNTED if of_histograms else ABSENT,
     )
-    steps = group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,))
-    # Fixed-length: SWMR cannot do variable length.
-    names = group.create_dataset("columns", data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
-    for axis, scale in enumerate((steps, names)):
+    scales = [group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,)), _texts(group, "columns", columns)]
+    if of_histograms:
+        scales.append(_texts(group, "bins", LABELS))
+        values.attrs["edges"] = EDGES
+    for axis, scale in enumerate(scales):
         scale.make_scale(scale.name.rpartition("/")[2])
         values.dims[axis].attach_scale(scale)
+
+
+def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
+    # Fixed-length: SWMR cannot do variable length.
+    encoded = [text.encode() for text in texts]
+    return group.create_dataset(name, data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
 
 
 def open_for_appending(path: Path) -> h5py.File:
@@ -276,16 +308,17 @@ def rewrite(
 def _copy_rows(source: h5py.Group, target: h5py.Group, before_step: int | None) -> None:
     steps = read_steps(source)
     kept = np.flatnonzero(steps < before_step) if before_step is not None else np.arange(len(steps))
-    width = source["values"].shape[1]
+    columns, row_shape = source["values"].shape[1], target["values"].shape[1:]
+    rows_per_copy = max(1, _BYTES_PER_COPY // (8 * int(np.prod(row_shape))))
     for name in ("values", "steps"):
         target[name].resize(len(kept), axis=0)
     target["steps"][...] = steps[kept]
     # The union begins with the source's own columns, in their order; in blocks, because a store can be larger than memory.
-    for first in range(0, len(kept), _ROWS_PER_COPY):
-        rows = kept[first : first + _ROWS_PER_COPY]
+    for first in range(0, len(kept), rows_per_copy):
+        rows = kept[first : first + rows_per_copy]
         block = source["values"][rows[0] : rows[-1] + 1][rows - rows[0]]
-        wide = np.full((len(rows), target["values"].shape[1]), ABSENT)
-        wide[:, :width] = block
+        wide = np.full((len(rows), *row_shape), target["values"].fillvalue, target["values"].dtype)
+        wide[:, :columns] = block
         target["values"][first : first + len(rows)] = wide
 
 

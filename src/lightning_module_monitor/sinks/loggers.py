@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
+from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
+from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Key, Record
 
 ROLL_UPS: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
 """Sites that stand for all, and how they do."""
+
+ALL = "_all_"
+"""The site of the histogram of all sites together."""
 
 
 class LoggerSink:
@@ -25,7 +32,8 @@ class LoggerSink:
 
     Args:
         loggers: The trainer's loggers.
-        roll_up: Whether to log, of each kind and statistic, the minimum, median and maximum over the sites only.
+        roll_up: Whether to log, of each kind and statistic, the minimum, median and maximum over the sites only, and of
+            histograms their sum.
         always: Patterns of keys that are logged in any case.
         messages: Where a logger's failure is said, once.
     """
@@ -36,18 +44,73 @@ class LoggerSink:
         self._always = always
         self._messages = messages
         self._failed: set[int] = set()
+        self._has_said_who_has_no_histograms = False
 
     def write(self, record: Record) -> None:
         """Log a record. A logger that fails is said once, and tried again with the next record."""
         values = rolled_up(record.values, self._always) if self._roll_up else dict(record.values)
+        histograms = added_up(record.histograms) if self._roll_up else record.histograms
+        without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
+        if histograms and without and not self._has_said_who_has_no_histograms:
+            self._has_said_who_has_no_histograms = True
+            self._messages.info("Histograms are left out of %s, which has no place for them; the store has them.", ", ".join(without))
         for logger in self._loggers:
             try:
-                logger.log_metrics(dict(values), step=record.step)
+                log(logger, values, histograms, record.step)
             except Exception as error:
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
                     name = type(logger).__name__
                     self._messages.warning("%s did not take the monitor's values (%s: %s). Said once.", name, type(error).__name__, error)
+
+
+def takes_histograms(logger: object) -> bool:
+    """Whether a logger has a histogram type of its own that is known here."""
+    return isinstance(logger, TensorBoardLogger | WandbLogger)
+
+
+class TakesMetrics(Protocol):
+    """What every Lightning logger has."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, /) -> None:
+        """Log the values of a step."""
+
+
+def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    """Hand a logger what it takes: numbers, and histograms if it has a type for them.
+
+    The empty bins at the ends of a histogram are left away, and a histogram without a finite element is.
+
+    Args:
+        logger: Any object with ``log_metrics``.
+        values: Number by key.
+        histograms: Histogram by key.
+        step: Where on the x axis.
+    """
+    trimmed = {key: histogram.occupied() for key, histogram in histograms.items() if histogram.counts.any()}
+    if isinstance(logger, WandbLogger):
+        # In one call: each makes a row of its own.
+        of_wandb = importlib.import_module("wandb").Histogram if trimmed else None
+        own = {key: of_wandb(np_histogram=(counts.tolist(), edges.tolist())) for key, (counts, edges) in trimmed.items() if of_wandb}
+        logger.log_metrics({**values, **own}, step=step)
+        return
+    logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # all loggers call it so; the first argument has many names
+    if isinstance(logger, TensorBoardLogger):
+        for key, (counts, edges) in trimmed.items():
+            tag = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{key}" if logger._prefix else key
+            # Its own charts take neither of the sums, and bins do not tell them.
+            unknown = {"sum": math.nan, "sum_squares": math.nan}
+            limits = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
+            logger.experiment.add_histogram_raw(tag, num=int(counts.sum()), **unknown, **limits, global_step=step)
+
+
+def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
+    """The histograms of all sites together, for each kind, under the site ``_all_``."""
+    together: dict[str, Histogram] = {}
+    for text, histogram in histograms.items():
+        key = Key.parse(text)._replace(site=ALL).format()
+        together[key] = together[key] + histogram if key in together else histogram
+    return together
 
 
 def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = ()) -> dict[str, float]:

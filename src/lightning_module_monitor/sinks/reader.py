@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_module_monitor.bins import FINITE, NOT_FINITE
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import layout, lock, tensors
@@ -58,9 +59,16 @@ class StoreReader:
         """The file."""
 
     def keys(self) -> list[str]:
-        """All keys, group by group, in the order of the columns."""
+        """The keys of all numbers, which :meth:`series` takes, group by group, in the order of the columns."""
+        return self._keys(of_histograms=False)
+
+    def histogram_keys(self) -> list[str]:
+        """The keys of all histograms, which :meth:`histogram` takes, group by group, in the order of the columns."""
+        return self._keys(of_histograms=True)
+
+    def _keys(self, of_histograms: bool) -> list[str]:
         with layout.open_store(self.path) as file:
-            tables = layout.read_columns(file)
+            tables = _columns(file, of_histograms)
         return [layout.join(group, column) for group, columns in tables.items() for column in columns]
 
     def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -84,7 +92,54 @@ class StoreReader:
                 values: NDArray[np.float64] = file[group]["values"][: len(steps), columns.index(column)]
                 present = ~layout.is_absent(values)
                 return steps[present], values[present]
+        if key in self.histogram_keys():
+            message = f"{key!r} in {str(self.path)!r} is a histogram, and no series of numbers; read it with histogram({key!r})."
+            raise KeyError(message)
         message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
+        raise KeyError(message)
+
+    def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """One key's histograms.
+
+        Args:
+            key: One of :meth:`histogram_keys`.
+
+        Returns:
+            Steps (int64, shape ``(rows,)``) in which it was recorded; counts of the finite elements (int64, shape ``(rows,
+            bins)``); the edges of the bins (float64, shape ``(bins + 1,)``, see ``lightning_module_monitor.bins.EDGES``).
+
+        Raises:
+            KeyError: If there is no such key; the message names the nearest.
+        """
+        steps, rows, edges = self._histogram_rows(key)
+        return steps, rows[:, FINITE], edges
+
+    def nonfinite(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What is no finite element of one key's histograms.
+
+        Args:
+            key: One of :meth:`histogram_keys`.
+
+        Returns:
+            Steps, shape ``(rows,)``, and counts of ``-inf``, ``inf`` and ``nan``, shape ``(rows, 3)``, both int64.
+
+        Raises:
+            KeyError: If there is no such key; the message names the nearest.
+        """
+        steps, rows, _edges = self._histogram_rows(key)
+        return steps, rows[:, NOT_FINITE]
+
+    def _histogram_rows(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Steps, rows of counts, and edges."""
+        group, column = layout.split_histogram(key)
+        with layout.open_store(self.path) as file:
+            columns = layout.read_columns(file).get(group, [])
+            if column in columns:
+                steps, values = layout.read_steps(file[group]), file[group]["values"]
+                rows: NDArray[np.int64] = values[: len(steps), columns.index(column)]
+                present = ~layout.is_absent(rows[:, 0])
+                return steps[present], rows[present], values.attrs["edges"]
+        message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
         raise KeyError(message)
 
     @property
@@ -98,7 +153,7 @@ class StoreReader:
             return {"format_version": int(file.attrs["format_version"]), **vars(layout.read_attributes(file))}
 
     def to_frame(self) -> pandas.DataFrame:
-        """Everything as a tidy frame, a row per recorded value.
+        """Every number as a tidy frame, a row per recorded value.
 
         Returns:
             Columns ``step``, ``stage`` (``train``, ``validation``, ...), ``kind`` (with its prefix, if the run had one:
@@ -109,14 +164,14 @@ class StoreReader:
         """
         pd = require("pandas", "pandas")
         with layout.open_store(self.path) as file:
-            tables = [(group, columns, *_read_table(file[group])) for group, columns in layout.read_columns(file).items()]
+            tables = [(group, columns, *_read_table(file[group])) for group, columns in _columns(file).items()]
         names = ["step", "stage", "kind", "site", "statistic", "value"]
         frames = [pd.DataFrame(_tidy(*table), columns=names) for table in tables]
         frame: pandas.DataFrame = pd.concat(frames, ignore_index=True)
         return frame
 
     def to_xarray(self, kind: str) -> xarray.Dataset:
-        """One kind as an xarray dataset.
+        """One kind's numbers as an xarray dataset.
 
         Args:
             kind: What comes before site and statistic in a key: ``"activation"``, ``"validation/activation"``.
@@ -131,7 +186,7 @@ class StoreReader:
         """
         xr = require("xarray", "xarray")
         with layout.open_store(self.path) as file:
-            tables = layout.read_columns(file)
+            tables = _columns(file)
             group_by_kind = {_head(group, columns): group for group, columns in tables.items()}
             if kind not in group_by_kind:
                 message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
@@ -225,6 +280,11 @@ def _repair(path: Path, rewrite: Callable[[h5py.File, Path], None]) -> None:
         layout.replace(temporary, path)
     finally:
         lock.release(held)
+
+
+def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
+    """The columns of the tables of numbers, or of those of histograms, by group."""
+    return {group: columns for group, columns in layout.read_columns(file).items() if layout.has_histograms(group) is of_histograms}
 
 
 def _read_table(group: h5py.Group) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -42,8 +42,12 @@ class Need:
     TOKENS = 1 << 7
 
     EVERYTHING = (1 << 8) - 1
+    """All moments."""
     SCALED = MEAN | SQUARES | DEVIATIONS | MAGNITUDE | TOKENS
     """The sums and sums of squares: they could leave the dtype, so their block is scaled first."""
+
+    HISTOGRAM = 1 << 8
+    """Not a moment: a row of counts."""
 
 
 Figures = dict[str, Tensor]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
-from lightning_module_monitor.statistics.moments import Moments
+from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
 
@@ -29,6 +30,8 @@ class Watch:
     stage: str = TRAIN
     prefix: str = ""
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    histograms: dict[str, None] = field(default_factory=dict)
+    """Names of the histograms: none, or the one that ``STATISTICS`` has."""
     functions: dict[str, UserFunction] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
@@ -37,8 +40,9 @@ class Watch:
 
     @functools.cached_property
     def needs(self) -> int:
-        """Which moments its statistics are finished from, bits of ``Need``."""
-        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), 0)
+        """What its statistics are finished from, bits of ``Need``."""
+        histogram = Need.HISTOGRAM if self.histograms else 0
+        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), histogram)
 
     @functools.cached_property
     def base_needs(self) -> int:
@@ -50,12 +54,17 @@ class Watch:
         """Keys of the statistics, in order."""
         return [self.key(name) for name in self.statistics]
 
+    @functools.cached_property
+    def histogram_keys(self) -> list[str]:
+        """Keys of the histograms."""
+        return [self.key(name) for name in self.histograms]
+
     def keys(self) -> list[str]:
-        """The key of every statistic and function; a function that returns a dict has others instead."""
+        """The key of every number: statistic and function; a function that returns a dict has others instead."""
         return self.statistic_keys + [self.key(name) for name in self.functions]
 
     def planned_keys(self) -> list[str]:
-        """The keys that are known before the first step: not those of results that may yet turn out to be dicts."""
+        """The keys of numbers that are known before the first step: not those of results that may yet turn out to be dicts."""
         plain = [one for one in self.functions.values() if isinstance(one.aggregate, str) and not isinstance(one.function, Metric)]
         return self.statistic_keys + [self.key(one.name) for one in plain]
 
@@ -66,7 +75,7 @@ class Watch:
     def at(self, site: str) -> Watch:
         """The same wish for another site, a further output of the module: always the same object."""
         if site not in self.further:
-            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, self.statistics, self.functions)
+            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, self.statistics, self.histograms, self.functions)
         return self.further[site]
 
 
@@ -89,6 +98,8 @@ class Observation:
         self._results: dict[str, tuple[Watch, str, Results]] = {}
         self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
         self._failed: set[str] = set()
+        self._uncounted: set[str] = set()
+        """Keys of histograms that some elements are missing from."""
         self.num_errors = 0
 
     def observe(self, watch: Watch, tensor: Tensor) -> None:
@@ -119,7 +130,7 @@ class Observation:
             self._table.add_all((self._row(watch), tensor, watch.needs) for watch, tensor in strided if watch.needs)
         except Exception:
             for watch, _tensor in seen:
-                self._failed.update(watch.keys())
+                self._give_up(watch)
             raise
         for watch, tensor in strided:
             if watch.functions:
@@ -147,22 +158,28 @@ class Observation:
             self._results[key] = (watch, function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
-    def collect(self) -> dict[str, float]:
+    def collect(self) -> tuple[dict[str, float], dict[str, Histogram]]:
         """Finish everything: one transfer per device.
 
         Returns:
-            Value by key. A site that was not seen is absent; what could not be computed is NaN.
+            Value by key, and histogram by key. A site that was not seen is absent; a value that could not be computed is NaN, a
+            histogram absent.
         """
         parts = self._finished_parts()
-        shares, scalars = to_host(self._table.collect(len(self._watches)), [value for _key, part in parts for value in part.values])
+        counted = [row for row in self._rows.values() if self._watches[row].histograms]
+        counts = self._table.collect_histograms(counted)
+        scalars = [value for _key, part in parts for value in part.values]
+        shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts)
         values = self._finish(shares)
         start = 0
         for key, part in parts:
             end = start + len(part.values)
-            values[key] = part.merge(scalars[start:end])
+            values[key] = part.merge(others[start:end])
             start = end
         values.update(dict.fromkeys(self._failed, float("nan")))
-        return values
+        rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long().numpy()
+        histograms = {key: Histogram(row) for i, row in zip(counted, rows, strict=True) for key in self._watches[i].histogram_keys}
+        return values, {key: histogram for key, histogram in histograms.items() if key not in self._uncounted}
 
     def _row(self, watch: Watch) -> int:
         """Row of a watch in the table; a watch with relative statistics has the next row too, for their base."""
@@ -180,7 +197,8 @@ class Observation:
         moments = _merged(shares, num_rows)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for row in self._rows.values():
-            groups[tuple(self._watches[row].statistics)].append(row)
+            if self._watches[row].statistics:
+                groups[tuple(self._watches[row].statistics)].append(row)
         values: dict[str, float] = {}
         for rows in groups.values():
             index = torch.tensor(rows, device="cpu")
@@ -236,8 +254,12 @@ class Observation:
     def fail(self, watch: Watch, seen: object, error: Exception) -> None:
         """Note that nothing of a watch could be computed of what was seen."""
         self.num_errors += 1
+        self._give_up(watch)
+        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.histograms, *watch.functions)), _describe(seen), error)
+
+    def _give_up(self, watch: Watch) -> None:
         self._failed.update(watch.keys())
-        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.functions)), _describe(seen), error)
+        self._uncounted.update(watch.histogram_keys)
 
     def _fail(self, watch: Watch, name: str, tensor: Tensor | None, error: Exception) -> None:
         self.num_errors += 1

@@ -31,6 +31,11 @@ class Statistic:
     relative: bool = False
 
 
+@dataclass(frozen=True)
+class HistogramStatistic:
+    """Not a number but one for each of the fixed bins: how many elements there are in it."""
+
+
 TensorFunction = Callable[[Tensor], Tensor]
 
 
@@ -98,7 +103,7 @@ def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
     return torch.where(moments.elements > 0, values, torch.nan)
 
 
-STATISTICS: dict[str, Statistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -113,8 +118,10 @@ STATISTICS: dict[str, Statistic | TensorFunction] = {
     "token_norm": Statistic(Need.TOKENS, _token_norm),
     "token_rms": Statistic(Need.TOKENS, _token_rms),
     "ratio": Statistic(Need.SQUARES, _ratio, relative=True),
+    "hist": HistogramStatistic(),
 }
 """Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
-relative to. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+relative to; ``hist`` is a histogram over the bins of ``bins.py``.
+Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""

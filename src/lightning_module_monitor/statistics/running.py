@@ -38,6 +38,16 @@ def kernel() -> ModuleType | None:
     return compiled
 
 
+@functools.cache
+def compiled_histogram() -> ModuleType | None:
+    """The compiled kernel of histograms, where :func:`kernel` works."""
+    if kernel() is None:
+        return None
+    from lightning_module_monitor.statistics import compiled_histogram as compiled
+
+    return compiled
+
+
 def takes(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for."""
     # A subclass may hold its elements elsewhere, and a float64's square may leave float64.
@@ -63,8 +73,7 @@ class RunningRows:
         """Merge all elements of a tensor, which has at least one, into a row."""
         if row >= len(self._rows):
             self._grow(row)
-        if not _is_in_order(tensor):
-            tensor = _in_order(tensor)
+        tensor = in_order(tensor)
         self._kernel.add(tensor.data_ptr(), tensor.numel(), _features(tensor, needs), needs, self._rows, row, self._latest)
 
     def add_last_again(self, row: int) -> None:
@@ -107,7 +116,10 @@ def _is_in_order(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and tensor.data_ptr() != 0
 
 
-def _in_order(tensor: Tensor) -> Tensor:
+def in_order(tensor: Tensor) -> Tensor:
+    """The tensor itself if its elements lie in memory as float32, one after the other; else a copy of which that is true."""
+    if _is_in_order(tensor):
+        return tensor
     return tensor.detach().resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 

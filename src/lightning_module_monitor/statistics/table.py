@@ -1,4 +1,4 @@
-"""Rows of moments: filled while a step runs, merged and copied to the host once, at its end."""
+"""Rows of moments and of counts: filled while a step runs, merged and copied to the host once, at its end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.statistics.histogram import Histograms
 from lightning_module_monitor.statistics.lanes import Lanes
-from lightning_module_monitor.statistics.moments import Moments
+from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.running import RunningRows, takes
 
 
 class Table:
-    """Moments of numbered rows, on the devices that the tensors are on.
+    """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
 
     Rows are numbered from 0 by whoever fills the table. Nothing is read on the host of what is on another device. A row may
     get tensors of several precisions and devices: what can be read by the compiled kernel goes through
@@ -25,7 +26,8 @@ class Table:
     def __init__(self) -> None:
         self._lanes = Lanes()
         self._running: RunningRows | None = None
-        self._last: Lanes | RunningRows | None = None
+        self._histograms = Histograms()
+        self._last: list[Lanes | RunningRows | Histograms] = []
         """Who got the tensor that was added last."""
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
@@ -36,19 +38,23 @@ class Table:
         Args:
             row: Number of the row.
             tensor: Any shape, any real floating dtype, strided. It may be part of a graph, which is left as it is.
-            needs: Which moments to take, bits of :class:`~lightning_module_monitor.statistics.moments.Need`. Always the same
-                for one row.
+            needs: What to take, bits of :class:`~lightning_module_monitor.statistics.moments.Need`. Always the same for one row.
         """
-        self._last = None
-        if tensor.numel():
+        self._last = []
+        if not tensor.numel():
+            return
+        if needs & Need.EVERYTHING:
             taker = self._taker(tensor)
-            taker.add(row, tensor, needs)
-            self._last = taker
+            taker.add(row, tensor, needs & Need.EVERYTHING)
+            self._last.append(taker)
+        if needs & Need.HISTOGRAM:
+            self._histograms.add(row, tensor)
+            self._last.append(self._histograms)
 
     def add_last_again(self, row: int) -> None:
         """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""
-        if self._last is not None:
-            self._last.add_last_again(row)
+        for taker in self._last:
+            taker.add_last_again(row)
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
         """Like :meth:`add` for many tensors that exist at the same time, which is cheaper.
@@ -58,8 +64,10 @@ class Table:
         """
         by_taker: defaultdict[Lanes | RunningRows, list[tuple[int, Tensor, int]]] = defaultdict(list)
         for row, tensor, needs in rows:
-            if tensor.numel():
-                by_taker[self._taker(tensor)].append((row, tensor, needs))
+            if tensor.numel() and needs & Need.EVERYTHING:
+                by_taker[self._taker(tensor)].append((row, tensor, needs & Need.EVERYTHING))
+            if tensor.numel() and needs & Need.HISTOGRAM:
+                self._histograms.add(row, tensor)
         for taker, members in by_taker.items():
             taker.add_all(members)
 
@@ -75,6 +83,14 @@ class Table:
         running = [] if self._running is None else [self._running.moments(num_rows)]
         return running + self._lanes.collect(num_rows)
 
+    def collect_histograms(self, rows: Sequence[int]) -> list[Tensor]:
+        """The counts of rows that histograms were asked for.
+
+        Returns:
+            Shares of the rows of counts, to be added up, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device.
+        """
+        return self._histograms.collect(rows) if rows else []
+
     def _taker(self, tensor: Tensor) -> Lanes | RunningRows:
         if not takes(tensor):
             return self._lanes
@@ -83,19 +99,20 @@ class Table:
         return self._running
 
 
-def to_host(shares: Sequence[Moments], scalars: Sequence[Tensor]) -> tuple[list[Moments], Tensor]:
+def to_host(shares: Sequence[Moments], others: Sequence[Tensor]) -> tuple[list[Moments], Tensor]:
     """Copy everything that a step found to the host, with one transfer per device.
 
     Args:
         shares: Moments of shape ``(rows,)``, each on its device.
-        scalars: Float64 scalars of shape ``()``, on any device.
+        others: Float64 tensors of any shape, on any device.
 
     Returns:
-        The moments, and the scalars as one tensor of shape ``(scalars,)``, float64, both on the CPU.
+        The moments, and the elements of the others, one tensor after the other, as one of shape ``(elements,)``, float64, both
+        on the CPU.
     """
     parcels: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     places = []
-    for tensor in [*(torch.stack(share) for share in shares), *scalars]:
+    for tensor in [*(torch.stack(share) for share in shares), *others]:
         parcels[tensor.device].append(tensor.reshape(-1))
         places.append((tensor.device, tensor.numel()))
     arrived = {device: transfer(torch.cat(parts)) for device, parts in parcels.items()}

@@ -1,0 +1,247 @@
+"""Histograms through the callback: in the loggers that have a type for them, and in the store."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.offline_wandb import history
+from helpers.textbook import histogram
+from helpers.tiny import KeepRecords, Tiny, fit
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from lightning_module_monitor import Histogram, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.errors import ConfigError
+
+RULES = [
+    Rule(kinds=["activation", "activation_gradient"], statistics=["hist", "rms"]),
+    Rule(kinds=["parameter", "gradient", "update"], statistics="hist"),
+]
+
+
+def train(root: Path, loggers: list[Logger] | bool = False, **options: Any) -> tuple[ModuleMonitorCallback, KeepRecords]:
+    """A short run with accumulation and a validation loop; what was recorded."""
+    callback = ModuleMonitorCallback(**{"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], **options})
+    kept = KeepRecords(callback)
+    fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2)
+    return callback, kept
+
+
+def recorded(kept: KeepRecords) -> dict[tuple[str, int], Histogram]:
+    """Histogram by key and step."""
+    return {(key, record.step): one for record in kept.records for key, one in record.histograms.items()}
+
+
+def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
+    """Of both micro-batches, and of parameters as they were before the step; as numpy counts."""
+    seen: list[torch.Tensor] = []
+
+    class Keeps(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.first = [self.model[0].weight.detach().clone()] if batch_idx % 2 == 0 else self.first
+            seen.append(self.model[1](self.model[0](batch[0])).detach())
+            return super().training_step(batch, batch_idx)
+
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["activation", "parameter"], sites=r"model\.(1|0\.weight)", statistics="hist")])
+    kept = KeepRecords(callback)
+    weights = []
+
+    class KeepWeights(Keeps):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            weights.append(self.model[0].weight.detach().clone())
+
+    fit(tmp_path, [callback, kept], KeepWeights, accumulate_grad_batches=2)
+    for step, record in enumerate(kept.records):
+        # The model's own call above is seen, too.
+        both = torch.cat([seen[2 * step]] * 2 + [seen[2 * step + 1]] * 2)
+        assert record.histograms == {
+            "activation/model.1/hist": histogram(both),
+            "parameter/model.0.weight/hist": histogram(weights[step]),
+        }
+        assert record.histograms["activation/model.1/hist"].counts[130] > 0, "a ReLU gives zeros"
+    assert len(kept.records) == 3
+
+
+def test_tensorboard_has_them_in_its_own_type(tmp_path: Path) -> None:
+    """A real event file: buckets and counts of each histogram are the record's, at the record's step."""
+    _callback, kept = train(tmp_path, [TensorBoardLogger(tmp_path, name="", version="tb", prefix="run")])
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
+    events.Reload()
+    expected = recorded(kept)
+    assert set(events.Tags()["histograms"]) == {f"run-{key}" for key, _step in expected}
+    found = {(key[4:], event.step): event.histogram_value for key in events.Tags()["histograms"] for event in events.Histograms(key)}
+    assert found.keys() == expected.keys()
+    assert {key for key, _step in found} >= {"validation/activation/model.2/hist", "update/model.0.weight/hist"}
+    for place, one in expected.items():
+        counts, edges = one.occupied()
+        assert found[place].bucket == counts.tolist()
+        assert [found[place].min, *found[place].bucket_limit] == edges.tolist()
+        assert (found[place].max, found[place].num) == (edges[-1], counts.sum())
+
+
+def test_wandb_has_them_in_its_own_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real offline run: counts and bins are the record's, in the row of the step's numbers."""
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    _callback, kept = train(tmp_path, [WandbLogger(project="tiny", save_dir=tmp_path, offline=True)])
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in history(tmp_path):
+        for key, value in row.items():
+            name, _, part = key.rpartition("/")  # the file has the parts of a histogram one by one
+            if name.endswith("/hist"):
+                assert any(other.endswith("/rms") for other in row), "numbers and histograms of a step are one row"
+                found.setdefault((name, row["trainer/global_step"]), {})[part] = value
+    expected = recorded(kept)
+    assert found.keys() == expected.keys()
+    for place, one in expected.items():
+        counts, edges = one.occupied()
+        assert found[place] == {"_type": "histogram", "values": counts.tolist(), "bins": edges.tolist()}
+
+
+def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That they are left out is said once; the logger beside it has them."""
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        train(tmp_path, [CSVLogger(tmp_path, name="", version="csv"), TensorBoardLogger(tmp_path, name="", version="tb")])
+    said = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]
+    assert said == ["Histograms are left out of CSVLogger, which has no place for them; the store has them."]
+    header = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()[0]
+    assert "activation/model.2/rms" in header
+    assert "hist" not in header
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert events.Tags()["histograms"]
+
+
+def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
+    """Beyond max_logged_keys, which counts them, a kind's histograms are one; the store has each."""
+    callback, kept = train(tmp_path, [TensorBoardLogger(tmp_path, name="", version="tb")], max_logged_keys=25, stages=["train"])
+    assert len(kept.records[0].histograms) == 20  # of 22 that are planned: _root_ is not called
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
+    events.Reload()
+    kinds = ["activation", "activation_gradient", "parameter", "gradient", "update"]
+    assert set(events.Tags()["histograms"]) == {f"{kind}/_all_/hist" for kind in kinds}
+    (first, *_others) = events.Histograms("parameter/_all_/hist")
+    of_all = [one for key, one in kept.records[0].histograms.items() if key.startswith("parameter/")]
+    assert sum(first.histogram_value.bucket) == sum(one.row.sum() for one in of_all) == 8 * 4 + 8 + 3 * 8 + 3
+    assert len(load_store(callback.store_path).histogram_keys()) == 22
+
+
+def test_the_store_has_every_histogram(tmp_path: Path) -> None:
+    """All counts, with their steps and edges; keys() has the numbers, which to_frame and series give."""
+    callback, kept = train(tmp_path)
+    store = load_store(callback.store_path)
+    expected = recorded(kept)
+    never_called = {f"{kind}/_root_/hist" for kind in ("activation", "activation_gradient", "validation/activation")}
+    assert set(store.histogram_keys()) == {key for key, _step in expected} | never_called
+    assert not [key for key in store.keys() if key.endswith("/hist")]  # noqa: SIM118  # a store is no dict
+    for key in set(store.histogram_keys()) - never_called:
+        steps, counts, edges = store.histogram(key)
+        np.testing.assert_array_equal(edges, Histogram.edges)
+        assert steps.tolist() == [step for one, step in expected if one == key]
+        np.testing.assert_array_equal(counts, np.stack([expected[key, step].counts for step in steps.tolist()]))
+        assert store.nonfinite(key)[1].sum() == 0
+    assert set(store.to_frame()["statistic"]) == {"rms", "errors"}
+    with pytest.raises(KeyError, match=r"is a histogram, and no series of numbers; read it with histogram\('activation/model.0/hist'\)"):
+        store.series("activation/model.0/hist")
+    with pytest.raises(KeyError, match=r"no histogram 'activation/model.0/rms'; nearest: 'activation/model.0/hist'"):
+        store.histogram("activation/model.0/rms")
+
+
+class Sick(Tiny):
+    """Some weights of the last layer are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.model[2].weight[0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), float("inf")])
+
+
+@pytest.mark.parametrize("loggers", [["tb"], ["wandb"], []])
+def test_what_is_not_finite_is_counted_apart(
+    loggers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loggers get the finite elements, the store all; an output without any finite element is no trouble for either."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    made: list[Logger] = [TensorBoardLogger(tmp_path, name="", version="tb")] if loggers == ["tb"] else []
+    made += [WandbLogger(project="tiny", save_dir=tmp_path, offline=True)] if loggers == ["wandb"] else []
+    callback = ModuleMonitorCallback(1, rules=RULES)
+    with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
+        fit(tmp_path, [callback], Sick, logger=made or False, max_steps=2)
+    assert not caplog.records
+    store = load_store(callback.store_path)
+    steps, counts = store.nonfinite("parameter/model.2.weight/hist")
+    assert steps.tolist() == [0, 1]
+    assert counts[0].tolist() == [1, 2, 1]
+    assert store.histogram("parameter/model.2.weight/hist")[1][0].sum() == 3 * 8 - 4
+    assert store.nonfinite("gradient/model.0.weight/hist")[1][1].tolist() == [0, 0, 32]
+    assert store.histogram("gradient/model.0.weight/hist")[1][1].sum() == 0
+    if loggers == ["wandb"]:
+        assert any("parameter/model.0.weight/hist/values" in row for row in history(tmp_path))
+
+
+def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A further output that comes at step 2 gets a column then; what was written before stays."""
+
+    class Late(nn.Module):
+        calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return (x, x * 2) if self.calls > 2 else (x,)
+
+    class Grows(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = Late()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(self.late(batch[0])[0]).pow(2).mean()
+
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="hist")])
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(tmp_path, [callback], Grows, max_steps=4)
+    store = load_store(callback.store_path)
+    assert store.histogram("activation/late/hist")[0].tolist() == [0, 1, 2, 3]
+    steps, counts, _edges = store.histogram("activation/late.output_1/hist")
+    assert steps.tolist() == [2, 3]
+    assert counts.sum(1).tolist() == [20, 20]
+    said = [record.getMessage() for record in caplog.records if "new keys" in record.getMessage()]
+    assert said == ["Step 2 brought 1 new keys (activation/late.output_1/hist, ...): the store gets columns for them."]
+
+
+def test_callback_metrics_cannot_be_histograms(tmp_path: Path) -> None:
+    """A pattern that matches nothing but histograms is refused; one that matches numbers, too, gives those."""
+    with pytest.raises(
+        ConfigError, match=r"'update/\.\*/hist' matches 'update/model.0.weight/hist', a histogram; expected keys of numbers"
+    ):
+        train(tmp_path, callback_metrics=["update/.*/hist"])
+    callback = ModuleMonitorCallback(1, rules=RULES, callback_metrics=["activation/model.0/.*"])
+    used = fit(tmp_path, [callback])
+    assert "activation/model.0/rms" in used.callback_metrics
+    assert not [key for key in used.callback_metrics if "hist" in key]
+
+
+def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and bytes before they are paid: 22 histograms of 264 counts of 8 bytes, and 11 numbers."""
+    callback = ModuleMonitorCallback(1, rules=RULES, dry_run=True)
+    fit(tmp_path, [callback], max_steps=2)
+    printed = capsys.readouterr().out
+    assert "activation: 5 sites x 2 (rms, hist)" in printed
+    assert "  33 keys; a table of" in printed
+    assert f"2 monitored steps in max_steps=2: at most {2 * (11 + 22 * 264) * 8 / 1024:.3g} KiB of store" in printed
+
+
+def test_hist_is_a_name_like_any_other() -> None:
+    """A typing error is told the nearest; a function cannot have its name in the same rule."""
+    callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", statistics="histt")])
+    with pytest.raises(ConfigError, match=r"'histt' is not a statistic; expected .*hist; nearest: 'hist'"):
+        callback.setup(None, None, "fit")  # type: ignore[arg-type]  # refused before it looks at them
+    callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", statistics="hist", functions={"hist": torch.mean})])
+    with pytest.raises(ConfigError, match="'hist' is also in its statistics"):
+        callback.setup(None, None, "fit")  # type: ignore[arg-type]  # as above
