@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,18 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     """A Python process that runs the script with the package's store."""
     command = [sys.executable, "-c", PROLOGUE + script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def kill(process: subprocess.Popen[str], said: str) -> int:
+    """Kill a process that prints numbers; the last one that it said in full, the first line of which was read before.
+
+    From the reader that has read that line, and may have taken in more of them: ``communicate`` would pass those by.
+    """
+    with process:
+        process.send_signal(signal.SIGKILL)
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        errors = process.stderr.read() if process.stderr is not None else ""
+    assert process.returncode == -signal.SIGKILL, errors
+    # The pipe's last line can be cut off in the middle.
+    return int((said + rest).rpartition("\n")[0].split()[-1])

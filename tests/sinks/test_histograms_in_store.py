@@ -12,6 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from helpers.processes import kill
 
 from lightning_module_monitor import Record, StorageManager, load_store
 from lightning_module_monitor.bins import EDGES, LABELS, NUM_COUNTS, Histogram
@@ -153,14 +154,13 @@ def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(20):
-        reported = int(process.stdout.readline())
+        line = process.stdout.readline()
+        reported = int(line)
         steps, counts, _edges = load_store(path).histogram(KEY)
         assert len(steps) > reported
         np.testing.assert_array_equal(counts, made(0).counts * (steps[:, None] + 1))
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    rest, _errors = process.communicate()
-    last = max([reported, *map(int, rest.rpartition("\n")[0].split())])
+    last = kill(process, line)
     written = len(load_store(path).histogram(KEY)[0])
     assert last < written <= last + 2
     assert_steps(path, list(range(written)))

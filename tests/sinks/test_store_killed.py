@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers.processes import PROLOGUE, start
+from helpers.processes import PROLOGUE, kill, start
 
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
@@ -33,11 +33,7 @@ def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
     assert process.stdout is not None
     first = process.stdout.readline()
     time.sleep(wait_s)
-    process.send_signal(signal.SIGKILL)
-    rest, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
-    # The pipe's last line can be cut off in the middle.
-    return int((first + rest).rpartition("\n")[0].split()[-1])
+    return kill(process, first)
 
 
 def assert_written(path: Path, last_step: int) -> None:

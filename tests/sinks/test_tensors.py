@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from helpers.processes import start
+from helpers.processes import kill, start
 from torch import Tensor
 
 from lightning_module_monitor.record import RawTensor, Record
@@ -60,7 +60,7 @@ def run(path: Path, *records: Record, resume_from: int | None = None) -> tuple[P
 
 def record(step: int, *tensors: RawTensor) -> Record:
     """A step that also has a value, as every step has."""
-    return Record(step, {"monitor/errors": 0.0}, tensors)
+    return Record(step, {"monitor/errors": 0.0}, tensors=tensors)
 
 
 def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:
@@ -325,7 +325,7 @@ store = Store(path, configuration={"by": "writer"})
 tensors = TensorStore(layout.tensors_path(path), configuration={"by": "writer"})
 for step in range(int(sys.argv[3])):
     values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[4]),), step, dtype=torch.bfloat16)) for i in range(3)]
-    record = Record(step, {"monitor/errors": 0.0}, values)
+    record = Record(step, {"monitor/errors": 0.0}, tensors=values)
     store.write(record)
     tensors.write(record)
     if not tensors.failed:
@@ -358,10 +358,7 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
         assert process.stdout is not None
         first = process.stdout.readline()
         time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
-        process.send_signal(signal.SIGKILL)
-        rest, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors
-        last_step = int((first + rest).rpartition("\n")[0].split()[-1])
+        last_step = kill(process, first)
         assert_written(path, last_step, size)
         if number == 0:
             load_store(path).repair()
