@@ -524,13 +524,12 @@ class ModuleMonitor:
         finally:
             window.close()
         values: dict[str, float] = {}
-        histograms: dict[str, Histogram] = {}
         with self._guard("values", window.observation):
-            values, histograms = window.observation.collect()
+            values = window.observation.collect()
             for probe in window.probes:
                 probe.derive(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
-        record = Record(window.step, values, histograms, tensors)
+        record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
 

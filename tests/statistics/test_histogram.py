@@ -214,7 +214,7 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
     observation.fail(bad, torch.ones(3), ValueError("on purpose"))
     with pytest.raises(ValueError, match="meta"):
         observation.observe_all([(bad_too, torch.ones(3, device="meta"))])
-    values, found = observation.collect()
+    values, found = observation.collect(), observation.histograms
     assert found == {"activation/good/hist": histogram(torch.ones(3))}
     assert values["activation/good/mean"] == 1.0
     assert math.isnan(values["activation/bad/mean"])
@@ -226,7 +226,7 @@ def test_only_histograms_are_asked_for() -> None:
     observation = Observation(lambda *_trouble: None)
     observation.observe(Watch("activation", "fc", histograms={"hist": None}), torch.tensor([1.0, 2.0]))
     observation.observe(Watch("activation", "empty", histograms={"hist": None}), torch.empty(0))
-    values, found = observation.collect()
+    values, found = observation.collect(), observation.histograms
     assert values == {}
     assert found["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))
     assert found["activation/empty/hist"].row.sum() == 0

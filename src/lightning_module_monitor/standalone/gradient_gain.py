@@ -181,7 +181,7 @@ class _Probe(BlockGradientProbe):
     def norms(self) -> list[float | None]:
         """The norm at each block, with one transfer for each backward pass and device; read again only after a new gradient."""
         if self._norms is None:
-            values = {one: one.observation.collect()[0] for one in set(self._pass_of.values())}
+            values = {one: one.observation.collect() for one in set(self._pass_of.values())}
             key_of = [watch.statistic_keys[0] for watch in self._watches]
             seen = {place: values[one][key_of[place]] for place, one in self._pass_of.items()}
             self._norms = [seen.get(place) for place in range(len(self._watches))]

@@ -101,6 +101,8 @@ class Observation:
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
         self.num_errors = 0
+        self.histograms: dict[str, Histogram] = {}
+        """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
     def observe(self, watch: Watch, tensor: Tensor) -> None:
         """Take one tensor in; it may be overwritten as soon as this returns.
@@ -158,12 +160,11 @@ class Observation:
             self._results[key] = (watch, function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
-    def collect(self) -> tuple[dict[str, float], dict[str, Histogram]]:
-        """Finish everything: one transfer per device.
+    def collect(self) -> dict[str, float]:
+        """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Returns:
-            Value by key, and histogram by key. A site that was not seen is absent; a value that could not be computed is NaN, a
-            histogram absent.
+            Value by key. A site that was not seen is absent; what could not be computed is NaN.
         """
         parts = self._finished_parts()
         counted = [row for row in self._rows.values() if self._watches[row].histograms]
@@ -179,7 +180,8 @@ class Observation:
         values.update(dict.fromkeys(self._failed, float("nan")))
         rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long().numpy()
         histograms = {key: Histogram(row) for i, row in zip(counted, rows, strict=True) for key in self._watches[i].histogram_keys}
-        return values, {key: histogram for key, histogram in histograms.items() if key not in self._uncounted}
+        self.histograms = {key: histogram for key, histogram in histograms.items() if key not in self._uncounted}
+        return values
 
     def _row(self, watch: Watch) -> int:
         """Row of a watch in the table; a watch with relative statistics has the next row too, for their base."""
