@@ -335,6 +335,28 @@ def test_row_4_a_validation_loop_after_unwatched_steps() -> None:
     assert run.steps() == [3, 5]
 
 
+def test_row_4_a_validation_that_nobody_asked_about_leaves_no_hook_to_training() -> None:
+    """Training goes on without its hooks, and without its values."""
+    model, run = Plain(), Run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches(4, 4, 4)
+    with TorchWatcher(model, run, every_n_steps=2) as watcher:
+        step_of(model, optimizer, data[0])
+        watcher.watch(0)
+        model.eval()
+        model(10 + data[0][0])
+        assert hooks(model) > 0
+        model.train()
+        step_of(model, optimizer, data[1])
+        assert hooks(model) == 0
+        watcher.watch(1)
+        truth = means(model, data[2][0])
+        step_of(model, optimizer, data[2])
+        watcher.watch(2)
+    assert run.steps() == [0, 2]
+    assert activations(run.logged[1][1]) == pytest.approx(truth, rel=1e-5, abs=1e-7)
+
+
 def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The real CSVLogger by position and name; one without histograms says so once; one that cannot log is refused at once."""
     model = Plain()
