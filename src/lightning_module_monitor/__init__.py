@@ -8,6 +8,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
 from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
 from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
 from lightning_module_monitor.standalone.watcher import TorchWatcher
@@ -31,5 +32,6 @@ __all__ = [
     "TorchWatcher",
     "Tracker",
     "load_store",
+    "monitor_scaled_dot_product_attention",
     "track",
 ]

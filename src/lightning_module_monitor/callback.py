@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, parse_patterns
+from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, attention_rules, default_rules, parse_patterns
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.modules.hooks import HookSet
@@ -73,6 +73,8 @@ class ModuleMonitorCallback(Callback):
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
+        attention: Whether to watch attention as well, head by head: the means of its entropy and of the weight on the first
+            key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
@@ -94,6 +96,7 @@ class ModuleMonitorCallback(Callback):
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
+        attention: bool = False,
         gradient_flow: GradientFlow | None = None,
         capture: Capture | None = None,
         store: bool | str = True,
@@ -111,6 +114,7 @@ class ModuleMonitorCallback(Callback):
         self._progress_bar = progress_bar
         self._max_logged_keys = max_logged_keys
         self._on_error = on_error
+        self._attention = attention
         self._dry_run = dry_run
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self.last_record: Record | None = None
@@ -123,6 +127,8 @@ class ModuleMonitorCallback(Callback):
         self._reset()
         self._refusal: ConfigError | None = None
         try:
+            more = attention_rules() if attention is True else []
+            rules = [*(default_rules() if rules is None else as_tuple(rules)), *more]
             self.monitor = ModuleMonitor(
                 every_n_steps,
                 logger=_messages,
@@ -145,7 +151,7 @@ class ModuleMonitorCallback(Callback):
             self._refusal = error
 
     def _check_options(self, captures: bool) -> None:
-        for name, value in (("progress_bar", self._progress_bar), ("dry_run", self._dry_run)):
+        for name, value in (("attention", self._attention), ("progress_bar", self._progress_bar), ("dry_run", self._dry_run)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
         if self._progress_bar and not self._callback_metrics:
@@ -420,7 +426,9 @@ class ModuleMonitorCallback(Callback):
         # Raw tensors are for the file, and may be large.
         self.last_record = dataclasses.replace(record, tensors=())
         if self._loggers is None:
-            self._loggers = LoggerSink(trainer.loggers, self._rolls_up(), self._callback_metrics, _messages)
+            # Keys of attention's heads are not planned; those of the first record are as many as there will be.
+            rolls_up = self._rolls_up() or len(record.values) > self._max_logged_keys
+            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._callback_metrics, _messages)
         if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
             self._files = self._open_files(trainer)
         if self._files is not None:

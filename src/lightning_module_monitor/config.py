@@ -27,7 +27,8 @@ class Rule:
 
     Attributes:
         kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
-            ``gradient_before_clip``, ``update``.
+            ``gradient_before_clip``, ``update``, ``attention_entropy``, ``attention_relative_entropy``,
+            ``attention_max_logit``, ``attention_sink``.
         sites: Pattern or patterns (``re.fullmatch``) of module names, for kinds of parameters of parameter names.
         exclude: Pattern or patterns of names that are left out, with all that is inside of such a module.
         types: Classes, or import paths of classes, of which the module (of a parameter: the module that owns it) must be.
@@ -117,6 +118,14 @@ def default_rules() -> list[Rule]:
     return [
         Rule(kinds="activation", leaf_modules=True, statistics=["rms", "abs_max", "nonfinite_count"]),
         Rule(kinds=["parameter", "gradient"], statistics="norm"),
+    ]
+
+
+def attention_rules() -> list[Rule]:
+    """What ``attention: true`` stands for."""
+    return [
+        Rule(kinds=["attention_entropy", "attention_relative_entropy", "attention_sink"], statistics="mean"),
+        Rule(kinds="attention_max_logit", statistics="max"),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.probe import WatchedParameter
 from lightning_module_monitor.schedule import ParsedSchedule
@@ -36,7 +37,10 @@ def forecast(
         names = dict.fromkeys(
             name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.histograms, *watch.functions)
         )
-        lines.append(f"  {kind}: {num_sites} sites x {len(names)} ({', '.join(names)})")
+        sites_in_words = (
+            f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"
+        )
+        lines.append(f"  {kind}: {sites_in_words} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
@@ -44,7 +48,8 @@ def forecast(
     if copies:
         lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
-    table = (len(watches) + num_blocks) * len(Moments._fields) * BYTES_PER_VALUE + counts
+    num_rows = sum(1 for watch in watches if not KINDS[watch.kind].of_heads) + num_blocks
+    table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
     if max_steps >= 0:

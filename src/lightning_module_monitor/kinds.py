@@ -17,6 +17,8 @@ class Kind:
     """Whether it has something to be relative to, as an update has its parameter: whether it has a ``ratio``."""
     in_every_stage: bool = False
     """Whether it is also there in a loop without training."""
+    of_heads: bool = False
+    """Whether it is of the heads of the attention within the module: they are known when it runs, and so are their keys."""
 
 
 KINDS = {
@@ -24,6 +26,10 @@ KINDS = {
     for kind in (
         Kind("activation", "module", in_every_stage=True),
         Kind("activation_gradient", "module"),
+        Kind("attention_entropy", "module", in_every_stage=True, of_heads=True),
+        Kind("attention_relative_entropy", "module", in_every_stage=True, of_heads=True),
+        Kind("attention_max_logit", "module", in_every_stage=True, of_heads=True),
+        Kind("attention_sink", "module", in_every_stage=True, of_heads=True),
         Kind("parameter", "parameter"),
         Kind("gradient_before_clip", "parameter"),
         Kind("gradient", "parameter"),

@@ -26,14 +26,17 @@ from lightning_module_monitor.config import (
     parse_patterns,
     parse_rule,
 )
-from lightning_module_monitor.errors import ConfigError, MonitorError
-from lightning_module_monitor.modules.names import without_wrappers
+from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
+from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.modules.names import ModuleSite, without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.attention import AttentionProbe
+from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -64,11 +67,12 @@ class Due(NamedTuple):
 class Window:
     """The time in which one step, or one validation loop, is observed: its probes and what they saw."""
 
-    def __init__(self, step: int, stage: str, observation: Observation, probes: Sequence[Probe]) -> None:
+    def __init__(self, step: int, stage: str, observation: Observation, attention: AttentionProbe, others: Sequence[Probe]) -> None:
         self.step = step
         self.stage = stage
         self.observation = observation
-        self.probes = probes
+        self.attention = attention
+        self.probes = (*others, attention)
 
     def set_open(self, is_open: bool) -> None:
         """Whether what happens from now on is observed."""
@@ -167,6 +171,8 @@ class ModuleMonitor:
         self._silenced = 0
         self._said: set[str] = set()
         self._own_watches: dict[tuple[str, str], Watch] = {}
+        self._told_plans: dict[str, Plan] = {}
+        """What is wanted of attention that the model tells of by hand, where no rule is about attention, by stage."""
 
     # What is watched
 
@@ -316,6 +322,28 @@ class ModuleMonitor:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise."""
         self._tell("updates", lambda probe: probe.see_updates())
 
+    def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
+        """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
+
+        Args:
+            module: The module that it belongs to, or a name of it.
+            arguments: The arguments of ``F.scaled_dot_product_attention``, by name.
+            output: What it returned.
+
+        Raises:
+            ValueError: If the model has no such module.
+        """
+        if self._window is None or self._silenced or self._sites is None or self._module is None:
+            return
+        site = self._sites.module_site(module)
+        if site is not None:
+            watched = self._told_attention(self._sites, site, self._window)
+            self._window.attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
+        elif all(module is not one for one in self._module.modules()):
+            what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
+            names = [one.name for one in self._sites.modules]
+            raise ValueError(f"{what} is none of the {len(names)} modules that are watched{nearest(str(module), names)}")
+
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._window is not None:
@@ -391,6 +419,7 @@ class ModuleMonitor:
         self._watched = frozenset()
         _monitors.pop(self._number, None)
         self._plans.clear()
+        self._told_plans.clear()
         self._said.clear()
 
     def __enter__(self) -> ModuleMonitor:
@@ -497,10 +526,22 @@ class ModuleMonitor:
         if captured is not None:
             report = functools.partial(self._not_captured, observation)
             probes.append(CaptureProbe(captured.modules, captured.parameters, self._sites.output_name, report))
-        self._window = Window(step, stage, observation, probes)
+        attention = AttentionProbe(plan.modules, observation, self._sites.head_name, self._say_once)
+        self._window = Window(step, stage, observation, attention, probes)
         self._set_open()
         for probe in self._window.probes:
             probe.attach()
+
+    def _told_attention(self, sites: Sites, site: ModuleSite, window: Window) -> WatchedModule:
+        """What is wanted of a call that is told by hand: what the rules say, and where none is about attention the mean entropy."""
+        watched = window.attention.watched(site)
+        if any(KINDS[kind].of_heads for rule in self._rules for kind in rule.kinds):
+            return watched
+        if window.stage not in self._told_plans:
+            rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
+            self._told_plans[window.stage] = sites.plan([rule], stage=window.stage, prefix=self._prefix)
+        told = next(one for one in self._told_plans[window.stage].modules if one.site is site)
+        return Watched(site, {**told.watches, **watched.watches})
 
     def _set_open(self) -> None:
         if self._window is not None:

@@ -38,7 +38,7 @@ class Plan:
 
     def knows_all_keys(self) -> bool:
         """Whether there is no function whose keys are not known before its first result."""
-        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())
+        return all(len(watch.planned_keys()) == len(watch.keys()) and not KINDS[watch.kind].of_heads for watch in self.watches())
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
@@ -50,14 +50,14 @@ class Plan:
         return [key for watch in self._expected() for key in watch.histogram_keys]
 
     def _expected(self) -> list[Watch]:
-        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient."""
+        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient, and the heads of attention are not known."""
         frozen = {
             id(watch)
             for one in self.parameters
             for kind, watch in one.watches.items()
             if kind.startswith("gradient") and (tensor := one.site.tensor()) is not None and not tensor.requires_grad
         }
-        watches = [watch for watch in self.watches() if id(watch) not in frozen]
+        watches = [watch for watch in self.watches() if id(watch) not in frozen and not KINDS[watch.kind].of_heads]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(watches, key=lambda watch: order[watch.kind])
 
@@ -91,6 +91,7 @@ class Sites:
         self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
         self._output_names: dict[tuple[str, Path], str] = {}
+        self._head_names: dict[tuple[str, str], str] = {}
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -124,6 +125,17 @@ class Sites:
             thresholds=flow.thresholds,
             prefix=prefix,
         )
+
+    def head_name(self, site: str, head: str) -> str:
+        """The name of a head of a module's attention, or of a tensor of it: ``head_0``, ``head_0.query``. Always the same for the same."""
+        key = (site, head)
+        if key not in self._head_names:
+            self._head_names[key] = self._namer.name(f"{site}.{head}")
+        return self._head_names[key]
+
+    def module_site(self, module: nn.Module | str) -> ModuleSite | None:
+        """The site of a module, which may be given by any of its names; ``None`` if it is not watched."""
+        return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
 
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
         """The sites that a rule picks for a kind."""

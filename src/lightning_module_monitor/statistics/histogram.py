@@ -85,6 +85,12 @@ class Histograms:
             self._last = tensor.device, counts(tensor.detach())
             self._add_counts(row, *self._last)
 
+    def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
+        """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true; like :meth:`add` else."""
+        row_of_counts = counts(torch.where(counting, tensor, torch.nan))
+        row_of_counts[-1] -= counting.logical_not().sum()  # those that do not count are among the NaN
+        self._add_counts(row, tensor.device, row_of_counts)
+
     def add_last_again(self, row: int) -> None:
         """Count the tensor that was added last in one more row."""
         assert self._last is not None

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
-from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.moments import Moments, Need, moments_of_rows
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
 
@@ -137,6 +137,27 @@ class Observation:
         for watch, tensor in strided:
             if watch.functions:
                 self._call_functions(watch, tensor)
+
+    def observe_rows(self, watches: Sequence[Watch], values: Tensor, counts: Tensor) -> None:
+        """Take in a short tensor for each of several watches, of which not every element has to count.
+
+        Args:
+            watches: What is wanted of each row.
+            values: Shape ``(watches, elements)``, any real floating dtype, detached. Every element is a token of its own.
+            counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
+        """
+        measured = [place for place, watch in enumerate(watches) if watch.needs & Need.EVERYTHING]
+        if measured:
+            needs = functools.reduce(operator.or_, (watches[place].needs for place in measured))
+            moments = moments_of_rows(values, counts, needs)
+            if len(measured) < len(watches):
+                moments = moments.rows(torch.tensor(measured, device=values.device))
+            self._table.add_moments([self._row(watches[place]) for place in measured], moments)
+        for watch, row, of_row in zip(watches, values, counts, strict=True):
+            if watch.histograms:
+                self._table.add_counted(self._row(watch), row, of_row)
+            if watch.functions:
+                self._call_functions(watch, torch.where(of_row, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""

@@ -27,6 +27,8 @@ class Table:
         self._lanes = Lanes()
         self._running: RunningRows | None = None
         self._histograms = Histograms()
+        self._finished: defaultdict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
+        """Moments that others have taken, with their rows, by device."""
         self._last: list[Lanes | RunningRows | Histograms] = []
         """Who got the tensor that was added last."""
 
@@ -71,6 +73,18 @@ class Table:
         for taker, members in by_taker.items():
             taker.add_all(members)
 
+    def add_moments(self, rows: list[int], moments: Moments) -> None:
+        """Merge moments of shape ``(rows,)``, float64, into as many rows."""
+        stacked = torch.stack(moments)
+        # A copy in plain memory: what a functorch transform wraps is refused here and not at the end, with all that there is.
+        with torch.inference_mode(mode=False):
+            kept = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device).copy_(stacked)
+        self._finished[stacked.device].append((rows, kept))
+
+    def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
+        """Count in a row's histogram the elements of a tensor that count, of one dimension, by a boolean tensor of its shape."""
+        self._histograms.add_counted(row, tensor, counting)
+
     def collect(self, num_rows: int) -> list[Moments]:
         """Finish what waits.
 
@@ -81,7 +95,7 @@ class Table:
             Shares of every row, to be merged, float64, each still on its device.
         """
         running = [] if self._running is None else [self._running.moments(num_rows)]
-        return running + self._lanes.collect(num_rows)
+        return running + self._lanes.collect(num_rows) + [_merged(parts, num_rows) for parts in self._finished.values()]
 
     def collect_histograms(self, rows: Sequence[int]) -> list[Tensor]:
         """The counts of rows that histograms were asked for.
@@ -97,6 +111,13 @@ class Table:
         if self._running is None:
             self._running = RunningRows()
         return self._running
+
+
+def _merged(parts: Sequence[tuple[list[int], Tensor]], num_rows: int) -> Moments:
+    """Rows of moments of one device, with the number of the row that each belongs to, merged."""
+    device = parts[0][1].device
+    index = torch.tensor([row for rows, _moments in parts for row in rows], device=device)
+    return Moments(*torch.cat([moments for _rows, moments in parts], dim=1)).merge(index, num_rows)
 
 
 def to_host(shares: Sequence[Moments], others: Sequence[Tensor]) -> tuple[list[Moments], Tensor]:

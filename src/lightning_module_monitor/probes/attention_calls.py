@@ -1,0 +1,177 @@
+"""From the arguments of a call of attention to its heads: for torch's two functions and for its module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+
+
+class RawCall(NamedTuple):
+    """A call as it was made."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention, head by head."""
+
+    query: Tensor
+    """Shape ``(batch, heads, queries, features)``."""
+    key: Tensor
+    """Shape ``(batch, heads, keys, features)``; where several query heads share a key head, it is there for each of them."""
+    value: Tensor | None
+    """Shape ``(batch, heads, keys, value_features)``; ``None`` if it was not asked for."""
+    masks: tuple[Tensor, ...] = ()
+    """Each of four dimensions, which broadcast to ``(batch, heads, queries, keys)``: true of what is seen, or to be added."""
+    is_causal: bool = False
+    scale: float | None = None
+    output: Tensor | None = None
+    """Shape ``(batch, heads, queries, value_features)``; ``None`` if there is none head by head."""
+    given: tuple[Tensor, ...] = ()
+    """The very tensors that were given as query and key, where the model could tell of them by hand."""
+
+
+Reader = Callable[[RawCall, bool], AttentionCall]
+"""Takes a call, and whether the values are wanted."""
+
+
+def read_scaled_dot_product_attention(call: RawCall, _has_value: bool) -> AttentionCall:
+    """Heads of a call of ``F.scaled_dot_product_attention``: the third dimension from the end; of three dimensions one head."""
+    return _heads_of(call.output, *call.args, **call.kwargs)
+
+
+def _heads_of(  # noqa: PLR0917  # torch's own, in its order
+    output: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    given = query, key
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], dim=-3) for one in (key, value))
+    if isinstance(attn_mask, CausalBias):
+        attn_mask = attn_mask._materialize(query.device)  # it stands for a mask, and refuses all but attention
+    masks = () if attn_mask is None else (torch.atleast_2d(attn_mask),)
+    leading = torch.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value, *masks)))
+
+    def every(tensor: Tensor) -> Tensor:
+        return _in_four_dimensions(tensor.expand(*leading, *tensor.shape[-2:]), leading)
+
+    return AttentionCall(
+        every(query),
+        every(key),
+        every(value),
+        tuple(_in_four_dimensions(mask, leading) for mask in masks),
+        is_causal,
+        scale,
+        None if output is None else every(output),
+        given,
+    )
+
+
+def _in_four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
+    """A tensor whose dimensions but for the last two broadcast to ``leading``, as ``(batch, heads, ...)``; sizes of 1 stay."""
+    if len(leading) > 2:
+        return tensor.expand(*leading, *tensor.shape[-2:]).flatten(0, -4)
+    tensor = tensor[(None,) * (len(leading) + 2 - tensor.dim())]
+    return tensor[(slice(None),) * len(leading) + (None,) * (2 - len(leading))]
+
+
+_FUNCTION = inspect.signature(F.multi_head_attention_forward)
+_SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_MODULE = inspect.signature(nn.MultiheadAttention.forward)
+
+
+def read_multi_head_attention_forward(call: RawCall, has_value: bool) -> AttentionCall:
+    """Heads of a call of ``F.multi_head_attention_forward``: projected again, for its own are not to be had.
+
+    Nor is the output of a single head.
+    """
+    bound = _FUNCTION.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return _projected(SimpleNamespace(**bound.arguments), has_value)
+
+
+def read_multihead_attention(call: RawCall, has_value: bool) -> AttentionCall:
+    """Heads of a call of ``nn.MultiheadAttention.forward``, which computes them by one function or another."""
+    bound = _MODULE.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    module, is_there = given.self, None
+    if given.query.is_nested:  # torch's TransformerEncoder leaves padding out like this, in self-attention
+        given.query, is_there = _padded(given.query)
+        given.key = given.value = given.query
+        given.key_padding_mask = ~is_there
+    if module.batch_first and given.query.dim() == 3:
+        given.query, given.key, given.value = (one.transpose(0, 1) for one in (given.query, given.key, given.value))
+    for name in ("num_heads", "add_zero_attn", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", *_SEPARATE_WEIGHTS):
+        setattr(given, name, getattr(module, name))
+    given.use_separate_proj_weight = not module._qkv_same_embed_dim
+    given.static_k = given.static_v = None
+    heads = _projected(given, has_value)
+    return heads if is_there is None else replace(heads, masks=(*heads.masks, is_there[:, None, :, None]))
+
+
+def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """A nested tensor of shape ``(batch, *, features)`` filled up with zeros, and which of its tokens are there."""
+    padded = torch.nested.to_padded_tensor(nested, 0.0)
+    lengths = torch.tensor([len(one) for one in nested.unbind()], device=padded.device)
+    return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+
+
+def _projected(call: SimpleNamespace, has_value: bool) -> AttentionCall:
+    """Heads from the arguments of ``F.multi_head_attention_forward``, as that function makes them."""
+    tensors = call.query, call.key, call.value
+    if call.query.dim() == 2:  # without a batch
+        tensors = tuple(one.unsqueeze(1) for one in tensors)
+        if call.key_padding_mask is not None:
+            call.key_padding_mask = call.key_padding_mask.unsqueeze(0)
+    batch, heads = tensors[0].shape[1], call.num_heads
+    if call.use_separate_proj_weight:
+        weights = [getattr(call, name) for name in _SEPARATE_WEIGHTS]
+    else:
+        weights = call.in_proj_weight.chunk(3)
+    biases = (None, None, None) if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
+
+    def projected(which: int, static: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+        if static is not None:
+            one = static.unflatten(0, (batch, heads))
+        else:
+            flat = F.linear(tensors[which], weights[which], biases[which])
+            flat = flat if added is None else torch.cat([flat, added.expand(1, batch, -1).to(flat.dtype)])
+            one = flat.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+        return torch.cat([one, torch.zeros_like(one[:, :, :1])], dim=2) if which and call.add_zero_attn else one
+
+    query, key = projected(0), projected(1, call.static_k, call.bias_k)
+    value = projected(2, call.static_v, call.bias_v) if has_value else None
+    # As the function has it: a hint is taken where there is nothing else to be masked, and else the mask that it hints at.
+    is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
+    masks = []
+    if call.attn_mask is not None and not is_causal:
+        masks.append(call.attn_mask[None, None] if call.attn_mask.dim() == 2 else call.attn_mask.unflatten(0, (batch, heads)))
+    if call.key_padding_mask is not None:
+        masks.append(call.key_padding_mask[:, None, None])
+    num_added = (call.bias_k is not None) + call.add_zero_attn
+    return AttentionCall(query, key, value, tuple(_of_all_keys(mask, num_added) for mask in masks), is_causal)
+
+
+def _of_all_keys(mask: Tensor, num_added: int) -> Tensor:
+    """A mask of ``nn.MultiheadAttention``, true of what is hidden, as attention itself has it; keys that were added are seen."""
+    seen = ~mask if mask.dtype == torch.bool else mask
+    return F.pad(seen, (0, num_added), value=seen.dtype == torch.bool) if num_added else seen
