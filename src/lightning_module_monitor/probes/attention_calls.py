@@ -143,10 +143,8 @@ def _projected(call: SimpleNamespace, has_value: bool) -> AttentionCall:
         if call.key_padding_mask is not None:
             call.key_padding_mask = call.key_padding_mask.unsqueeze(0)
     batch, heads = tensors[0].shape[1], call.num_heads
-    if call.use_separate_proj_weight:
-        weights = [getattr(call, name) for name in _SEPARATE_WEIGHTS]
-    else:
-        weights = call.in_proj_weight.chunk(3)
+    separate = call.use_separate_proj_weight
+    weights = [getattr(call, name) for name in _SEPARATE_WEIGHTS] if separate else call.in_proj_weight.chunk(3)
     biases = (None, None, None) if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
 
     def projected(which: int, static: Tensor | None = None, added: Tensor | None = None) -> Tensor:

@@ -5,13 +5,16 @@ The softmax is computed again, before dropout, block by block: a matrix of all q
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 MAX_QUERIES = 2048
 """Query tokens of a call that are measured: of more, evenly spaced ones, the same in every step."""
@@ -19,17 +22,22 @@ MAX_QUERIES = 2048
 HIDING_BIAS = -1e4
 """An additive mask hides its key from here on, as minus infinity does: people write -10000, -1e9 and the dtype's minimum."""
 
-CPU_BLOCK_LOGITS = 1 << 17
+CPU_BLOCK_LOGITS = 1 << 18
 """Logits that are there at once on a CPU: they and their weights stay in the second-level cache."""
 
 BLOCK_LOGITS = 1 << 24
 """Logits that are there at once on an accelerator: enough to be worth the launches."""
 
-_HIDDEN_LOGIT = -1e30
-"""Finite, so that the weight zero times it is zero, and not NaN."""
+CAUSAL_PARTS = 4
+"""Parts that the queries are cut into where no key after the query's own is seen: it saves three eighths of the logits."""
 
-Slices = tuple[slice, slice, slice]
-"""Of batch, heads and queries."""
+HIDDEN = 1e30
+"""The logit of a hidden key is lowered by this. It is finite, so that the weight zero times it is zero, and not NaN."""
+
+LOWEST_EXPONENT = -87.0
+"""The weight ``exp(-87)`` of the heaviest is as good as none, and near the least that float32 has: ``exp`` is slow beyond."""
+
+NO_WEIGHT = 1.001 * math.exp(LOWEST_EXPONENT)
 
 
 class AttentionFigures(NamedTuple):
@@ -79,71 +87,101 @@ def attention_figures(
         scale: Factor of the logits; ``None`` is one over the square root of ``features``.
 
     Returns:
-        Figures of the measured query tokens. Where a visible logit is not finite, figures are not.
+        Figures of the measured query tokens. Where a logit is NaN or infinite, and not minus infinite, so are they.
     """
     stride = stride_of(query.shape[2])
     positions = range(stride // 2, query.shape[2], stride)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query = query[:, :, positions.start :: stride].to(dtype) * (1 / math.sqrt(query.shape[3]) if scale is None else scale)
-    key = key.to(dtype).transpose(2, 3)
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    query = query[:, :, positions.start :: stride].to(dtype).contiguous()
+    key = key.to(dtype).contiguous().transpose(2, 3)
     masks = [mask if mask.shape[2] == 1 else mask[:, :, positions.start :: stride] for mask in masks]
-    shape = (*query.shape[:3], key.shape[3])
-    figures = torch.empty((len(AttentionFigures._fields), *shape[:3]), dtype=dtype, device=query.device)
-    for part in _blocks(shape, CPU_BLOCK_LOGITS if query.is_cpu else BLOCK_LOGITS):
-        batch, heads, queries = part
-        hiding, end = [], shape[3]
-        if is_causal:
-            seen = positions[queries]
-            end = min(end, seen[-1] + 1)
-            rows = torch.arange(seen.start, seen.stop, stride, device=query.device)
-            hiding.append(torch.arange(end, device=query.device) > rows.unsqueeze(1))
-        logits = torch.matmul(query[part], key[batch, heads, :, :end])
-        for mask in masks:
-            of_block = _of_block(mask, part, end)
-            if of_block.dtype == torch.bool:
-                hiding.append(~of_block)
-            else:
-                logits += of_block
-                hiding.append(of_block <= HIDING_BIAS)
-        for figure, whole in zip(_figures(logits, hiding), figures, strict=True):
-            whole[part] = figure
-    return AttentionFigures(*figures)
-
-
-def _figures(logits: Tensor, hiding: Sequence[Tensor]) -> AttentionFigures:
-    """Figures of logits of shape ``(batch, heads, queries, keys)``, which are overwritten; ``hiding`` is true of hidden keys."""
-    num_keys = logits.shape[3]
-    visible = torch.full((), float(num_keys), dtype=logits.dtype, device=logits.device)
-    if hiding:
-        hidden = hiding[0]
-        for more in hiding[1:]:
-            hidden = hidden | more
-        logits.masked_fill_(hidden, _HIDDEN_LOGIT)
-        visible = visible - hidden.expand(*hidden.shape[:-1], num_keys).sum(-1)
-    max_logit = logits.amax(3, keepdim=True)
-    below = logits.sub_(max_logit)
-    weights = below.exp()
-    total = weights.sum(3)
-    sink = weights[..., 0] / total
-    entropy = total.log() - weights.mul_(below).sum(3) / total
+    batch, heads, num_queries, num_keys = (*query.shape[:3], key.shape[3])
+    sums = query.new_empty((4, batch, heads, num_queries))
+    visible = query.new_full((batch, heads, num_queries), num_keys)
+    if is_causal:
+        visible.copy_(torch.arange(positions.start, positions.stop, stride, device=query.device).add_(1).clamp_(max=num_keys))
+    most = max(num_keys, CPU_BLOCK_LOGITS if query.is_cpu else BLOCK_LOGITS)
+    scratch = query.new_empty((2, min(most, batch * heads * num_queries * num_keys)))
+    # Causal blocks are cut by queries first: the early ones have fewer keys to see.
+    parts = min(CAUSAL_PARTS, math.ceil(batch * heads * num_queries * num_keys / most)) if is_causal else 1
+    for queries in _slices(num_queries, min(most // num_keys, math.ceil(num_queries / parts))):
+        seen = positions[queries]
+        end = min(num_keys, seen[-1] + 1) if is_causal else num_keys
+        causal = [_Hiding.of_causal(seen, end, dtype, query.device)] if is_causal else []
+        for samples, some_heads in itertools.product(
+            _slices(batch, most // (heads * len(seen) * num_keys)), _slices(heads, most // (len(seen) * num_keys))
+        ):
+            block = (samples, some_heads, queries)
+            of_block = query[block]
+            shape = (*of_block.shape[:3], end)
+            logits, weights = (one[: math.prod(shape)].view(shape) for one in scratch)
+            flat = logits.flatten(0, 1)
+            torch.baddbmm(flat, of_block.flatten(0, 1), key[samples, some_heads, :, :end].flatten(0, 1), beta=0, alpha=scale, out=flat)
+            hidings = causal + [_Hiding.of_mask(_of_block(mask, block, end), dtype) for mask in masks]
+            if hidings:
+                hiding = functools.reduce(operator.and_, hidings)
+                logits += hiding.bias
+                if masks:
+                    visible[block] = end - hiding.hides.expand(-1, -1, -1, end).sum(3)
+            sums[:, samples, some_heads, queries] = _softmax_sums(logits, weights)
+    max_logit, total, below, first = sums
+    entropy = total.log() - below / total
     # The entropy over its own largest value may be rounded up to more than 1.
-    return AttentionFigures(entropy, (entropy / visible.log()).clamp_(max=1.0), max_logit.squeeze(3), sink, visible)
+    relative = (entropy / visible.log()).clamp(max=1.0)
+    return AttentionFigures(entropy, relative, max_logit, F.threshold(first, NO_WEIGHT, 0.0) / total, visible)
 
 
-def _blocks(shape: tuple[int, ...], most: int) -> Iterator[Slices]:
-    """Cut ``(batch, heads, queries, keys)`` into blocks of about ``most`` logits: of whole samples if possible, else of whole heads."""
-    batch, heads, queries, keys = shape
-    sizes = (batch, heads, queries)
-    steps = (most // (heads * queries * keys), most // (queries * keys), most // keys)
-    starts = (range(0, size, max(1, step)) for size, step in zip(sizes, steps, strict=True))
-    for corner in itertools.product(*starts):
-        batch_part, heads_part, queries_part = (slice(at, at + max(1, step)) for at, step in zip(corner, steps, strict=True))
-        yield batch_part, heads_part, queries_part
+class _Hiding(NamedTuple):
+    """What masks do to a block of logits; its dimensions broadcast to the block's."""
+
+    bias: Tensor
+    """What is added."""
+    hides: Tensor
+    """Which keys are hidden."""
+
+    @classmethod
+    def of_mask(cls, mask: Tensor, dtype: torch.dtype) -> _Hiding:
+        if mask.dtype == torch.bool:
+            return cls((mask.to(dtype) - 1.0) * HIDDEN, ~mask)
+        hides = mask <= HIDING_BIAS
+        return cls(mask.to(dtype).masked_fill(hides, -HIDDEN), hides)
+
+    @classmethod
+    def of_causal(cls, positions: range, num_keys: int, dtype: torch.dtype, device: torch.device) -> _Hiding:
+        rows = torch.arange(positions.start, positions.stop, positions.step, device=device).unsqueeze(1)
+        return cls.of_mask((torch.arange(num_keys, device=device) <= rows)[None, None], dtype)
+
+    def __and__(self, other: _Hiding) -> _Hiding:
+        return _Hiding(self.bias + other.bias, self.hides | other.hides)
 
 
-def _of_block(mask: Tensor, part: Slices, end: int) -> Tensor:
+def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:
+    """What figures are made of, from logits of shape ``(batch, heads, queries, keys)``.
+
+    Args:
+        logits: They are overwritten.
+        weights: A buffer of their shape.
+
+    Returns:
+        Of shape ``(4, batch, heads, queries)``: the largest logit; the sum of weights, of which the heaviest is 1; their sum, each
+        times how far its logit is below the largest (not positive); the weight on the first key.
+    """
+    max_logit = logits.amax(3, keepdim=True)
+    below = logits.sub_(max_logit).clamp_(min=LOWEST_EXPONENT)
+    torch.exp(below, out=weights)
+    total, first = weights.sum(3), weights[..., 0].clone()
+    return torch.stack([max_logit.squeeze(3), total, weights.mul_(below).sum(3), first])
+
+
+def _slices(size: int, step: int) -> list[slice]:
+    """Cut a dimension into parts of ``step``, at least of 1."""
+    return [slice(start, start + max(1, step)) for start in range(0, size, max(1, step))]
+
+
+def _of_block(mask: Tensor, block: tuple[slice, slice, slice], end: int) -> Tensor:
     """A mask's share of a block; a dimension of size 1 is shared by all blocks."""
     batch, heads, queries, keys = (
-        slice(None) if size == 1 else of_size for size, of_size in zip(mask.shape, (*part, slice(end)), strict=True)
+        slice(None) if size == 1 else of_size for size, of_size in zip(mask.shape, (*block, slice(end)), strict=True)
     )
     return mask[batch, heads, queries, keys]
