@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 RawTensors = dict[tuple[str, str], list[Tensor]]
 """Tensors by kind and site, in float64."""
@@ -58,6 +59,24 @@ class Transformer(nn.Module):
         normed = self.norm(h)
         h = h + self.attention(normed, normed, normed)[0]
         h = h + self.mlp(h)
+        return self.head(h.mean(1))
+
+
+class Gpt(nn.Module):
+    """Causal attention by the function, with dropout; the sequence is the six inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 8)
+        self.query_key_value = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x.unsqueeze(-1))
+        query, key, value = self.query_key_value(h).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1 if self.training else 0.0, is_causal=True)
+        h = h + self.out(mixed.transpose(1, 2).flatten(2))
         return self.head(h.mean(1))
 
 
@@ -144,7 +163,7 @@ class Outputs(nn.Module):
         return self.head(h + self.complex(h).real)
 
 
-ZOO = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer, "shared": Shared, "frozen": Frozen, "outputs": Outputs}
+ZOO = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer, "gpt": Gpt, "shared": Shared, "frozen": Frozen, "outputs": Outputs}
 
 
 def batches(*sizes: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
@@ -33,6 +34,7 @@ FLOWS = {
     "mlp": GradientFlow(blocks="model.layers"),
     "cnn": GradientFlow(blocks=["model.stem.0", "model.stem.2", "model.block", "model.head"], norm="l1"),
     "transformer": GradientFlow(blocks=["model.embedding", "model.attention", "model.mlp", "model.head"], norm="linf"),
+    "gpt": GradientFlow(blocks=["model.embedding", "model.out", "model.head"]),
     "shared": GradientFlow(blocks="model.(inner|again|encoder)", norm="mean"),
     "outputs": GradientFlow(blocks="model.(tuple|list|dict|dataclass|named|nested|lstm|integer|complex|empty|head)"),
 }
@@ -53,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "shared"])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "gpt", "shared"])
 def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Path) -> None:
     """Promise 1: losses, weights, buffers and random states are bit-identical over 30 steps, with all there is switched on."""
     steps = 30
@@ -63,7 +65,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         module = Classifier(model)
         keep = KeepLosses()
         callback = ModuleMonitorCallback(
-            every_n_steps=2, rules=EVERYTHING, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
+            every_n_steps=2, rules=EVERYTHING, attention=True, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
         )
         options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 4} | WAYS[way]
         run = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
@@ -113,7 +115,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
     monkeypatch.setattr(table, "transfer", count)
     if not has_kernel:
         monkeypatch.setattr(running, "kernel", lambda: None)
-    for name in ("mlp", "cnn", "outputs"):
+    for name in ("mlp", "cnn", "outputs", "transformer", "gpt"):
         model = Classifier(name)
         transfers.clear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,6 +141,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         assert record.values["gradient_flow/_summary_/max_gain"] > 0
         assert len(record.tensors) > 30
         assert len(record.histograms) > 25
+        assert record.values["monitor/errors"] == 0
         assert len(transfers) == 1
 
 
@@ -207,15 +210,16 @@ class Ends(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.parametrize("model", ["cnn", "gpt"])
 @pytest.mark.parametrize("how", ["success", "exception", "interrupt", "twice"])
-def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
+def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
     """Promise 5: no hook, no attribute, no patched method; the model deep-copies, pickles and saves as before."""
     seed()
-    module = Classifier("cnn")
-    plain = Classifier("cnn")
+    module = Classifier(model)
+    plain = Classifier(model)
     trainer(tmp_path, []).fit(plain, loader(), loader(8))
     callback = ModuleMonitorCallback(
-        every_n_steps=1, rules=EVERYTHING, gradient_flow=FLOWS["cnn"], capture=CAPTURE, stages=["train", "validate"]
+        every_n_steps=1, rules=EVERYTHING, attention=True, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
     )
     run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
     if how == "exception":
@@ -236,6 +240,7 @@ def test_nothing_is_left_behind(how: str, tmp_path: Path) -> None:
     optimizer_hooks = [len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in run.optimizers]
     assert sum(optimizer_hooks) == 0
     assert traces(module) == []
+    assert _get_current_function_mode_stack() == []
     for (name, part), unmonitored in zip(module.named_modules(), plain.modules(), strict=True):
         assert part.__dict__.keys() == unmonitored.__dict__.keys(), name
     clone = copy.deepcopy(module)

@@ -219,7 +219,7 @@ class AttentionProbe(Probe):
             self._num_above = _take_off(self._mode)
             return
         # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
-        _put_on(self._mode, self._num_above if len(self._running) > 1 else 0)
+        _put_on(self._mode, self._num_above)
 
 
 class _EnterHook(ForwardHook):

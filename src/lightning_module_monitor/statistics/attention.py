@@ -87,7 +87,7 @@ def attention_figures(
         scale: Factor of the logits; ``None`` is one over the square root of ``features``.
 
     Returns:
-        Figures of the measured query tokens. Where a logit is NaN or infinite, and not minus infinite, so are they.
+        Figures of the measured query tokens. Where a logit is NaN or infinite, be it of a hidden key, so are they.
     """
     stride = stride_of(query.shape[2])
     positions = range(stride // 2, query.shape[2], stride)

@@ -1,0 +1,654 @@
+"""Attention seen in models, head by head, against the heads themselves in float64."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.attention import Truth, truth
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from lightning_module_monitor import ModuleMonitor, Record, Rule, monitor_scaled_dot_product_attention
+from lightning_module_monitor.config import attention_rules
+from lightning_module_monitor.probes import attention as probe
+from lightning_module_monitor.statistics import attention as maths
+
+ALL = Rule(kinds=list(Truth._fields), statistics=["mean", "min", "max", "std"])
+
+
+class Calls(nn.Module):
+    """Calls a function with two tensors, and keeps nothing."""
+
+    def __init__(self, call: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.call = call
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+def heads(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random heads."""
+    return (1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def record(model: nn.Module, *args: Any, rules: Any = ALL, step: int = 0, **kwargs: Any) -> Record:
+    """One forward pass of a model, monitored."""
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(step)
+        model(*args, **kwargs)
+        found = monitor.end_step()
+    assert found is not None
+    assert _get_current_function_mode_stack() == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return found
+
+
+def expected_values(site: str, *truths: Truth) -> dict[str, float]:
+    """All statistics of all calls together, by key."""
+    values = {}
+    for kind in Truth._fields:
+        for head in range(getattr(truths[0], kind).shape[1]):
+            x = np.concatenate([getattr(one, kind)[:, head].ravel() for one in truths])
+            x = x[~np.isnan(x)]
+            found = {"mean": x.mean(), "min": x.min(), "max": x.max(), "std": x.std(ddof=1)} if x.size else {}
+            values |= {f"{kind}/{site}.head_{head}/{name}": float(found.get(name, np.nan)) for name in ("mean", "min", "max", "std")}
+    return values
+
+
+def assert_values(found: Record, expected: dict[str, float], errors: float = 0.0) -> None:
+    """These keys, no others, and these values."""
+    values = {key: value for key, value in found.values.items() if key.startswith("attention")}
+    assert values.keys() == expected.keys()
+    assert values == pytest.approx(expected, rel=5e-6, abs=2e-6, nan_ok=True)
+    assert found.values["monitor/errors"] == errors
+
+
+SDPA: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]] = {
+    "plain": ((heads(2, 3, 5, 4), heads(2, 3, 5, 4, seed=1)), {}, {}),
+    "causal, L < S": ((heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)), {"is_causal": True}, {"is_causal": True}),
+    "causal, L > S": ((heads(2, 3, 7, 4), heads(2, 3, 5, 4, seed=1)), {"is_causal": True}, {"is_causal": True}),
+    "scale": ((heads(2, 3, 5, 4), heads(2, 3, 5, 4, seed=1)), {"scale": 0.2}, {"scale": 0.2}),
+    "dropout": ((heads(2, 3, 5, 4), heads(2, 3, 5, 4, seed=1)), {"dropout_p": 0.5}, {}),
+    "grouped queries": ((heads(2, 6, 5, 4), heads(2, 2, 7, 4, seed=1)), {"enable_gqa": True}, {}),
+    "one key head for all": ((heads(2, 3, 5, 4), heads(2, 1, 7, 4, seed=1)), {}, {}),
+    "one sample of keys": ((heads(2, 3, 5, 4), heads(1, 3, 7, 4, seed=1).expand(2, 3, 7, 4)), {}, {}),
+    "boolean mask (B, 1, L, S)": (
+        (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
+        {"attn_mask": heads(2, 1, 5, 7, seed=2) > 0},
+        {"seen": heads(2, 1, 5, 7, seed=2) > 0},
+    ),
+    "boolean mask (L, S)": (
+        (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
+        {"attn_mask": heads(5, 7, seed=2) > 0},
+        {"seen": heads(5, 7, seed=2) > 0},
+    ),
+    "fully masked rows": (
+        (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
+        {"attn_mask": (torch.arange(5) < 3)[:, None].expand(5, 7)},
+        {"seen": (torch.arange(5) < 3)[:, None]},
+    ),
+    "nothing but masked rows": (
+        (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
+        {"attn_mask": torch.zeros(5, 7, dtype=torch.bool)},
+        {"seen": torch.zeros(5, 7, dtype=torch.bool)},
+    ),
+    "additive mask (1, H, L, S)": (
+        (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
+        {"attn_mask": heads(1, 3, 5, 7, seed=2)},
+        {"bias": heads(1, 3, 5, 7, seed=2)},
+    ),
+    "bfloat16": (
+        (heads(2, 3, 5, 4, dtype=torch.bfloat16), heads(2, 3, 7, 4, seed=1, dtype=torch.bfloat16)),
+        {"attn_mask": heads(2, 1, 1, 7, seed=2, dtype=torch.bfloat16)},
+        {"bias": heads(2, 1, 1, 7, seed=2, dtype=torch.bfloat16)},
+    ),
+    "float16": ((heads(2, 3, 5, 4, dtype=torch.float16), heads(2, 3, 7, 4, seed=1, dtype=torch.float16)), {}, {}),
+}
+"""Query and key, options of torch's function, and the same for the truth."""
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_scaled_dot_product_attention(name: str) -> None:
+    """All masks and shapes, self and cross attention, as torch's function takes them."""
+    (query, key), options, of_truth = SDPA[name]
+    model = Calls(F.scaled_dot_product_attention)
+    assert_values(record(model, query, key, key, **options), expected_values("_root_", truth(query, key, **of_truth)))
+
+
+def test_dimensions_other_than_four() -> None:
+    """The third dimension from the end is the heads; of three there is one head, those before are the batch."""
+    model = Calls(F.scaled_dot_product_attention)
+    query, key = heads(2, 3, 2, 5, 4), heads(2, 3, 2, 7, 4, seed=1)
+    mask = heads(3, 1, 5, 7, seed=2)
+    found = record(model, query, key, key, attn_mask=mask)
+    assert_values(found, expected_values("_root_", truth(query.flatten(0, 1), key.flatten(0, 1), bias=torch.cat([mask, mask]))))
+    of_three = record(model, query[0, 0], key[0, 0], key[0, 0], attn_mask=mask[0])
+    assert_values(of_three, expected_values("_root_", truth(query[0, 0][:, None], key[0, 0][:, None], bias=mask[0][None])))
+    of_two = record(model, query[0, 0, 0], key[0, 0, 0], key[0, 0, 0])
+    assert_values(of_two, expected_values("_root_", truth(query[:1, 0, :1], key[:1, 0, :1])))
+
+
+def test_torchs_own_causal_bias() -> None:
+    """A mask that is none until it is used: from the bottom right, where there are more keys."""
+    query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
+    seen = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    found = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=causal_lower_right(5, 7))
+    assert_values(found, expected_values("_root_", truth(query, key, seen=seen)))
+
+
+def test_a_function_that_was_imported_by_name_is_seen() -> None:
+    """Nobody has to call it as ``F.scaled_dot_product_attention``; keyword arguments are as good."""
+    query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
+    found = record(Calls(lambda q, k: imported_by_name(query=q, key=k, value=k)), query, key)
+    assert_values(found, expected_values("_root_", truth(query, key)))
+
+
+MHA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "no bias": ({"bias": False}, {}),
+    "batch first": ({"batch_first": True}, {}),
+    "bias_k, bias_v": ({"add_bias_kv": True}, {}),
+    "zero attention": ({"add_zero_attn": True}, {}),
+    "separate projections": ({"kdim": 6, "vdim": 10}, {}),
+    "separate projections, no bias": ({"kdim": 6, "vdim": 10, "bias": False}, {}),
+    "boolean mask": ({}, {"attn_mask": heads(5, 7, seed=5) > 0.5}),
+    "additive mask": ({}, {"attn_mask": heads(5, 7, seed=5)}),
+    "mask for each head": ({}, {"attn_mask": heads(3 * 2, 5, 7, seed=5)}),
+    "boolean mask for each head": ({}, {"attn_mask": heads(3 * 2, 5, 7, seed=5) > 1.0}),
+    "padding": ({}, {"key_padding_mask": torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]}),
+    "additive padding": ({}, {"key_padding_mask": heads(3, 7, seed=6)}),
+    "all at once": (
+        {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+        {"attn_mask": heads(5, 7, seed=5) > 0.5, "key_padding_mask": torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]},
+    ),
+}
+"""Options of nn.MultiheadAttention, and of its call."""
+
+
+def of_weights(weights: Tensor) -> dict[str, float]:
+    """Mean entropy and mean weight on the first key, from weights that torch itself returns, shape (batch, heads, L, S)."""
+    p = weights.detach().double().numpy()
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1)
+    values = {}
+    for head in range(p.shape[1]):
+        values[f"attention_entropy/_root_.head_{head}/mean"] = entropy[:, head].mean()
+        values[f"attention_sink/_root_.head_{head}/mean"] = p[:, head, :, 0].mean()
+    return values
+
+
+@pytest.mark.parametrize("name", MHA)
+@pytest.mark.parametrize("mode", ["weights", "no weights", "eval", "function", "unbatched"])
+def test_multihead_attention_against_its_own_weights(name: str, mode: str) -> None:
+    """Every option of the module and of its call, whichever path it takes; and of the function that it calls."""
+    options, of_call = MHA[name]
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, **options).train(mode != "eval")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2.0).add_(0.1 * torch.randn_like(parameter))
+    query, key, value = heads(5, 3, 8), heads(7, 3, options.get("kdim", 8), seed=1), heads(7, 3, options.get("vdim", 8), seed=2)
+    if mode == "unbatched":
+        query, key, value = query[:, 0], key[:, 0], value[:, 0]
+        of_call = {name: mask[:2] if name == "attn_mask" and mask.dim() == 3 else mask for name, mask in of_call.items()}
+        of_call = {name: mask[0] if name == "key_padding_mask" else mask for name, mask in of_call.items()}
+    elif options.get("batch_first"):
+        query, key, value = (one.transpose(0, 1) for one in (query, key, value))
+    _output, weights = module(query, key, value, need_weights=True, average_attn_weights=False, **of_call)
+    weights = weights[None] if mode == "unbatched" else weights
+    rules = Rule(kinds=["attention_entropy", "attention_sink"], statistics="mean")
+    if mode == "function":
+        model: nn.Module = Calls(lambda *args, **kwargs: nn.MultiheadAttention.forward(module, *args, **kwargs))
+        found = record(model, query, key, value, rules=rules, **of_call)
+    else:
+        found = record(module, query, key, value, rules=rules, need_weights=mode == "weights", **of_call)
+    expected = of_weights(weights)
+    assert found.values == pytest.approx({**expected, "monitor/errors": 0.0}, rel=1e-4, abs=1e-5)
+
+
+def test_a_causal_hint_of_multihead_attention() -> None:
+    """With the hint, and with the mask that it hints at."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2)
+    x, mask = heads(5, 3, 8), nn.Transformer.generate_square_subsequent_mask(5)
+    _output, weights = module(x, x, x, attn_mask=mask, average_attn_weights=False)
+    rules = Rule(kinds=["attention_entropy", "attention_sink"], statistics="mean")
+    for need_weights in (False, True):
+        found = record(module, x, x, x, rules=rules, attn_mask=mask, is_causal=True, need_weights=need_weights)
+        assert found.values == pytest.approx({**of_weights(weights), "monitor/errors": 0.0}, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_transformer_encoder_with_padding(is_training: bool) -> None:
+    """In eval mode padding is left out by nested tensors: tokens that are not there do not count, and no others are seen."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).train(is_training)
+    x, padding = heads(3, 5, 8), torch.arange(5) >= torch.tensor([5, 4, 2])[:, None]
+    attention = model.layers[0].self_attn
+    assert isinstance(attention, nn.MultiheadAttention)
+    _output, weights = attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+    there = [weights[i, :, :length] for i, length in enumerate((5, 5, 5) if is_training else (5, 4, 2))]
+    p = [np.concatenate([one[head].detach().double().numpy().ravel() for one in there]) for head in range(2)]
+    tokens = sum(one.shape[1] for one in there)
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padding)
+        found = record(model, x, src_key_padding_mask=padding, rules=attention_rules())
+        assert torch.equal(model(x, src_key_padding_mask=padding), plain)
+    for head in range(2):
+        expected = -sum(one * math.log(one) for one in p[head] if one > 0) / tokens
+        assert found.values[f"attention_entropy/layers.0.self_attn.head_{head}/mean"] == pytest.approx(expected, rel=1e-4)
+    assert {key.split("/")[1] for key in found.values if key.startswith("attention")} == {
+        f"layers.{layer}.self_attn.head_{head}" for layer in range(2) for head in range(2)
+    }
+    assert found.values["monitor/errors"] == 0
+
+
+def test_frozen_attention_takes_the_path_that_it_takes_unwatched() -> None:
+    """In eval mode torch has a faster one, which rounds otherwise; being watched does not keep it from that, nor from a nested one."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
+    taken = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            taken.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model = Calls(lambda x: module(x, x, x), module)
+    with Spy():
+        found = record(model, heads(3, 5, 8), rules=attention_rules())
+    assert any("_native_multi_head_attention" in name for name in taken)
+    assert {key.split("/")[1] for key in found.values if key.startswith("attention")} == {"parts.0.head_0", "parts.0.head_1"}
+
+
+def test_a_call_belongs_to_the_innermost_watched_module() -> None:
+    """Nested modules, one called twice, one excluded, a call outside of any."""
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+    inner = Calls(F.scaled_dot_product_attention)
+    excluded = Calls(lambda q, k: F.scaled_dot_product_attention(2 * q, k, k))
+
+    def forward(q: Tensor, k: Tensor) -> None:
+        inner(q, k, k)
+        F.scaled_dot_product_attention(3 * q, k, k)
+        inner(4 * q, k, k)
+        excluded(q, k)
+
+    model = Calls(forward, inner, excluded)
+    with ModuleMonitor(rules=ALL, exclude=r"parts\.1") as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        F.scaled_dot_product_attention(query, key, key)
+        model(query, key)
+        F.scaled_dot_product_attention(query, key, key)
+        found = monitor.end_step()
+    assert found is not None
+    of_root = expected_values("_root_", truth(3 * query, key), truth(2 * query, key))
+    assert_values(found, of_root | expected_values("parts.0", truth(query, key), truth(4 * query, key)))
+
+
+def test_micro_batches_count_as_their_concatenation() -> None:
+    """Three samples and five, of which one has padded tokens."""
+    q3, k3, q5, k5 = heads(3, 2, 5, 4), heads(3, 2, 7, 4, seed=1), heads(5, 2, 5, 4, seed=2), heads(5, 2, 7, 4, seed=3)
+    seen = torch.ones(5, 1, 5, 7, dtype=torch.bool)
+    seen[4, :, 2:] = False
+    model = Calls(F.scaled_dot_product_attention)
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(q3, k3, k3)
+        monitor.after_micro_batch()
+        model(q5, k5, k5, attn_mask=seen)
+        found = monitor.end_step()
+    assert found is not None
+    assert_values(found, expected_values("_root_", truth(q3, k3), truth(q5, k5, seen=seen)))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_attention_counts_once(use_reentrant: bool) -> None:
+    """Under activation checkpointing the forward runs again within the backward pass."""
+    query, key = heads(2, 3, 5, 4).requires_grad_(), heads(2, 3, 7, 4, seed=1)
+    inner = Calls(F.scaled_dot_product_attention)
+    model = Calls(lambda q, k: checkpoint(inner, q, k, k, use_reentrant=use_reentrant), inner)
+    rule = Rule(kinds=["attention_entropy"], functions={"num": lambda x: torch.tensor(float(x.numel()))}, aggregate="sum")
+    with ModuleMonitor(rules=[ALL, rule]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(query, key).sum().backward()
+        found = monitor.end_step()
+    assert found is not None
+    numbers = {f"attention_entropy/parts.0.head_{head}/num": 10.0 for head in range(3)}
+    assert_values(found, expected_values("parts.0", truth(query, key)) | numbers)
+    assert query.grad is not None
+    assert _get_current_function_mode_stack() == []
+
+
+def test_an_error_in_a_forward_corrupts_nothing() -> None:
+    """The exception of an inner module that the outer one catches, and one that ends the forward pass."""
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+
+    def fail(*_args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    def forward(q: Tensor, k: Tensor, ends: bool) -> None:
+        try:
+            model.parts[0](q)
+        except RuntimeError:
+            F.scaled_dot_product_attention(q, k, k)
+        if ends:
+            raise RuntimeError("the end")
+
+    model = Calls(forward, Calls(fail, Calls(fail)))
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        with pytest.raises(RuntimeError, match="the end"):
+            model(query, key, True)
+        assert _get_current_function_mode_stack() == []
+        model(2 * query, key, False)
+        found = monitor.end_step()
+    assert found is not None
+    assert_values(found, expected_values("_root_", truth(query, key), truth(2 * query, key)))
+
+
+def test_ctrl_c_in_a_forward_leaves_nothing() -> None:
+    """No hook of a module's comes after it; closing the monitor takes the mode off, and no other mode."""
+
+    def forward(q: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    class Other(TorchFunctionMode):
+        pass
+
+    other = Other()
+    model = Calls(forward)
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        with pytest.raises(KeyboardInterrupt):
+            model(heads(2, 1, 5, 4))
+        with other:
+            monitor.close()
+            assert _get_current_function_mode_stack() == [other]
+    assert _get_current_function_mode_stack() == []
+
+
+def test_modes_of_the_model_stay_where_they_are() -> None:
+    """A mode that the model enters around torch's own layers is left by the model, and ours before and after it."""
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+    layer = nn.Linear(4, 4)
+
+    def forward(q: Tensor, k: Tensor) -> None:
+        with Mode():
+            layer(q)
+            F.scaled_dot_product_attention(q, k, k)
+        assert len(_get_current_function_mode_stack()) == 1
+        seen.clear()
+        F.scaled_dot_product_attention(2 * q, k, k)
+
+    model = Calls(forward, layer, Calls(lambda: None))
+    assert_values(record(model, query, key), expected_values("_root_", truth(query, key), truth(2 * query, key)))
+    assert seen == []
+
+
+def test_no_monitor_and_other_stages() -> None:
+    """Within ``no_monitor`` nothing counts; a validation loop in the middle of a step has values of its own."""
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+    model = Calls(F.scaled_dot_product_attention)
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(query, key, key)
+        with monitor.no_monitor():
+            model(3 * query, key, key)
+        assert monitor.begin_stage("validation", 0)
+        with torch.inference_mode():
+            model(2 * query, key, key)
+        validation = monitor.end_stage()
+        model(4 * query, key, key)
+        train = monitor.end_step()
+    assert train is not None
+    assert validation is not None
+    assert _get_current_function_mode_stack() == []
+    assert_values(train, expected_values("_root_", truth(query, key), truth(4 * query, key)))
+    expected = {f"validation/{key}": value for key, value in expected_values("_root_", truth(2 * query, key)).items()}
+    assert validation.values == pytest.approx({**expected, "validation/monitor/errors": 0.0}, rel=1e-5, abs=1e-6)
+
+
+def test_steps_that_are_not_monitored_have_neither_hook_nor_mode() -> None:
+    """Between monitored steps the model is as it was."""
+    modes = []
+    model = Calls(lambda: modes.append(len(_get_current_function_mode_stack())))
+    with ModuleMonitor(2, rules=ALL) as monitor:
+        monitor.set_module(model)
+        for step in range(4):
+            monitor.begin_step(step)
+            model()
+            monitor.end_step()
+    assert modes == [1, 0, 1, 0]
+
+
+def test_autocast_does_not_round_the_figures() -> None:
+    """Inside the model's own autocast they are computed in float32, and projections of nn.MultiheadAttention as the model does."""
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = record(Calls(F.scaled_dot_product_attention), query, key, key)
+    assert_values(found, expected_values("_root_", truth(query, key)))
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(8, 2), heads(5, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = record(module, x, x, x)
+        q, k, _v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    q, k = (one.unflatten(2, (2, 4)).permute(1, 2, 0, 3) for one in (q, k))
+    assert q.dtype == torch.bfloat16
+    assert_values(found, expected_values("_root_", truth(q, k)))
+
+
+def test_many_query_tokens_are_sampled_and_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for the module, and not by numbers that differ from call to call."""
+    monkeypatch.setattr(maths, "MAX_QUERIES", 4)
+    monkeypatch.setattr(probe, "MAX_QUERIES", 4)
+    query, key = heads(2, 1, 12, 4), heads(2, 1, 12, 4, seed=1)
+    with caplog.at_level(logging.INFO):
+        found = record(Calls(F.scaled_dot_product_attention), query, key, key)
+    assert caplog.messages == ["_root_: of more than 4 query tokens evenly spaced ones are measured."]
+    assert_values(found, expected_values("_root_", truth(query[:, :, 1::3], key)))
+
+
+def test_functions_get_nan_for_tokens_that_do_not_count() -> None:
+    """A function of the user's sees the tokens of each head, and which of them see nothing."""
+    query, key, seen = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
+    rule = Rule(kinds=["attention_max_logit"], functions={"median": torch.nanmedian, "missing": lambda x: x.isnan().sum()})
+    found = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=seen, rules=rule)
+    expected = truth(query, key, seen=seen).attention_max_logit[:, 1]
+    assert found.values["attention_max_logit/_root_.head_1/median"] == pytest.approx(float(np.sort(expected[~np.isnan(expected)])[2]))
+    assert found.values["attention_max_logit/_root_.head_1/missing"] == 4
+
+
+def test_tensors_of_heads_are_activations() -> None:
+    """Under the activation rules that match the module; a key head that several query heads read is there for each."""
+    query, key, value = heads(2, 4, 5, 4), heads(2, 2, 7, 4, seed=1), heads(2, 2, 7, 3, seed=2)
+    model = Calls(F.scaled_dot_product_attention)
+    rules = [*attention_rules(), Rule(kinds="activation", statistics=["norm", "max"])]
+    found = record(model, query, key, value, enable_gqa=True, rules=rules)
+    output = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    for head in range(4):
+        tensors = {"query": query[:, head], "key": key[:, head // 2], "value": value[:, head // 2], "activation": output[:, head]}
+        for name, tensor in tensors.items():
+            site = f"activation/_root_.head_{head}.{name}"
+            assert found.values[f"{site}/norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+            assert found.values[f"{site}/max"] == float(tensor.max())
+    assert not [key for key in record(model, query, key, value, enable_gqa=True, rules=rules[-1]).values if "head" in key]
+
+
+def test_what_cannot_be_read_is_nan_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Under a functorch transform: the model's own result is right, the module's figures are NaN, all else is there."""
+    query, key = heads(2, 3, 5, 4), heads(2, 3, 5, 4, seed=1)
+    inner = Calls(F.scaled_dot_product_attention)
+
+    def forward(q: Tensor, k: Tensor) -> Tensor:
+        F.scaled_dot_product_attention(q, k, k)
+        return torch.func.vmap(lambda one, other: inner(one, other, other))(q, k)
+
+    model = Calls(forward, inner)
+    rules = [Rule(kinds=["attention_entropy"], statistics="mean")]
+    found = record(model, query, key, rules=rules)
+    torch.testing.assert_close(model(query, key), F.scaled_dot_product_attention(query, key, key))
+    expected = truth(query, key).attention_entropy.mean(axis=(0, 2))
+    values = [found.values[f"attention_entropy/_root_.head_{head}/mean"] for head in range(3)]
+    assert values == pytest.approx(expected.tolist(), rel=1e-5)
+    assert math.isnan(found.values["attention_entropy/parts.0/mean"])
+    assert found.values["monitor/errors"] == 1
+    assert len([message for message in caplog.messages if "attention_entropy 'parts.0'" in message]) == 1
+
+
+def test_empty_batches_change_nothing() -> None:
+    """No sample, no query, no key."""
+    model = Calls(F.scaled_dot_product_attention)
+    query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(query[:0], key[:0], key[:0])
+        model(query[:, :, :0], key, key)
+        model(query, key, key)
+        found = monitor.end_step()
+    assert found is not None
+    assert_values(found, expected_values("_root_", truth(query, key)))
+
+
+def test_a_copy_of_a_model_that_is_watched_is_not_watched() -> None:
+    """It deep-copies and pickles in the middle of a step."""
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        x = heads(5, 3, 8)
+        for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # our own bytes
+            clone[0](x, x, x)
+        found = monitor.end_step()
+    assert found is not None
+    assert found.values == {"monitor/errors": 0.0}
+
+
+# Told by hand
+
+
+class Told(nn.Module):
+    """Computes attention itself, and tells of it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.options = options
+        self.monitor: list[ModuleMonitor] = []  # in a list, for a module does not own its monitor
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        weights = torch.softmax(query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5, -1)
+        output = weights @ value
+        for monitor in self.monitor:
+            monitor_scaled_dot_product_attention(monitor, self.inner, query, key, value, activation=output, **options)
+        return output
+
+
+def test_monitor_scaled_dot_product_attention_row_of_the_table() -> None:
+    """FEATURES, table 1: without a rule about attention the mean entropy of each head, and its tensors under the activation metrics."""
+    query, key, value = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), heads(2, 3, 7, 4, seed=2)
+    mask = heads(2, 1, 5, 7, seed=3) > -1  # boolean, (B, 1, L, S), and S is not L: where the other tool crashes
+    model = Told()
+    with ModuleMonitor(lambda step: step % 2 == 0) as monitor:
+        monitor.add_activation_metric("max", metric_regex="inn")
+        monitor.set_module(model)
+        model.monitor.append(monitor)
+        for step in range(2):
+            monitor.begin_step(step)
+            output = model(query, key, value, attn_mask=mask, dropout_p=0.3)
+            monitor.after_micro_batch()
+            monitor.end_step()
+        model(query, key, value)
+        assert monitor.get_all_metrics().keys() == {0}
+        values = monitor.get_all_metrics()[0]
+    expected = {"monitor/errors": 0.0}
+    for head, entropy in enumerate(np.nanmean(truth(query, key, seen=mask).attention_entropy, axis=(0, 2))):
+        expected[f"attention_entropy/inner.head_{head}/mean"] = entropy
+        for name, tensor in {"query": query, "key": key, "value": value, "activation": output}.items():
+            expected[f"activation/inner.head_{head}.{name}/max"] = float(tensor[:, head].max())
+    assert values == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("first", ["by hand", "seen"])
+def test_a_call_that_is_told_and_seen_counts_once(first: str) -> None:
+    """In either order; two different calls count twice."""
+    query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
+    monitor = ModuleMonitor(rules=ALL)
+
+    def forward(q: Tensor, k: Tensor) -> None:
+        if first == "by hand":
+            monitor_scaled_dot_product_attention(monitor, "_root_", q, k, k)
+        F.scaled_dot_product_attention(q, k, k)
+        if first == "seen":
+            monitor_scaled_dot_product_attention(monitor, "_root_", q, k, k)
+        monitor_scaled_dot_product_attention(monitor, "_root_", 2 * q, k, k)
+        F.scaled_dot_product_attention(q, k, k)
+
+    model = Calls(forward)
+    with monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(query, key)
+        found = monitor.end_step()
+    assert found is not None
+    assert_values(found, expected_values("_root_", truth(query, key), truth(2 * query, key), truth(query, key)))
+
+
+def test_by_hand_heads_come_first_where_there_is_no_batch() -> None:
+    """As the other tool has it: ``(heads, queries, features)``."""
+    query, key = heads(3, 5, 4), heads(3, 7, 4, seed=1)
+    with ModuleMonitor(rules=ALL) as monitor:
+        monitor.set_module(model := nn.Identity())
+        monitor.begin_step(0)
+        monitor_scaled_dot_product_attention(monitor, model, query, key, key, is_causal=True)
+        found = monitor.end_step()
+    assert found is not None
+    assert_values(found, expected_values("_root_", truth(query[None], key[None], is_causal=True)))
+
+
+def test_by_hand_of_a_module_that_is_not_there() -> None:
+    """An unknown module or name is an error that says the nearest; an excluded one is passed over; so is a step that is not monitored."""
+    x = heads(2, 1, 5, 4)
+    with ModuleMonitor(rules=ALL, exclude="b") as monitor:
+        monitor.set_module(model := nn.ModuleDict({"attn": nn.Identity(), "b": nn.Identity()}))
+        monitor_scaled_dot_product_attention(monitor, "attention", x, x, x)
+        monitor.begin_step(0)
+        monitor_scaled_dot_product_attention(monitor, model["b"], x, x, x)
+        with pytest.raises(ValueError, match="'attention' is none of the 2 modules that are watched; nearest: 'attn'"):
+            monitor_scaled_dot_product_attention(monitor, "attention", x, x, x)
+        with pytest.raises(ValueError, match="This Linear is none of the 2 modules"):
+            monitor_scaled_dot_product_attention(monitor, nn.Linear(1, 1), x, x, x)
+        with pytest.raises(NotImplementedError, match="is_reference is true"):
+            monitor_scaled_dot_product_attention(monitor, model["attn"], x, x, x, is_reference=True)
+        found = monitor.end_step()
+    assert found is not None
+    assert found.values == {"monitor/errors": 0.0}
