@@ -175,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Rule(kinds=["gradient_before_clip", "gradient"], statistics="norm"),
             Rule(kinds="update", sites=".*weight", types=[nn.Linear, nn.Embedding], statistics="ratio"),
         ],
+        attention=True,
         callback_metrics=[r"update/gpt\.head\.weight/ratio"],
         progress_bar=True,
     )

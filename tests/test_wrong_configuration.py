@@ -195,6 +195,8 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         ("callback_metrics 'parameter/model.0.wieght/norm' matches none of the 18 keys", "nearest: 'parameter/model.0.weight/norm'"),
     ),
     "callback_metrics are no pattern": ({"callback_metrics": ["("]}, ("callback_metrics '('", "not a regular expression")),
+    "attention": ({"attention": "yes"}, ("attention is 'yes'", "expected true or false")),
+    "kind of attention": (rule(kinds="attention_max_logits"), ("'attention_max_logits' is not a kind", "nearest: 'attention_max_logit'")),
     "progress_bar alone": ({"progress_bar": True}, ("progress_bar is true", "callback_metrics is empty", "expected patterns of the keys")),
     "max_logged_keys": ({"max_logged_keys": 0}, ("max_logged_keys is 0", "expected a number >= 1")),
     "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a number >= 1")),

@@ -386,11 +386,12 @@ class ModuleMonitorCallback(Callback):
 
     def _announcement(self) -> str:
         plan = self.monitor.plan()
-        keys = len(self.monitor.planned_keys()) + len(self.monitor.planned_histograms())
+        num_keys = len(self.monitor.planned_keys()) + len(self.monitor.planned_histograms())
+        keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
         captured = self.monitor.capture_plan()
         return (
-            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} keys a step, {self._cadence}."
+            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
             + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
             + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )

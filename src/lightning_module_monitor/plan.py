@@ -38,7 +38,11 @@ class Plan:
 
     def knows_all_keys(self) -> bool:
         """Whether there is no function whose keys are not known before its first result."""
-        return all(len(watch.planned_keys()) == len(watch.keys()) and not KINDS[watch.kind].of_heads for watch in self.watches())
+        return not self.has_heads() and all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())
+
+    def has_heads(self) -> bool:
+        """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
+        return any(KINDS[watch.kind].of_heads for watch in self.watches())
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""

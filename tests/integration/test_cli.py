@@ -348,6 +348,7 @@ FULL: dict[str, Any] = {
         {"kinds": "activation", "functions": {"m": {"class_path": "torchmetrics.MaxMetric"}}, "leaf_modules": True},
         {"kinds": "gradient", "functions": {"own": f"{__name__}.kurtosis"}, "aggregate": "torch.median"},
     ],
+    "attention": True,
     "gradient_flow": {"blocks": ["model.0", "model.2"], "norm": "linf", "thresholds": [0.25, 4.0]},
     "capture": {"sites": ["model", r"model\.0.*"], "steps": [0, 3], "kinds": ["activation", "gradient"]},
     "store": "some/run.h5",

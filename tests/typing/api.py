@@ -29,6 +29,7 @@ from lightning_module_monitor import (
     TorchWatcher,
     Tracker,
     load_store,
+    monitor_scaled_dot_product_attention,
     track,
 )
 from lightning_module_monitor.statistics.moments import Need
@@ -51,6 +52,7 @@ def callback() -> Trainer:
         module="model",
         exclude=[".*dropout.*"],
         rules=rules,
+        attention=True,
         gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
         capture=Capture(sites="model.head", steps=[0, 100], kinds=["activation", "gradient"]),
         store="run.h5",
@@ -76,6 +78,8 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.add_activation_metric("k", kurtosis, ".*", torch.max)
         begun: bool = monitor.begin_step(0)
         assert begun
+        x = torch.zeros(2, 2, 3, 4)
+        monitor_scaled_dot_product_attention(monitor, "attn", x, x, x, None, 0.0, True, activation=x)
         monitor.monitor_gradients(before_clip=True)
         record = monitor.end_step()
     return record.values if record is not None else {}
