@@ -78,8 +78,10 @@ def test_what_people_write_for_minus_infinity_hides(lowest: float) -> None:
     assert (figures.sink[:, :, 2] == 0).all()  # hidden: no weight at all
 
 
-def test_a_causal_mask_with_padding() -> None:
-    """Both hide."""
+@pytest.mark.parametrize("block", [1, 40, 1 << 18])
+def test_a_causal_mask_with_padding(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hide, also where a block does not have all keys."""
+    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
     query, key = make(6, 6)
     seen = (torch.arange(6) >= torch.tensor([0, 2, 6])[:, None])[:, None, None]  # padded on the left by 0, 2, 6
     assert_equal(attention_figures(query, key, [seen], is_causal=True), truth(query, key, seen=seen, is_causal=True))

@@ -169,8 +169,7 @@ class AttentionProbe(Probe):
             raise ValueError("it is on the meta device, and has no data")
         if stride_of(query.shape[2]) > 1:
             self._say(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
-        with torch.autocast(query.device.type, enabled=False):
-            figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
+        figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([FIGURES[kind](figures) for kind, _watch in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _watch in wanted])
         num_heads = query.shape[1]

@@ -117,6 +117,7 @@ def attention_figures(
             shape = (*of_block.shape[:3], end)
             logits, weights = (one[: math.prod(shape)].view(shape) for one in scratch)
             flat = logits.flatten(0, 1)
+            # Into a buffer, which autocast leaves as it is: it would round the logits.
             torch.baddbmm(flat, of_block.flatten(0, 1), key[samples, some_heads, :, :end].flatten(0, 1), beta=0, alpha=scale, out=flat)
             hidings = causal + [_Hiding.of_mask(_of_block(mask, block, end), dtype) for mask in masks]
             if hidings:
