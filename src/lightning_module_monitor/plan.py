@@ -54,7 +54,7 @@ class Plan:
         return [key for watch in self._expected() for key in watch.histogram_keys]
 
     def _expected(self) -> list[Watch]:
-        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient, and the heads of attention are not known."""
+        """Every key of a number that is known beforehand, kind by kind: not those of a frozen parameter's gradient, nor of heads."""
         frozen = {
             id(watch)
             for one in self.parameters
