@@ -6,6 +6,17 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 
-__all__ = ["STATISTICS", "ModuleMonitor", "ModuleMonitorCallback", "Record", "Rule", "Statistic", "StorageManager", "load_store"]
+__all__ = [
+    "STATISTICS",
+    "ModuleMonitor",
+    "ModuleMonitorCallback",
+    "Record",
+    "RefinedCoordinateCheck",
+    "Rule",
+    "Statistic",
+    "StorageManager",
+    "load_store",
+]

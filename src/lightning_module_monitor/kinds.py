@@ -17,6 +17,12 @@ class Kind:
     """Whether it has something to be relative to, as an update has its parameter: whether it has a ``ratio``."""
     in_every_stage: bool = False
     """Whether it is also there in a loop without training."""
+    is_pair: bool = False
+    """Whether it is of two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
+    needs_reference: bool = False
+    """Whether there is nothing to see of it without a reference."""
+    values: tuple[str, ...] = ()
+    """The names of its values, where they are not statistics of a tensor."""
 
 
 KINDS = {
@@ -24,7 +30,17 @@ KINDS = {
     for kind in (
         Kind("activation", "module", in_every_stage=True),
         Kind("activation_gradient", "module"),
+        Kind("activation_difference", "module", is_relative=True, is_pair=True, needs_reference=True),
+        Kind("rcc_effective_update", "module", needs_reference=True),
+        Kind("rcc_propagating_update", "module", needs_reference=True),
+        Kind("rcc_output", "module", needs_reference=True),
+        Kind("rcc_reference_output", "module", needs_reference=True),
+        Kind("rcc_input", "module", needs_reference=True),
+        Kind("rcc_input_change", "module", needs_reference=True),
+        Kind("rcc_operator_norm", "module", needs_reference=True, values=("update", "reference")),
+        Kind("rcc_alignment", "module", needs_reference=True, values=("effective", "propagating")),
         Kind("parameter", "parameter"),
+        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, needs_reference=True),
         Kind("gradient_before_clip", "parameter"),
         Kind("gradient", "parameter"),
         Kind("update", "parameter", is_relative=True),

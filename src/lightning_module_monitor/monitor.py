@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import Rule, as_tuple, default_rules, parse_patterns, parse_rule
+from lightning_module_monitor.config import ParsedRule, Rule, as_tuple, default_rules, parse_patterns, parse_rule
 from lightning_module_monitor.errors import ConfigError, MonitorError
 from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
+from lightning_module_monitor.probes.differences import DifferenceProbe
+from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -25,6 +29,7 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 Function = Callable[[Tensor], Any]
+PairFunction = Callable[[Tensor, Tensor], Any]
 
 
 class Window:
@@ -41,6 +46,11 @@ class Window:
         """Whether what happens from now on is observed."""
         for probe in self.probes:
             probe.is_open = is_open
+
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Whether a loop of another stage runs in the middle of the step."""
+        for probe in self.probes:
+            probe.is_suspended = is_suspended
 
     def close(self) -> None:
         """Take every hook off and forget every tensor."""
@@ -78,6 +88,8 @@ class ModuleMonitor:
         prefix: Put before every key.
         on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
         history: Number of records that are kept in memory.
+        cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
+            takes less of its memory and more time.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
@@ -96,6 +108,7 @@ class ModuleMonitor:
         prefix: str = "",
         on_error: str = "warn",
         history: int = 1000,
+        cpu_offload: bool = False,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
@@ -110,6 +123,7 @@ class ModuleMonitor:
         self._within = module
         self._prefix = _check_prefix(prefix)
         self._on_error = on_error
+        self._cpu_offload = cpu_offload
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._metrics: set[tuple[str, str]] = set()
@@ -117,6 +131,8 @@ class ModuleMonitor:
         self._module: nn.Module | None = None
         self._sites: Sites | None = None
         self._plans: dict[tuple[str, tuple[int, ...]], Plan] = {}
+        self._reference: Reference | None = None
+        self._operator_norms = OperatorNorms()
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -147,6 +163,58 @@ class ModuleMonitor:
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
 
+    def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
+        """Set the module that the monitored one is compared with, in place of any other.
+
+        It is never trained, and stays as it is. In a monitored step run it first, then the model, with the same input::
+
+            if monitor.begin_step(step):
+                with monitor.no_monitor():
+                    reference(x)
+            loss_fn(model(x), y).backward()
+
+        It then runs without a graph, in the model's train or eval mode, on the random numbers that the model is about to
+        draw, which draws them again; its buffers stay as they are. What does not go through the reference's own
+        ``forward`` (``reference.training_step(batch, 0)``) is run ``with monitor.running_reference()``.
+
+        Args:
+            module: A module of the same structure as the monitored one; a copy of it, say, made at its initialization.
+                Where the monitor has a ``module``, one of that submodule's structure will do.
+            follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
+
+        Raises:
+            ValueError: If no module was set, or if names or shapes of modules or parameters differ; lists them.
+        """
+        if self._module is None or self._sites is None:
+            raise ValueError("There is no module that this could be the reference of; call set_module(module) first.")
+        self.remove_reference_module()
+        is_of_whole = self._within is not None and not structural_differences(self._module, module)
+        live = self._module if is_of_whole else self._sites.within
+        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
+
+    def remove_reference_module(self) -> None:
+        """Compare with nothing from now on; a step that is open is closed without a record."""
+        if self._reference is not None:
+            self.abandon()
+        self._reference = None
+        self._operator_norms.clear()
+
+    def has_reference_module(self) -> bool:
+        """Whether there is a module to compare with."""
+        return self._reference is not None
+
+    @contextmanager
+    def running_reference(self) -> Iterator[None]:
+        """Within the block the reference is run, by other means than its own ``forward``; see :meth:`set_reference_module`.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._reference is None:
+            raise ValueError("There is no reference to run; call set_reference_module(module) first.")
+        with self.no_monitor(), self._reference.running():
+            yield
+
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
     ) -> None:
@@ -163,6 +231,24 @@ class ModuleMonitor:
         """
         self._add_metric(("activation",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
 
+    def add_activation_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: PairFunction | None = None,
+        metric_regex: str = ".*",
+        metric_aggregation_fn: Function | None = None,
+    ) -> None:
+        """Add a metric of every module's output and the reference's; arguments as for :meth:`add_activation_metric`.
+
+        The function gets the output and the reference's output for the same input. A built-in statistic is that of their
+        difference; ``ratio`` its norm over the norm of the reference's, ``cosine`` that of the angle between the two.
+        """
+        self._add_metric(("activation_difference",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_parameter_difference_metric(self, metric_name: str, metric_fn: PairFunction | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter and the reference's; as for :meth:`add_activation_difference_metric`."""
+        self._add_metric(("parameter_difference",), metric_name, metric_fn, metric_regex, None)
+
     def add_parameter_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
         """Add a metric of every parameter; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("parameter",), metric_name, metric_fn, metric_regex, None)
@@ -170,6 +256,15 @@ class ModuleMonitor:
     def add_gradient_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
         """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
+
+    def add_rules(self, rules: Rule | Sequence[Rule]) -> None:
+        """Add rules to those that the monitor was made with; from the next step on they count.
+
+        Raises:
+            ConfigError: If one is wrong, or matches nothing in the module.
+        """
+        for rule in as_tuple(rules):
+            self._add_rule(parse_rule(rule, f"rules[{len(self._rules)}]", self._schedule))
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
@@ -276,6 +371,13 @@ class ModuleMonitor:
         self.monitor_updates()
         return self._finish()
 
+    def end_comparison(self) -> None:
+        """The model has run on what the reference was run on: what of the reference is left over is said, and forgotten."""
+        if self._window is not None:
+            for probe in self._window.probes:
+                if isinstance(probe, ReferenceProbe):
+                    probe.end_micro_batch()
+
     def begin_stage(self, stage: str, step: int) -> bool:
         """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
 
@@ -291,6 +393,7 @@ class ModuleMonitor:
         plan = self._plan(tuple(range(len(self._rules))), stage)
         if self._window is not None:
             self._window.set_open(False)
+            self._window.set_suspended(True)
         self._suspended.append(self._window)
         self._open(plan, step, stage)
         return bool(plan.modules)
@@ -305,6 +408,8 @@ class ModuleMonitor:
             return None
         record = self._finish()
         self._window = self._suspended.pop()
+        if self._window is not None:
+            self._window.set_suspended(False)
         self._set_open()
         return record
 
@@ -330,6 +435,7 @@ class ModuleMonitor:
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
+        self.remove_reference_module()
         self._module = self._sites = None
         self._plans.clear()
         self._said.clear()
@@ -386,16 +492,21 @@ class ModuleMonitor:
 
     # Inside
 
-    def _add_metric(self, kinds: tuple[str, ...], name: str, function: Function | None, regex: str, aggregation: Function | None) -> None:
+    def _add_metric(
+        self, kinds: tuple[str, ...], name: str, function: Callable[..., Any] | None, regex: str, aggregation: Function | None
+    ) -> None:
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
         rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **wish)
-        parsed = parse_rule(rule, f"metric {name!r}", self._schedule)
-        if self._sites is not None:
-            self._sites.check(parsed)
+        self._add_rule(parse_rule(rule, f"metric {name!r}", self._schedule))
         self._metrics.add((kinds[0], name))
-        self._rules.append(parsed)
+
+    def _add_rule(self, rule: ParsedRule) -> None:
+        if self._sites is not None:
+            for kind in self._sites.check(rule):
+                self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        self._rules.append(rule)
         self._plans.clear()
 
     def _due(self, step: int) -> tuple[int, ...]:
@@ -416,11 +527,31 @@ class ModuleMonitor:
     def _open(self, plan: Plan, step: int, stage: str) -> None:
         assert self._sites is not None
         observation = Observation(self._trouble)
-        activations = ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once)
-        self._window = Window(step, stage, observation, ParameterProbe(plan.parameters, observation), [activations])
+        others: list[Probe] = [ActivationProbe(plan.modules, observation, self._sites.further_name, self._say_once)]
+        if self._reference is not None:
+            others += self._reference_probes(plan, observation, self._reference)
+        parameters = ParameterProbe(plan.parameters, observation, self._reference)
+        self._window = Window(step, stage, observation, parameters, others)
         self._set_open()
         for probe in self._window.probes:
             probe.attach()
+
+    def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
+        """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
+        assert self._sites is not None
+
+        def failed(error: Exception) -> None:
+            observation.num_errors += 1
+            self._report(f"The reference could not run ({type(error).__name__}: {error}).", error, f"reference {type(error).__name__}")
+
+        name, say = self._sites.further_name, self._say_once
+        twins = ReferenceProbe(reference, failed, say)
+        probes = [
+            DifferenceProbe(plan.modules, observation, twins, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, name, say),
+        ]
+        # The last to be attached: by then it is known what is wanted of it.
+        return [*probes, twins] if twins.is_needed() else []
 
     def _set_open(self) -> None:
         if self._window is not None:
@@ -434,6 +565,8 @@ class ModuleMonitor:
         values: dict[str, float] = {}
         with self._guard("values", window.observation):
             values = window.observation.collect()
+            for probe in window.probes:
+                probe.finish(values)
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values)
         self.storage.add(record)

@@ -14,6 +14,7 @@ from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
+from lightning_module_monitor.probes import coordinate_check
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -31,6 +32,7 @@ class Plan:
     def watches(self) -> list[Watch]:
         """Every watch, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
+        of_modules = [one for watch in of_modules for one in (watch, watch.alone) if one is not None]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
     def knows_all_keys(self) -> bool:
@@ -68,30 +70,36 @@ class Sites:
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
+        self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
+        """Outside of this nothing is watched."""
+        self._units = coordinate_check.units(self.within)
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
-        self._output_names: dict[tuple[str, Path], str] = {}
+        self._further_names: dict[tuple[str, Path, str], str] = {}
 
     @property
     def renamed(self) -> dict[str, str]:
         """New name by old name, of what loggers would not have taken."""
         return self._namer.changed
 
-    def output_name(self, site: str, path: Path) -> str:
-        """The name of a further output of a module, always the same for the same output."""
-        key = (site, path)
-        if key not in self._output_names:
-            self._output_names[key] = self._namer.name(f"{site}.{suffix(path)}")
-        return self._output_names[key]
+    def further_name(self, site: str, path: Path, of: str = "output") -> str:
+        """The name of a further output, or input, of a module, always the same for the same one."""
+        key = (site, path, of)
+        if key not in self._further_names:
+            self._further_names[key] = self._namer.name(f"{site}.{suffix(path, of)}")
+        return self._further_names[key]
 
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
         """The sites that a rule picks for a kind."""
         if KINDS[kind].site == "module":
-            return [site for site in self.modules if _is_picked(site, site.module, rule)]
+            return [site for site in self.modules if self._has_kind(site, kind) and _is_picked(site, site.module, rule)]
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
+
+    def _has_kind(self, site: ModuleSite, kind: str) -> bool:
+        return kind not in coordinate_check.KINDS or (site.module in self._units and coordinate_check.has_kind(site.module, kind))
 
     def check(self, rule: ParsedRule) -> list[str]:
         """Check that a rule picks anything.
@@ -123,6 +131,8 @@ class Sites:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix))
+                    if isinstance(site, ModuleSite) and coordinate_check.has_weight_site(site.module, kind):
+                        watch.alone = watch.at(f"{site.name}.weight")
                     _join(watch, rule.statistics, rule.functions)
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],

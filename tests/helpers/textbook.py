@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 
-PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative]
+PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.paired]
 
 
 def textbook(name: str, x: Tensor) -> float:

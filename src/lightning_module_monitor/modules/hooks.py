@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -29,3 +30,27 @@ class HookSet:
         """Remove every hook."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _nothing(*_args: object) -> None:
+    pass
+
+
+class UncopiedHook:
+    """Calls a function, and returns nothing: what a module's hook returns replaces the module's arguments or output.
+
+    Of a module that is copied or pickled while it is watched, the copy is not watched.
+
+    Args:
+        function: Gets what torch gives to the hook.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object) -> None:
+        """Call the function."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[type[UncopiedHook], tuple[Callable[..., None]]]:
+        return UncopiedHook, (_nothing,)

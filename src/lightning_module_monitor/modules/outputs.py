@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -29,18 +31,43 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
         yield from named_tensors(part, (*path, name))
 
 
+def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies in the place of their tensors, outside of any graph.
+
+    Args:
+        value: A tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested at will. Anything else in
+            it stays the same object.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(copied, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(copied, value))
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        twin.update((name, copied(part)) for name, part in value.items())
+        return twin
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        clone = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(clone, field.name, copied(getattr(value, field.name)))
+        return clone
+    return value
+
+
 def is_first(path: Path) -> bool:
     """Whether a tensor is the output itself, or the first element of it: it has the module's own name."""
     return all(part == 0 for part in path)
 
 
-def suffix(path: Path) -> str:
+def suffix(path: Path, of: str = "output") -> str:
     """What is put behind the module's name: ``output_1`` for the second element, ``output_hidden_states`` for that entry.
 
-    >>> suffix((1, 0)), suffix((("key", 3),))
-    ('output_1_0', 'output_3')
+    >>> suffix((1, 0)), suffix((("key", 3),)), suffix(("mask",), "input")
+    ('output_1_0', 'output_3', 'input_mask')
     """
-    return "_".join(("output", *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
+    return "_".join((of, *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
 
 
 def _parts(output: object) -> Iterator[tuple[Hashable, object]]:

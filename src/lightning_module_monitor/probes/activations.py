@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import HookSet
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.statistics.observation import Observation, Watch
@@ -59,7 +60,8 @@ class ActivationProbe(Probe):
         """Put the hooks on."""
         for watched in self._watched:
             if not watched.watches.keys().isdisjoint(KINDS):
-                self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+                hook = UncopiedHook(functools.partial(self._after_forward, watched))
+                self._module_hooks.add(watched.site.module.register_forward_hook(hook))
 
     def begin_backward(self) -> None:
         """Gradients that arrive from now on count."""
@@ -77,6 +79,10 @@ class ActivationProbe(Probe):
         """Take every hook off."""
         self._module_hooks.close()
         self._tensor_hooks.close()
+
+    def _after_forward(self, watched: WatchedModule, _module: nn.Module, _args: object, output: object) -> None:
+        if self.is_open:
+            self.see_outputs(watched, output)
 
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """Take in every tensor of a module's output."""
@@ -140,29 +146,6 @@ class ActivationProbe(Probe):
             self._observation.fail(watch, tensor, error)
             return False
         return True
-
-
-class _ForwardHook:
-    """Called after a watched module's forward. Returns nothing: what a forward hook returns replaces the output."""
-
-    def __init__(self, probe: ActivationProbe, watched: WatchedModule) -> None:
-        self._probe = probe
-        self._watched = watched
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        if self._probe.is_open:
-            self._probe.see_outputs(self._watched, output)
-
-    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
-        """Of a module that is copied or pickled while it is watched, the copy is not watched."""
-        return _CopiedHook, ()
-
-
-class _CopiedHook:
-    """Stands in the copy of a watched module where the original has its hook, and does nothing."""
-
-    def __call__(self, _module: nn.Module, _args: object, _output: object) -> None:
-        pass
 
 
 class _GradientHook:

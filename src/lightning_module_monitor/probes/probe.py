@@ -30,6 +30,10 @@ class Probe:
     is_open = True
     """Whether what happens now counts: the monitor closes a probe's eyes under ``no_monitor`` and in loops of other stages."""
 
+    is_suspended = False
+    """Whether a loop of another stage runs in the middle of the step: even the reference, which is run under ``no_monitor``,
+    is not that of this step then."""
+
     def attach(self) -> None:
         """Put the hooks on."""
 
@@ -41,6 +45,9 @@ class Probe:
 
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
+
+    def finish(self, values: dict[str, float]) -> None:
+        """Complete the values of the step, which are on the host now; after :meth:`close`."""
 
     def close(self) -> None:
         """Take every hook off and forget every tensor; a second call does no harm."""

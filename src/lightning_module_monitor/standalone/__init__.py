@@ -1,0 +1,1 @@
+"""The engine without a Trainer, under the names of other tools."""
