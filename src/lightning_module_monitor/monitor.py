@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config import ParsedRule, Rule, as_tuple, default_rules, parse_patterns, parse_rule
 from lightning_module_monitor.errors import ConfigError, MonitorError
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -132,7 +133,8 @@ class ModuleMonitor:
         self._sites: Sites | None = None
         self._plans: dict[tuple[str, tuple[int, ...]], Plan] = {}
         self._reference: Reference | None = None
-        self._operator_norms = OperatorNorms()
+        self.operator_norms = OperatorNorms()
+        """What the operator norms of the coordinate check start from in the next step."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -191,17 +193,22 @@ class ModuleMonitor:
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self._sites.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
+        self.operator_norms.clear()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
         if self._reference is not None:
             self.abandon()
         self._reference = None
-        self._operator_norms.clear()
 
     def has_reference_module(self) -> bool:
         """Whether there is a module to compare with."""
         return self._reference is not None
+
+    def awaits_reference(self) -> bool:
+        """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
+        is_awaited = self._window is not None and any(isinstance(probe, ReferenceProbe) for probe in self._window.probes)
+        return is_awaited and self._reference is not None and not self._reference.follows
 
     @contextmanager
     def running_reference(self) -> Iterator[None]:
@@ -214,6 +221,16 @@ class ModuleMonitor:
             raise ValueError("There is no reference to run; call set_reference_module(module) first.")
         with self.no_monitor(), self._reference.running():
             yield
+
+    def reference_failed(self, error: Exception) -> None:
+        """Note that the reference could not be run: this is said and counted, and training goes on.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        if self._window is not None:
+            self._window.observation.num_errors += 1
+        self._report(f"The reference could not run ({type(error).__name__}: {error}).", error, f"reference {type(error).__name__}")
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -257,18 +274,37 @@ class ModuleMonitor:
         """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
 
-    def add_rules(self, rules: Rule | Sequence[Rule]) -> None:
+    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules") -> None:
         """Add rules to those that the monitor was made with; from the next step on they count.
+
+        Args:
+            rules: One or several.
+            label: What they are called in messages.
 
         Raises:
             ConfigError: If one is wrong, or matches nothing in the module.
         """
         for rule in as_tuple(rules):
-            self._add_rule(parse_rule(rule, f"rules[{len(self._rules)}]", self._schedule))
+            self._add_rule(parse_rule(rule, f"{label}[{len(self._rules)}]" if label == "rules" else label, self._schedule))
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
         return self._module is not None
+
+    def watched_module(self) -> nn.Module:
+        """The module outside of which nothing is watched: the monitored one, or the submodule that was named.
+
+        Raises:
+            ValueError: If no module was set.
+        """
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) first.")
+        return self._sites.within
+
+    def needs_reference(self) -> str | None:
+        """The first rule with a kind that is nothing without a reference, and that kind; ``None`` if no rule has one."""
+        of_rules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].needs_reference)
+        return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_rules), None)
 
     def has_rules(self) -> bool:
         """Whether anything is asked for."""
@@ -539,16 +575,11 @@ class ModuleMonitor:
     def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         assert self._sites is not None
-
-        def failed(error: Exception) -> None:
-            observation.num_errors += 1
-            self._report(f"The reference could not run ({type(error).__name__}: {error}).", error, f"reference {type(error).__name__}")
-
         name, say = self._sites.further_name, self._say_once
-        twins = ReferenceProbe(reference, failed, say)
+        twins = ReferenceProbe(reference, self.reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name, say),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self.operator_norms, name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []

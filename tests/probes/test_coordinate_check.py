@@ -111,6 +111,7 @@ class Run:
 
 
 def first_tensor(output: Any) -> Tensor:
+    """An output, or the first part of it."""
     while not isinstance(output, Tensor):
         output = output[0]
     return output.detach()
@@ -260,7 +261,7 @@ def test_an_embedding_has_no_input_terms() -> None:
     assert kinds == {"rcc_output", "rcc_reference_output", "rcc_effective_update", "rcc_operator_norm", "monitor"}
 
 
-def training(
+def training(  # noqa: PLR0917  # a loop and what is in it
     model: nn.Module,
     monitor: ModuleMonitor,
     steps: list[list[tuple[Tensor, Tensor]]],

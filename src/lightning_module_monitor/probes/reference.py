@@ -310,7 +310,8 @@ def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
     names = sorted(of_live.keys() ^ of_module.keys())
     for name in of_live.keys() & of_module.keys():
         shapes, others = _shapes(of_live[name]), _shapes(of_module[name])
-        names += sorted(f"{name}.{one}" for one in shapes.keys() | others.keys() if shapes.get(one) != others.get(one))
+        start = "" if name == ROOT else f"{name}."
+        names += sorted(f"{start}{one}" for one in shapes.keys() | others.keys() if shapes.get(one) != others.get(one))
     return names
 
 

@@ -162,7 +162,7 @@ class Observation:
             if watch.is_paired:
                 self._table.add(row + CURRENT, current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                self._table.add(row + PRODUCT, current.double().mul_(reference), Need.MEAN)
+                self._table.add(row + PRODUCT, current.double() * reference, Need.MEAN)
         if watch.functions:
             self._call_functions(watch, current, reference)
 
