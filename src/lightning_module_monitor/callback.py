@@ -189,6 +189,7 @@ class ModuleMonitorCallback(Callback):
         self._runs_steps_again = False
         self._is_resumed = False
         self._saved_reference: Mapping[str, Any] | None = None
+        self._initial: Mapping[str, Tensor] | None = None
         self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
@@ -251,9 +252,9 @@ class ModuleMonitorCallback(Callback):
             self._reference = None
         if not is_overridden("configure_model", pl_module, LightningModule):
             self._set_module(trainer, pl_module)
-            if self._is_fit and self._uses_reference() and trainer.ckpt_path is not None:
-                # Before the checkpoint's weights come in. Otherwise later, when all that makes a model has had its turn.
-                self._reference = self._make_reference()
+            if self._is_fit and self._uses_reference() and self._reference_source == INIT:
+                # Before a checkpoint's weights come in, if any will: Lightning does not say so yet.
+                self._initial = {name: tensor.clone() for name, tensor in tensors_of(self.monitor.watched_module()).items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers made in ``configure_model`` exist now; parameters are those that will be trained."""
@@ -433,34 +434,36 @@ class ModuleMonitorCallback(Callback):
         return reference
 
     def _prepare_reference(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand the monitor the reference, with the values that a run which is resumed compared with."""
-        is_fresh = self._reference is not None
-        reference = self._make_reference() if self._reference is None else self._reference
-        reference = trainer.precision_plugin.convert_module(reference).to(pl_module.device)
-        saved, source = self._saved_reference, self._reference_source
+        """Hand the monitor the reference, with the values that a run which is resumed compared with.
+
+        It is copied now, when all that makes a model has had its turn (its own ``setup``, other callbacks); where a
+        checkpoint's weights have come in since, it gets back those of before.
+        """
+        reference = trainer.precision_plugin.convert_module(self._make_reference()).to(pl_module.device)
+        values = self._values_of_a_resumed_run()
         try:
-            if (saved is not None and saved["source"] == source == INIT) or (saved is not None and isinstance(source, nn.Module)):
-                set_tensors(reference, saved["tensors"])
+            if values is not None:
+                set_tensors(reference, values)
             self.monitor.set_reference_module(reference, follows=self._module_name is not None)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
-        if saved is not None:
-            self.monitor.operator_norms.set_starts(saved["starts"])
-        self._reference = reference
-        self._say_what_is_compared(is_fresh)
+        if self._saved_reference is not None:
+            self.monitor.operator_norms.set_starts(self._saved_reference["starts"])
+        self._reference, self._initial = reference, None
 
-    def _say_what_is_compared(self, is_fresh: bool) -> None:
-        """Say where a run that is resumed compares with something else than before.
-
-        Args:
-            is_fresh: Whether the reference is a copy from before the checkpoint's weights came in.
-        """
+    def _values_of_a_resumed_run(self) -> Mapping[str, Tensor] | None:
+        """The reference's values of before; ``None`` if those that it has are right. Says where they are not of the same."""
         saved, source = self._saved_reference, self._reference_source
-        if saved is None and self._is_resumed and source == INIT:
-            what = "a new initialization, which is the first run's only if the seed is the same" if is_fresh else "the checkpoint's weights"
+        name = source if isinstance(source, str) else MODULE
+        if saved is not None and saved["source"] == name:
+            return saved["tensors"] or None
+        if saved is not None:
+            _messages.warning("The run that is resumed had reference %r; this one has %r.", saved["source"], name)
+        elif self._is_resumed and source == INIT:
+            fresh = "a new initialization, which is the first run's only if the seed is the same"
+            what = "the checkpoint's weights" if self._initial is None else fresh
             _messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
-        elif saved is not None and isinstance(source, str) and saved["source"] != source:
-            _messages.warning("The run that is resumed had reference %r; this one has %r.", saved["source"], source)
+        return self._initial if self._is_resumed else None
 
     def _run_reference(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Truth(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            self.outputs.append((pl_module.model(batch[0]).double(), self.model.double()(batch[0].double())))
+            self.outputs.append((copy.deepcopy(pl_module.model)(batch[0]).double(), self.model.double()(batch[0].double())))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         current, reference = (torch.cat(tensors) for tensors in zip(*self.outputs, strict=True))
@@ -86,7 +87,9 @@ def test_at_step_0_nothing_differs_and_later_something_does(model: str, precisio
     trainer(tmp_path, [callback, records], precision=precision, max_steps=2).fit(Classifier(model), loader(), loader(8))
     first, second = (dict(record.values) for record in records.records)
     compared = ("activation_difference", "parameter_difference", "rcc_effective_update", "rcc_propagating_update", "rcc_input_change")
-    zero = [key for key in first if key.startswith(compared) and not key.endswith("cosine") and not (key.endswith("ratio") and "bias" in key)]
+    zero = [
+        key for key in first if key.startswith(compared) and not key.endswith("cosine") and not (key.endswith("ratio") and "bias" in key)
+    ]
     assert len(zero) > 40
     assert {key: first[key] for key in zero if first[key] != 0} == {}
     assert second["parameter_difference/model.head.weight/norm"] > 0
@@ -109,7 +112,7 @@ class Talkative(Classifier):
         loss = F.cross_entropy(logits, batch[1])
         self.log("loss", loss)
         self.log_dict({"accuracy": self.accuracy, "step": float(self.trainer.global_step)})
-        self.logger.log_metrics({"own": float(loss)}, self.global_step)  # type: ignore[union-attr]
+        self.logger.log_metrics({"own": float(loss.detach())}, self.global_step)  # type: ignore[union-attr]
         self.print("x")
         return loss
 
@@ -155,73 +158,259 @@ def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_
     assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
 
 
-ALL = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
+ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
 
 
-def records_of(root: Path, callback: ModuleMonitorCallback, model: LightningModule, **options: Any) -> dict[int, dict[str, float]]:
-    """Train for six steps in all, and return what was recorded."""
-    records = KeepRecords(callback)
-    path = options.pop("ckpt_path", None)
-    save = ModelCheckpoint(root, filename="at_{step}", every_n_train_steps=3, save_top_k=-1)
-    run = trainer(root, [callback, records, save], enable_checkpointing=True, **{"max_steps": 6, **options})
-    run.fit(model, loader(24), loader(8), ckpt_path=path)
-    return {record.step: dict(record.values) for record in records.records}
-
-
-class BuiltLate(LightningModule):
-    """Makes its layers in configure_model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: nn.Module | None = None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = Classifier("mlp").model
-
-    training_step = Classifier.training_step
-    validation_step = Classifier.validation_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 0.01)
-
-
-@pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_resumed_run_compares_with_the_first_runs_initialization(late: bool, module: str | None, tmp_path: Path) -> None:
-    """Interrupted after step 3 and gone on with from other weights: every difference and term is that of the uninterrupted run."""
-
-    def model(random_seed: int) -> LightningModule:
-        torch.manual_seed(random_seed)
-        return BuiltLate() if late else Classifier("mlp")
-
-    whole = records_of(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0))
-    (path,) = [str(one) for one in (tmp_path / "whole").glob("at_*=3.ckpt")]
-    torch.manual_seed(99)
-    callback = ModuleMonitorCallback(**ALL, module=module)
-    keep_random = RandomStates(path)
-    resumed = records_of_resumed(tmp_path / "resumed", callback, keep_random, model(99), path)
-    assert sorted(resumed) == [3, 4, 5]
-    assert len(resumed[3]) > 50
-    for step, values in resumed.items():
-        compared = {key: value for key, value in values.items() if "difference" in key or key.startswith("rcc_")}
-        assert compared == {key: whole[step][key] for key in compared}, step
-
-
-class RandomStates(Callback):
-    """Lightning's checkpoints hold no random states; dropout's masks are a function of the step here."""
-
-    def __init__(self, _path: str = "") -> None:
-        pass
+class Reseed(Callback):
+    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
 
     def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
         torch.manual_seed(trainer.global_step)
 
 
-def records_of_resumed(
-    root: Path, callback: ModuleMonitorCallback, before: Callback, model: LightningModule, path: str
-) -> dict[int, dict[str, float]]:
-    """The rest of a run."""
+def run(root: Path, callback: ModuleMonitorCallback, model: LightningModule, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
+    """Two epochs of three steps, with a checkpoint after the first; or what of them is left."""
     records = KeepRecords(callback)
-    trainer(root, [before, callback, records], max_steps=6).fit(model, loader(24), loader(8), ckpt_path=path)
+    save = ModelCheckpoint(root, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    one = trainer(root, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
+    one.fit(model, loader(12), loader(8), ckpt_path=ckpt_path)
     return {record.step: dict(record.values) for record in records.records}
+
+
+def compared(values: dict[str, float]) -> dict[str, float]:
+    """The values that are of a reference."""
+    return {key: value for key, value in values.items() if "_difference/" in key or key.startswith("rcc_")}
+
+
+class BuiltLate(Classifier):
+    """Makes its layers in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            self.model = Classifier("mlp").model
+
+
+def model(random_seed: int, late: bool = False) -> LightningModule:
+    """A model that is not yet, or just now, initialized."""
+    torch.manual_seed(random_seed)
+    return BuiltLate() if late else Classifier("mlp")
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_resumed_run_compares_with_the_first_runs_initialization(late: bool, module: str | None, tmp_path: Path) -> None:
+    """Gone on with from other weights after step 3: every difference, term and norm is that of the uninterrupted run."""
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, late))
+    resumed = run(
+        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, late), str(tmp_path / "whole" / "step=3.ckpt")
+    )
+    assert sorted(whole) == [0, 1, 2, 3, 4, 5]
+    assert sorted(resumed) == [3, 4, 5]
+    assert len(compared(resumed[3])) > 50
+    for step, values in resumed.items():
+        assert compared(values) == compared(whole[step]), step
+    if not late:
+        assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
+
+
+@pytest.mark.parametrize(("late", "what"), [(False, "a new initialization"), (True, "the checkpoint's weights")])
+def test_without_a_saved_reference_it_is_said(late: bool, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """save_reference: false makes checkpoints smaller, and a resumed run says with what it compares."""
+    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, late))
+    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, late))
+    path = tmp_path / "whole" / "step=3.ckpt"
+    weights = sum(one.numel() * one.element_size() for one in Classifier("mlp").state_dict().values())
+    assert (tmp_path / "saved" / "step=3.ckpt").stat().st_size - path.stat().st_size > weights
+    assert not caplog.messages or "holds no reference" not in caplog.text
+    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, late), str(path))
+    assert f"The checkpoint holds no reference of this callback's: differences are from {what}" in caplog.text
+    drift = resumed[3]["parameter_difference/model.layers.0.weight/norm"]
+    assert drift == 0 if late else drift > 1
+
+
+def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp_path: Path) -> None:
+    """It loads with ``weights_only``, and a run that goes on from it knows the first initialization."""
+    callback = ModuleMonitorCallback(**ALL)
+    first = model(0)
+    initial = first.model.layers[0].weight.detach().clone()  # type: ignore[union-attr, operator, index]
+    one = trainer(tmp_path, [Reseed(), callback], max_epochs=1)
+    one.fit(first, loader(12), loader(8))
+    one.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["ModuleMonitorCallback"]
+    assert torch.equal(state["reference"]["tensors"]["model.layers.0.weight"], initial)
+    again = run(tmp_path / "again", ModuleMonitorCallback(**ALL), model(99), str(tmp_path / "after.ckpt"))
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL), model(0))
+    assert compared(again[3]) == compared(whole[3])
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("form", ["checkpoint", "state_dict"])
+def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A Lightning checkpoint or a state_dict; checkpoints hold its path, and a resumed run with another says so."""
+    other = model(5)
+    path = str(tmp_path / "other.ckpt")
+    if form == "checkpoint":
+        one = trainer(tmp_path, [])
+        one.strategy.connect(other)
+        one.save_checkpoint(path)
+    else:
+        torch.save((other.model if module else other).state_dict(), path)  # type: ignore[union-attr]
+    live = model(0)
+    expected = [(a - b).detach().double().norm().item() for a, b in zip(live.parameters(), other.parameters(), strict=True)]
+    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=path, module=module), live)
+    norms = [value for key, value in found[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
+    assert norms == pytest.approx(expected, rel=1e-6)
+    checkpoint = str(tmp_path / "run" / "step=3.ckpt")
+    state = torch.load(checkpoint, weights_only=True)["callbacks"]
+    (saved,) = [one["reference"] for name, one in state.items() if name.startswith("ModuleMonitorCallback")]
+    assert (saved["source"], saved["tensors"]) == (path, {})
+    resumed = run(tmp_path / "again", ModuleMonitorCallback(every_n_steps=1, reference="init", module=module), model(9), checkpoint)
+    assert f"The run that is resumed had reference {path!r}; this one has 'init'." in caplog.text
+    assert resumed[3]["parameter_difference/model.layers.0.weight/ratio"] > 0.5
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_module_as_reference_stays_as_it_is(module: str | None, tmp_path: Path) -> None:
+    """It is compared with, and neither moved, frozen, silenced nor run itself."""
+    other = model(5)
+    calls: list[int] = []
+    other.register_forward_hook(lambda *_args: calls.append(1))
+    kind, weights = type(other), {name: one.clone() for name, one in other.state_dict().items()}
+    reference = other.model if module else other
+    callback = ModuleMonitorCallback(every_n_steps=1, reference=reference, module=module, rules=[DIFFERENCES])  # type: ignore[arg-type]
+    live = model(0)
+    expected = float((live.model.layers[0].weight - other.model.layers[0].weight).detach().norm())  # type: ignore[union-attr, operator, index]
+    found = run(tmp_path, callback, live)
+    assert found[0]["parameter_difference/model.layers.0.weight/norm"] == pytest.approx(expected, rel=1e-5)
+    assert type(other) is kind
+    assert calls == []
+    assert all(parameter.requires_grad for parameter in other.parameters())
+    assert all(torch.equal(weights[name], one) for name, one in other.state_dict().items())
+
+
+def test_ratio_of_everything_where_no_rule_uses_the_reference(tmp_path: Path) -> None:
+    """Beside the rules that there are; ``rcc`` alone brings its own reference and needs no ratio."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", statistics="norm")], reference="init", store=False)
+    trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
+    assert callback.last_record is not None
+    kinds = {(key.split("/")[0], key.split("/")[-1]) for key in callback.last_record.values}
+    assert kinds == {("gradient", "norm"), ("activation_difference", "ratio"), ("parameter_difference", "ratio"), ("monitor", "errors")}
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[], rcc=True, module="model.layers")
+    trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
+    assert {key.split("/")[0] for key in callback.last_record.values} == {  # type: ignore[union-attr]
+        *("rcc_effective_update", "rcc_propagating_update", "rcc_output", "rcc_reference_output", "rcc_input", "rcc_input_change"),
+        *("rcc_operator_norm", "rcc_alignment", "monitor"),
+    }
+    store = load_store(callback.store_path or "")
+    steps, values = store.series("rcc_effective_update/model.layers.0.weight/rms")
+    assert steps.tolist() == [0, 1]
+    assert values[0] == 0 < values[1]
+
+
+def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
+    """And, where only parameters are compared, never."""
+
+    class Counts(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            calls.append(self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    calls: list[int] = []
+    for rule, expected in ((DIFFERENCES, [0, 0, 1, 2, 2, 3]), (Rule(kinds="parameter_difference", statistics="norm"), [0, 1, 2, 3])):
+        calls.clear()
+        callback = ModuleMonitorCallback(every_n_steps=2, rules=[rule], reference="init", on_error="raise")
+        trainer(tmp_path, [callback], max_steps=4).fit(Counts("mlp"), loader(), loader(8))
+        assert calls == expected
+
+
+class CannotBeCopied(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.last = self.model(torch.zeros(1, 6))
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.automatic_optimization = False
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
+    "kind without a reference": (
+        {"rules": [Rule(kinds="activation_difference", statistics="norm")]},
+        Classifier,
+        r"rules\[0\]\.kinds 'activation_difference' needs a reference; expected reference: init, or the path of a checkpoint",
+    ),
+    "no such file": (
+        {"reference": "inti"},
+        Classifier,
+        "reference is 'inti', and there is no such file; expected 'init', or the path of a",
+    ),
+    "no checkpoint": ({"reference": __file__}, Classifier, r"reference '.*' cannot be read \(\w+\); expected a Lightning checkpoint, or a"),
+    "no reference at all": ({"reference": ""}, Classifier, "reference is ''; expected 'init', the path of a checkpoint, or a module"),
+    "number": ({"reference": 3}, Classifier, "reference is 3; expected 'init'"),
+    "rcc is no boolean": ({"rcc": "yes"}, Classifier, "rcc is 'yes'; expected true or false"),
+    "save_reference is no boolean": ({"save_reference": 1}, Classifier, "save_reference is 1; expected true or false"),
+    "module of another structure": ({"reference": Classifier("cnn")}, Classifier, "reference: .*not in both.*: model.block, model.head"),
+    "module without a training_step": (
+        {"reference": nn.Linear(2, 2)},
+        Classifier,
+        "reference is a Linear, and has no training_step; expected a",
+    ),
+    "deepcopy fails": ({"reference": "init"}, CannotBeCopied, r"reference is a copy of the model, and last cannot be copied .*Take it off"),
+    "manual optimization": (
+        {"rcc": True},
+        Manual,
+        "Manual uses manual optimization, and no reference can run its training_step; give module",
+    ),
+    "ratio of a term": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_input", statistics="ratio")]},
+        Classifier,
+        "'ratio' is relative, and 'rcc_input'",
+    ),
+    "cosine of an activation": (
+        {"rules": [Rule(kinds="activation", statistics="cosine")]},
+        Classifier,
+        "'cosine' is of two tensors, and 'activation' is one; expected kinds activation_difference, parameter_difference",
+    ),
+    "functions of one and two tensors": (
+        {"reference": "init", "rules": [Rule(kinds=["activation", "activation_difference"], functions={"f": torch.mean})]},
+        Classifier,
+        "some have two tensors, some one; expected a rule for each sort",
+    ),
+    "values of a kind": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_operator_norm", statistics="updates")]},
+        Classifier,
+        "'updates' is none of 'rcc_operator_norm'; expected update, reference; nearest: 'update'",
+    ),
+    "values with another kind": (
+        {"rcc": True, "rules": [Rule(kinds=["rcc_alignment", "rcc_input"], statistics="rms")]},
+        Classifier,
+        "'rcc_alignment' has values that are not statistics; expected a rule of its own for it",
+    ),
+    "functions of values": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_alignment", functions={"f": torch.mean})]},
+        Classifier,
+        "'rcc_alignment' has no tensor to call them with; expected statistics: effective, propagating",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_reference_is_refused(case: str, tmp_path: Path) -> None:
+    """Before the first batch: what was wrong, what was expected, what to do."""
+    options, make_model, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message) as refused:
+        trainer(tmp_path, [ModuleMonitorCallback(**options)], max_steps=1).fit(make_model(), loader(), loader(8))
+    assert len(str(refused.value)) <= 300
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """With the names that differ."""
+    path = str(tmp_path / "other.pt")
+    torch.save(Classifier("cnn").state_dict(), path)
+    with pytest.raises(ConfigError, match=r"reference '.*other.pt' is not of this model: .*model\.layers\.0\.weight"):
+        trainer(tmp_path, [ModuleMonitorCallback(reference=path)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))

@@ -105,7 +105,9 @@ def _belongs(hook: object, own: set[nn.Module]) -> bool:
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
     """Where the attribute is that cannot be copied."""
     for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
+        # What a copy is made of: a LightningModule leaves its trainer out.
+        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+        for attribute, value in state.items() if isinstance(state, dict) else ():
             members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
             for member, one in members:
                 try:

@@ -31,28 +31,33 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
         yield from named_tensors(part, (*path, name))
 
 
-def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
+def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
     """A module's arguments with copies in the place of their tensors, outside of any graph.
 
     Args:
         value: A tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested at will. Anything else in
             it stays the same object.
+        memo: Copies by the identity of the tensor. A tensor that is there twice is there twice in the copy: attention looks
+            whether its query is its key.
     """
+    memo = {} if memo is None else memo
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        if id(value) not in memo:
+            memo[id(value)] = value.detach().clone()
+        return memo[id(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copied, value))
+        return type(value)(*(copied(part, memo) for part in value))
     if isinstance(value, tuple | list):
-        return type(value)(map(copied, value))
+        return type(value)(copied(part, memo) for part in value)
     if isinstance(value, dict):
-        twin = copy.copy(value)
-        twin.update((name, copied(part)) for name, part in value.items())
-        return twin
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         clone = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, copied(getattr(value, field.name)))
+        clone.update((name, copied(part, memo)) for name, part in value.items())
         return clone
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, copied(getattr(value, field.name), memo))
+        return twin
     return value
 
 

@@ -204,7 +204,7 @@ class CoordinateCheckProbe(Probe):
 
     def _before_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted():
-            unit.begun.append((copied(args), copied(kwargs), RandomStates.now(self._twins.reference.device())))
+            unit.begun.append((*copied((args, kwargs)), RandomStates.now(self._twins.reference.device())))
 
     def _after_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         if not self._is_counted():

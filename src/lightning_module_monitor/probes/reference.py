@@ -243,8 +243,9 @@ class ReferenceProbe(Probe):
         # Not where a checkpointed forward is computed again, within the backward pass.
         if self.is_open and torch._C._current_graph_task_id() == -1:
             try:
+                args, kwargs = copied((args, kwargs))
                 with self.reference.running():
-                    self.reference.module(*copied(args), **copied(kwargs))
+                    self.reference.module(*args, **kwargs)
             except Exception as error:
                 self._failed(error)
 
