@@ -29,8 +29,9 @@ def frozen_copy(module: nn.Module) -> nn.Module:
         twin = copy.deepcopy(module)
     except Exception as error:
         where = _what_cannot_be_copied(module) or type(module).__name__
-        cure = "Take it off before the fit, or define __deepcopy__; or give reference as a module of your own making"
-        message = f"reference is a copy of the model, and {where} cannot be copied ({type(error).__name__}: {error}). {cure}."
+        cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
+        cause = f"{type(error).__name__}: {str(error).partition('.')[0][:100]}"
+        message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
         raise ConfigError(message) from error
     own = set(twin.modules())
     for part in own:
