@@ -25,7 +25,9 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
     assert header[:2] == ["workload", "variant"]
-    assert [(row["workload"], row["variant"]) for row in rows] == [("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor")]
+    assert [(row["workload"], row["variant"]) for row in rows] == [
+        ("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor")
+    ]
     plain, idle, ours, eager, floor = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {

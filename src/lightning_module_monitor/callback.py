@@ -206,7 +206,7 @@ class ModuleMonitorCallback(Callback):
             source = self._reference_source if isinstance(self._reference_source, str) else MODULE
             # Of a checkpoint the path is enough.
             tensors = tensors_of(self._reference) if source in (INIT, MODULE) else {}
-            state["reference"] = {"source": source, "tensors": tensors, "starts": self.monitor.operator_norms.starts()}
+            state["reference"] = {"source": source, "tensors": tensors}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -447,8 +447,6 @@ class ModuleMonitorCallback(Callback):
             self.monitor.set_reference_module(reference, follows=self._module_name is not None)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
-        if self._saved_reference is not None:
-            self.monitor.operator_norms.set_starts(self._saved_reference["starts"])
         self._reference, self._initial = reference, None
 
     def _values_of_a_resumed_run(self) -> Mapping[str, Tensor] | None:

@@ -133,8 +133,7 @@ class ModuleMonitor:
         self._sites: Sites | None = None
         self._plans: dict[tuple[str, tuple[int, ...]], Plan] = {}
         self._reference: Reference | None = None
-        self.operator_norms = OperatorNorms()
-        """What the operator norms of the coordinate check start from in the next step."""
+        self._operator_norms = OperatorNorms()
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -193,7 +192,7 @@ class ModuleMonitor:
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self._sites.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
-        self.operator_norms.clear()
+        self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
@@ -579,7 +578,7 @@ class ModuleMonitor:
         twins = ReferenceProbe(reference, self.reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name, say),
-            CoordinateCheckProbe(plan.modules, observation, twins, self.operator_norms, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []

@@ -26,13 +26,14 @@ from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import UNWATCHED
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.layers import Layer, layer_of
-from lightning_module_monitor.probes.operator_norms import OperatorNorms
+from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norm
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import Call, ReferenceProbe, named_inputs
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch, subtract
+from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch
 from lightning_module_monitor.statistics.registry import Statistic
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
@@ -137,7 +138,7 @@ class CoordinateCheckProbe(Probe):
         watched: The modules.
         observation: Where the terms go.
         twins: What the reference gave.
-        operator_norms: Lives from step to step.
+        operator_norms: The reference's, which live from step to step.
         further_name: Names further outputs and inputs, from the module's site, the path, and which of both it is.
         say: Takes a sentence for the user.
     """
@@ -264,11 +265,11 @@ class CoordinateCheckProbe(Probe):
             return
         of_weight = unit.wish_for_weight(EFFECTIVE) + unit.wish_for_alignment("effective", OWN)
         if unit.wish(EFFECTIVE) or of_weight:
-            self._see(unit, subtract(output, again), unit.wish(EFFECTIVE, site), of_weight, bias_change)
+            self._see(unit, Difference(output, again), unit.wish(EFFECTIVE, site), of_weight, bias_change)
         of_weight = unit.wish_for_weight(PROPAGATING) + unit.wish_for_alignment("propagating", OWN)
         if reference is not None and (unit.wish(PROPAGATING) or of_weight):
             # The bias is in both, so that the term is the weight's own.
-            self._see(unit, subtract(again, reference), unit.wish(PROPAGATING, site), of_weight, None)
+            self._see(unit, Difference(again, reference), unit.wish(PROPAGATING, site), of_weight, None)
 
     def _biases(self, unit: _Unit, output: Tensor, again: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The bias, and what it has changed by, in the shape of the output."""
@@ -276,16 +277,17 @@ class CoordinateCheckProbe(Probe):
             return None, None
         bias = unit.layer.bias(unit.watched.site.module, output)
         own = unit.layer.bias(unit.twin, output)
-        return bias, None if bias is None or own is None else subtract(bias, own)
+        return bias, None if bias is None or own is None else Difference(bias, own).computed()
 
-    def _see(self, unit: _Unit, tensor: Tensor, wishes: list[Wish], of_weight: list[Wish], bias: Tensor | None) -> None:
+    def _see(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish], of_weight: list[Wish], bias: Tensor | None) -> None:
         """Take a term in, and without the bias for the weight alone."""
         if bias is None:
-            self._observe(unit, tensor, wishes + of_weight)
+            self._observe(unit, term, wishes + of_weight)
             return
-        self._observe(unit, tensor, wishes)
+        self._observe(unit, term, wishes)
         if of_weight:
-            self._observe(unit, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) - bias, of_weight)
+            tensor, other = (term.tensor, term.other) if isinstance(term, Difference) else (term, None)
+            self._observe(unit, Difference(tensor, other, bias), of_weight)
 
     def _see_inputs(self, unit: _Unit, inputs: list[tuple[Path, Tensor]], call: Call | None) -> None:
         references = {} if call is None else dict(call.inputs)
@@ -308,7 +310,7 @@ class CoordinateCheckProbe(Probe):
                 self._see_vectors(unit, applied, of_weight, aligned)
         if x0 is None or not (wishes_change or of_weight_change or aligned_change):
             return
-        change = subtract(x, x0)
+        change = Difference(x, x0)
         if applied is x:
             self._see_vectors(unit, change, wishes_change + of_weight_change, aligned_change)
             return
@@ -316,16 +318,17 @@ class CoordinateCheckProbe(Probe):
         if applied is not None and layer is not None and (of_weight_change or aligned_change):
             applied0 = layer.applied_to(unit.twin, x0)
             assert applied0 is not None
-            self._see_vectors(unit, subtract(applied, applied0), of_weight_change, aligned_change)
+            self._see_vectors(unit, Difference(applied, applied0), of_weight_change, aligned_change)
 
-    def _see_vectors(self, unit: _Unit, x: Tensor, wishes: list[Wish], aligned: list[Wish]) -> None:
+    def _see_vectors(self, unit: _Unit, x: Tensor | Difference, wishes: list[Wish], aligned: list[Wish]) -> None:
         """Take in what a weight is applied to, and the norm of all vectors that it is applied to."""
         assert unit.layer is not None
-        vectors = unit.layer.vectors(unit.watched.site.module, x) if aligned else x
-        if vectors is x:
+        if not aligned or unit.layer.is_applied_once:
             self._observe(unit, x, wishes + aligned)
             return
-        self._observe(unit, x, wishes)
+        tensor = x.computed() if isinstance(x, Difference) else x
+        self._observe(unit, tensor, wishes)
+        vectors = unit.layer.vectors(unit.watched.site.module, tensor)
         if vectors is not None:
             self._observation.observe_for(vectors, aligned)
 
@@ -339,7 +342,7 @@ class CoordinateCheckProbe(Probe):
         unit.has_operator_norms = True
         site, weight = unit.watched.site.name, layer.weight(unit.twin)
         if "update" in names:
-            norm = self._operator_norms.of_update(site, _wide_difference(layer.weight(unit.watched.site.module), weight))
+            norm = operator_norm(Difference(layer.weight(unit.watched.site.module), weight).computed())
             self._observation.add_result(watch, UserFunction("update", float, "mean"), norm, 1)
         if "reference" in names:
             norm = self._operator_norms.of_reference(site, weight)
@@ -355,12 +358,13 @@ class CoordinateCheckProbe(Probe):
             OPERATOR_NORM, other.site, other.stage, other.prefix
         )
 
-    def _observe(self, unit: _Unit, tensor: Tensor, wishes: list[Wish]) -> None:
-        """Take a tensor in; its features last, where anybody looks at them."""
-        layer = unit.layer
-        if layer is not None and any(watch.needs & Need.TOKENS or watch.functions for watch, _row in wishes):
-            tensor = tensor.movedim(layer.channels(unit.watched.site.module, tensor), -1)
-        self._observation.observe_for(tensor, wishes)
+    def _observe(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish]) -> None:
+        """Take a term in; its features last, where anybody looks at them."""
+        if any(watch.needs & Need.TOKENS or watch.functions for watch, _row in wishes):
+            term = term.computed() if isinstance(term, Difference) else term
+            term = term if unit.layer is None else term.movedim(unit.layer.channels(unit.watched.site.module, term), -1)
+        if wishes:
+            self._observation.observe_for(term, wishes)
 
 
 @contextmanager
@@ -371,7 +375,3 @@ def _exactly(device: torch.device) -> Iterator[None]:
         return
     with torch.autocast(device.type, enabled=False):
         yield
-
-
-def _wide_difference(weight: Tensor, reference: Tensor) -> Tensor:
-    return subtract(weight, reference.to(weight.device))

@@ -18,6 +18,8 @@ class Layer:
 
     weight_is_site = True
     """Whether the weight alone, without the bias, is a site of its own."""
+    is_applied_once = True
+    """Whether the weight is applied to every vector of :meth:`applied_to` just once, so that :meth:`vectors` is that."""
 
     def channels(self, module: AnyModule, tensor: Tensor) -> int:
         """The dimension of an input's or output's features."""
@@ -67,6 +69,8 @@ class _Bilinear(Layer):
 
 class _Convolution(Layer):
     """The weight is applied to every patch of the input."""
+
+    is_applied_once = False
 
     def __init__(self, convolve: Callable[..., Tensor]) -> None:
         self._convolve = convolve
@@ -121,6 +125,8 @@ class _Norm(Layer):
 
 class _ChannelNorm(_Norm):
     """As :class:`_Norm`; the features are the second dimension."""
+
+    is_applied_once = False
 
     def channels(self, module: AnyModule, tensor: Tensor) -> int:
         return 1

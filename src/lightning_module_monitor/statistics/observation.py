@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
+from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.registry import Statistic
@@ -121,24 +122,26 @@ class Observation:
         if watch.functions:
             self._call_functions(watch, tensor)
 
-    def observe_for(self, tensor: Tensor, wishes: Iterable[tuple[Watch, int]]) -> None:
+    def observe_for(self, tensor: Tensor | Difference, wishes: Iterable[tuple[Watch, int]]) -> None:
         """Take one tensor in for several rows, and measure it once where they need no more than the first does.
 
         Args:
-            tensor: As :meth:`observe` takes it.
+            tensor: As :meth:`observe` takes it, or a difference of such.
             wishes: Watches, each with the row that the tensor is for: ``OWN`` or ``BASE``.
         """
-        tensor = _strided(tensor)
         measured = 0
         for watch, part in wishes:
             needs = watch.base_needs if part == BASE else watch.needs
             if needs and not needs & ~measured:
                 self._table.add_last_again(self._row(watch) + part)
             elif needs:
-                self._table.add(self._row(watch) + part, tensor, needs)
+                if isinstance(tensor, Difference):
+                    self._table.add_difference(self._row(watch) + part, tensor, needs)
+                else:
+                    self._table.add(self._row(watch) + part, _strided(tensor), needs)
                 measured = needs
             if watch.functions and part == OWN:
-                self._call_functions(watch, tensor)
+                self._call_functions(watch, tensor.computed() if isinstance(tensor, Difference) else tensor)
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -152,11 +155,11 @@ class Observation:
             ValueError: If their shapes differ.
         """
         current, reference = _strided(current), _strided(reference)
-        difference = subtract(current, reference)
+        difference = Difference(current, reference)
         if watch.statistics:
             row = self._row(watch)
             if watch.needs:
-                self._table.add(row + OWN, difference, watch.needs)
+                self._table.add_difference(row + OWN, difference, watch.needs)
             if watch.base_needs:
                 self._table.add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:
@@ -306,19 +309,6 @@ class Observation:
         self.num_errors += 1
         self._failed.add(watch.key(name))
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
-
-
-def subtract(current: Tensor, reference: Tensor) -> Tensor:
-    """``current - reference``; of half-precision tensors in float32, which does not round it again.
-
-    Raises:
-        ValueError: If their shapes differ.
-    """
-    if current.shape != reference.shape:
-        raise ValueError(f"its shape is {tuple(current.shape)}, and that of what it is compared with {tuple(reference.shape)}")
-    if torch.promote_types(current.dtype, reference.dtype) in (torch.float32, torch.float64):
-        return current - reference
-    return current.float() - reference.float()
 
 
 def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
