@@ -9,6 +9,7 @@ from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
 from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
+from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
 from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
 from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
 from lightning_module_monitor.standalone.watcher import TorchWatcher
@@ -25,6 +26,7 @@ __all__ = [
     "ModuleMonitorCallback",
     "MonitorMixin",
     "Record",
+    "RefinedCoordinateCheck",
     "Rule",
     "Stash",
     "Statistic",

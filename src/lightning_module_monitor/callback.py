@@ -19,9 +19,19 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, attention_rules, default_rules, parse_patterns
+from lightning_module_monitor.config import (
+    Capture,
+    GradientFlow,
+    Rule,
+    as_tuple,
+    attention_rules,
+    coordinate_check_rules,
+    default_rules,
+    parse_patterns,
+)
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
+from lightning_module_monitor.modules.copies import frozen_copy, load_weights, set_tensors, tensors_of
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -29,9 +39,13 @@ from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.training_twin import run_training_step, silence
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""
+
+INIT, MODULE = "init", "module"
+"""Where a reference is from, if it is not from a file: the model as it was, or a module that was handed over."""
 
 # A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
 _messages = logging.getLogger("lightning.pytorch.module_monitor")
@@ -73,6 +87,13 @@ class ModuleMonitorCallback(Callback):
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
+        reference: What activations and parameters are compared with: ``init``, the model as it was at the start of the run;
+            the path of a checkpoint; or, in Python, a module of the same structure. In monitored steps it runs its own
+            ``training_step`` on the batch first; with ``module`` it is called whenever that is, with its arguments. Without
+            a rule of a difference, ``ratio`` of all of them is recorded.
+        rcc: Whether to do the refined coordinate check; its reference is ``init`` if no other is given.
+        save_reference: Whether checkpoints hold the reference, one more set of weights, so that a resumed run compares with
+            the same.
         attention: Whether to watch attention as well, head by head: the means of its entropy and of the weight on the first
             key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
@@ -96,6 +117,9 @@ class ModuleMonitorCallback(Callback):
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
+        reference: str | nn.Module | None = None,
+        rcc: bool = False,
+        save_reference: bool = True,
         attention: bool = False,
         gradient_flow: GradientFlow | None = None,
         capture: Capture | None = None,
@@ -116,6 +140,11 @@ class ModuleMonitorCallback(Callback):
         self._on_error = on_error
         self._attention = attention
         self._dry_run = dry_run
+        self._module_name = module
+        self._reference_source: str | nn.Module | None = INIT if reference is None and rcc is True else reference
+        self._save_reference = save_reference
+        self._reference: nn.Module | None = None
+        """Kept after the run, for a checkpoint that is written then."""
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
@@ -141,6 +170,7 @@ class ModuleMonitorCallback(Callback):
                 on_error=on_error,
                 history=1,
             )
+            self._add_reference_rules(rcc)
             self._cadence = parse_schedule(every_n_steps, "every_n_steps")
             self._stages = _parse_stages(stages)
             self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
@@ -151,7 +181,13 @@ class ModuleMonitorCallback(Callback):
             self._refusal = error
 
     def _check_options(self, captures: bool) -> None:
-        for name, value in (("attention", self._attention), ("progress_bar", self._progress_bar), ("dry_run", self._dry_run)):
+        booleans = {
+            "attention": self._attention,
+            "progress_bar": self._progress_bar,
+            "dry_run": self._dry_run,
+            "save_reference": self._save_reference,
+        }
+        for name, value in booleans.items():
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
         if self._progress_bar and not self._callback_metrics:
@@ -161,6 +197,20 @@ class ModuleMonitorCallback(Callback):
         _check_store(self._store_option)
         if captures and self._store_option is False:
             raise ConfigError("capture is given, and store is false; expected a store: raw tensors are written to a file beside it.")
+
+    def _add_reference_rules(self, rcc: bool) -> None:
+        """The rules that the reference and the coordinate check stand for."""
+        source, needed_by = self._reference_source, self.monitor.needs_reference()
+        if not isinstance(rcc, bool):
+            raise ConfigError(f"rcc is {rcc!r}; expected true or false.")
+        if source is None and needed_by is not None:
+            raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
+        if source is not None and not (isinstance(source, str | nn.Module) and source):
+            raise ConfigError(f"reference is {source!r}; expected 'init', the path of a checkpoint, or a module.")
+        if rcc:
+            self.monitor.add_rules(coordinate_check_rules(), "rcc")
+        elif source is not None and needed_by is None:
+            self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
 
     def _reset(self) -> None:
         """Forget the run before: the same callback may serve several."""
@@ -172,6 +222,9 @@ class ModuleMonitorCallback(Callback):
         self._first_step: int | None = None
         self._is_fit = False
         self._runs_steps_again = False
+        self._is_resumed = False
+        self._saved_reference: Mapping[str, Any] | None = None
+        self._initial: Mapping[str, Tensor] | None = None
         self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
@@ -182,18 +235,32 @@ class ModuleMonitorCallback(Callback):
         return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the path of the store that it goes on in."""
-        return {"format": 1, "store": self.store_path}
+        """What a resumed run needs: the path of the store that it goes on in, and the reference."""
+        state: dict[str, Any] = {"format": 1, "store": self.store_path}
+        if self._reference is not None and self._save_reference:
+            source = self._reference_source if isinstance(self._reference_source, str) else MODULE
+            # Of a checkpoint the path is enough.
+            tensors = tensors_of(self._reference) if source in (INIT, MODULE) else {}
+            state["reference"] = {"source": source, "tensors": tensors}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
         if self._is_fit:
             self.store_path = state_dict.get("store")
             self._runs_steps_again = True
+            self._saved_reference = state_dict.get("reference")
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The model has the weights of a checkpoint, also where that knows nothing of this callback."""
+        self._is_resumed = self._is_fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {"_last_trainer": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
+            "_last_trainer": None,
+            "_reference": None,
+        }
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -212,9 +279,17 @@ class ModuleMonitorCallback(Callback):
             self.store_path = None
         if not self._is_wanted(stage):
             return
+        if self._uses_reference() and self._module_name is None and not pl_module.automatic_optimization:
+            remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
+            raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, and no reference can run its training_step; {remedy}.")
         _refuse_unsupported(trainer, pl_module)
+        if self._is_fit:
+            self._reference = None
         if not is_overridden("configure_model", pl_module, LightningModule):
             self._set_module(trainer, pl_module)
+            if self._is_fit and self._uses_reference() and self._reference_source == INIT:
+                # Before a checkpoint's weights come in, if any will: Lightning does not say so yet.
+                self._initial = {name: tensor.clone() for name, tensor in tensors_of(self.monitor.watched_module()).items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers made in ``configure_model`` exist now; parameters are those that will be trained."""
@@ -222,6 +297,8 @@ class ModuleMonitorCallback(Callback):
             return
         if is_overridden("configure_model", pl_module, LightningModule):
             self._set_module(trainer, pl_module)
+        if self._uses_reference():
+            self._prepare_reference(trainer, pl_module)
         if self._dry_run:
             keys, histograms, captured = self.monitor.planned_keys(), self.monitor.planned_histograms(), self.monitor.capture_plan()
             print(forecast(self.monitor.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
@@ -233,8 +310,10 @@ class ModuleMonitorCallback(Callback):
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take everything off."""
+        """Take everything off; the reference leaves the device with the model."""
         self._close()
+        if self._reference is not None:
+            self._reference.cpu()
 
     # A training step
 
@@ -254,6 +333,8 @@ class ModuleMonitorCallback(Callback):
                     watch_update(optimizer, self._before_update, self._after_update, self._update_hooks)
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
         self.monitor.end_backward()
+        if self.monitor.awaits_reference():
+            self._run_reference(trainer, batch, batch_idx)
 
     @_never_fatal
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -377,6 +458,64 @@ class ModuleMonitorCallback(Callback):
             if self.monitor.plan().knows_all_keys():
                 near = nearest(pattern.pattern, planned)
                 raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
+
+    def _uses_reference(self) -> bool:
+        return self._reference_source is not None and TRAIN in self._stages and not self._dry_run
+
+    def _make_reference(self) -> nn.Module:
+        """A sibling of what is watched."""
+        source, live = self._reference_source, self.monitor.watched_module()
+        if isinstance(source, nn.Module):
+            # Theirs stays as it is.
+            live = source
+        if self._module_name is None and not isinstance(live, LightningModule):
+            expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
+            raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
+        reference = frozen_copy(live)
+        if isinstance(source, str) and source != INIT:
+            load_weights(reference, source, self._module_name)
+        if isinstance(reference, LightningModule):
+            silence(reference)
+        return reference
+
+    def _prepare_reference(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand the monitor the reference, with the values that a run which is resumed compared with.
+
+        It is copied now, when all that makes a model has had its turn (its own ``setup``, other callbacks); where a
+        checkpoint's weights have come in since, it gets back those of before.
+        """
+        reference = trainer.precision_plugin.convert_module(self._make_reference()).to(pl_module.device)
+        values = self._values_of_a_resumed_run()
+        try:
+            if values is not None:
+                set_tensors(reference, values)
+            self.monitor.set_reference_module(reference, follows=self._module_name is not None)
+        except ValueError as error:
+            raise ConfigError(f"reference: {error}") from error
+        self._reference, self._initial = reference, None
+
+    def _values_of_a_resumed_run(self) -> Mapping[str, Tensor] | None:
+        """The reference's values of before; ``None`` if those that it has are right. Says where they are not of the same."""
+        saved, source = self._saved_reference, self._reference_source
+        name = source if isinstance(source, str) else MODULE
+        if saved is not None and saved["source"] == name:
+            return saved["tensors"] or None
+        if saved is not None:
+            _messages.warning("The run that is resumed had reference %r; this one has %r.", saved["source"], name)
+        elif self._is_resumed and source == INIT:
+            fresh = "a new initialization, which is the first run's only if the seed is the same"
+            what = "the checkpoint's weights" if self._initial is None else fresh
+            _messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
+        return self._initial if self._is_resumed else None
+
+    def _run_reference(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
+        """Run the reference on the batch that the model is about to get."""
+        assert isinstance(self._reference, LightningModule)
+        try:
+            with self.monitor.running_reference():
+                run_training_step(self._reference, trainer, batch, batch_idx)
+        except Exception as error:
+            self.monitor.reference_failed(error)
 
     def _planned_keys(self) -> list[str]:
         return self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
@@ -551,6 +690,8 @@ def _describe(options: Mapping[str, Any]) -> dict[str, Any]:
             return {str(key): plain(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [plain(one) for one in value]
+        if isinstance(value, nn.Module):
+            return type(value).__qualname__
         return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "__qualname__", repr(value))
 
     return {name: plain(value) for name, value in options.items() if name not in ("self", "__class__")}

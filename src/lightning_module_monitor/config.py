@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,17 @@ def attention_rules() -> list[Rule]:
     ]
 
 
+def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
+    """All of the refined coordinate check.
+
+    Args:
+        statistics: Of its terms.
+    """
+    kinds = [kind for kind in KINDS.values() if kind.name.startswith("rcc_")]
+    terms = Rule(kinds=[kind.name for kind in kinds if not kind.values], statistics=list(statistics))
+    return [terms, *(Rule(kinds=kind.name) for kind in kinds if kind.values)]
+
+
 def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     """Check a rule.
 
@@ -151,7 +162,10 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
             raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
     if not kinds:
         raise ConfigError(f"{label}.kinds is empty; expected at least one of {', '.join(KINDS)}.")
-    statistics, histograms, functions = _parse_statistics(rule, label, kinds)
+    has_values = [kind for kind in kinds if KINDS[kind].values]
+    if has_values and len(kinds) > 1:
+        raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
+    statistics, histograms, functions = (_parse_values if has_values else _parse_statistics)(rule, label, kinds)
     return ParsedRule(
         label=label,
         kinds=kinds,
@@ -277,9 +291,11 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
 
 
-def _parse_statistics(
-    rule: Rule, label: str, kinds: tuple[str, ...]
-) -> tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...]]:
+Parsed = tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...]]
+"""Statistics by name, names of histograms, functions."""
+
+
+def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
     """Built-in statistics by name, names of histograms, and functions: the rule's own and those that stand in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
     statistics: dict[str, Statistic] = {}
@@ -297,6 +313,12 @@ def _parse_statistics(
         if not isinstance(statistic, Statistic):
             functions[name] = UserFunction(name, statistic, aggregate)
             continue
+        if statistic.paired and not all(KINDS[kind].is_pair for kind in kinds):
+            unfit = [kind for kind in kinds if not KINDS[kind].is_pair]
+            raise ConfigError(
+                f"{label}.statistics {name!r} is of two tensors, and {unfit[0]!r} is one; "
+                f"expected kinds {', '.join(name for name, kind in KINDS.items() if kind.is_pair)}. Give it a rule of its own."
+            )
         unfit = [kind for kind in kinds if statistic.relative and not KINDS[kind].is_relative]
         if unfit:
             raise ConfigError(
@@ -306,6 +328,8 @@ def _parse_statistics(
         statistics[name] = statistic
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
+    if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
+        raise ConfigError(f"{label}.functions of kinds {', '.join(kinds)}: some have two tensors, some one; expected a rule for each sort.")
     for name, function in rule.functions.items():
         if name in statistics or name in histograms or name in functions:
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
@@ -315,6 +339,21 @@ def _parse_statistics(
     if not statistics and not histograms and not functions:
         raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
     return statistics, tuple(histograms), tuple(functions.values())
+
+
+def _parse_values(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
+    """The names of the values of the one kind, which has no statistics, all of them where none is given."""
+    kind = KINDS[kinds[0]]
+    if rule.functions:
+        raise ConfigError(
+            f"{label}.functions: {kind.name!r} has no tensor to call them with; expected statistics: {', '.join(kind.values)}."
+        )
+    for name in as_tuple(rule.statistics):
+        if name not in kind.values:
+            expected = f"expected {', '.join(kind.values)}{nearest(str(name), kind.values)}"
+            raise ConfigError(f"{label}.statistics {name!r} is none of {kind.name!r}; {expected}")
+    # What is told by another is joined like the results of a function.
+    return {}, (), tuple(UserFunction(name, float, "mean") for name in as_tuple(rule.statistics) or kind.values)
 
 
 def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:

@@ -18,6 +18,7 @@ from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.config import (
     Capture,
     GradientFlow,
+    ParsedRule,
     Rule,
     as_tuple,
     default_rules,
@@ -34,9 +35,13 @@ from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
+from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
+from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
+from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -44,6 +49,7 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 Function = Callable[[Tensor], Any]
+PairFunction = Callable[[Tensor, Tensor], Any]
 
 _monitors: weakref.WeakValueDictionary[int, ModuleMonitor] = weakref.WeakValueDictionary()
 """Every monitor that has a module, the newest last."""
@@ -78,6 +84,11 @@ class Window:
         """Whether what happens from now on is observed."""
         for probe in self.probes:
             probe.is_open = is_open
+
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Whether a loop of another stage runs in the middle of the step."""
+        for probe in self.probes:
+            probe.is_suspended = is_suspended
 
     def close(self) -> None:
         """Take every hook off and forget every tensor."""
@@ -117,6 +128,8 @@ class ModuleMonitor:
         prefix: Put before every key.
         on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
         history: Number of records that are kept in memory.
+        cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
+            takes less of its memory and more time.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
@@ -137,6 +150,7 @@ class ModuleMonitor:
         prefix: str = "",
         on_error: str = "warn",
         history: int = 1000,
+        cpu_offload: bool = False,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
@@ -154,6 +168,7 @@ class ModuleMonitor:
             expected = f"expected none of {', '.join(STAGES)}, which keys have already"
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._on_error = on_error
+        self._cpu_offload = cpu_offload
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
@@ -166,6 +181,8 @@ class ModuleMonitor:
         self._sites: Sites | None = None
         self._chain: Chain | None = None
         self._plans: dict[tuple[str, Due], Plan] = {}
+        self._reference: Reference | None = None
+        self._operator_norms = OperatorNorms()
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -202,6 +219,73 @@ class ModuleMonitor:
         for old, new in sites.renamed.items():
             self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
 
+    def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
+        """Set the module that the monitored one is compared with, in place of any other.
+
+        It is never trained, and stays as it is. In a monitored step run it first, then the model, with the same input::
+
+            if monitor.begin_step(step):
+                with monitor.no_monitor():
+                    reference(x)
+            loss_fn(model(x), y).backward()
+
+        It then runs without a graph, in the model's train or eval mode, on the random numbers that the model is about to
+        draw, which draws them again; its buffers stay as they are. What does not go through the reference's own
+        ``forward`` (``reference.training_step(batch, 0)``) is run ``with monitor.running_reference()``.
+
+        Args:
+            module: A module of the same structure as the monitored one; a copy of it, say, made at its initialization.
+                Where the monitor has a ``module``, one of that submodule's structure will do.
+            follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
+
+        Raises:
+            ValueError: If no module was set, or if names or shapes of modules or parameters differ; lists them.
+        """
+        if self._module is None or self._sites is None:
+            raise ValueError("There is no module that this could be the reference of; call set_module(module) first.")
+        self.remove_reference_module()
+        is_of_whole = self._within is not None and not structural_differences(self._module, module)
+        live = self._module if is_of_whole else self._sites.within
+        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
+        self._operator_norms.clear()
+
+    def remove_reference_module(self) -> None:
+        """Compare with nothing from now on; a step that is open is closed without a record."""
+        if self._reference is not None:
+            self.abandon()
+        self._reference = None
+
+    def has_reference_module(self) -> bool:
+        """Whether there is a module to compare with."""
+        return self._reference is not None
+
+    def awaits_reference(self) -> bool:
+        """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
+        is_awaited = self._window is not None and any(isinstance(probe, ReferenceProbe) for probe in self._window.probes)
+        return is_awaited and self._reference is not None and not self._reference.follows
+
+    @contextmanager
+    def running_reference(self) -> Iterator[None]:
+        """Within the block the reference is run, by other means than its own ``forward``; see :meth:`set_reference_module`.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._reference is None:
+            raise ValueError("There is no reference to run; call set_reference_module(module) first.")
+        with self.no_monitor(), self._reference.running():
+            yield
+
+    def reference_failed(self, error: Exception) -> None:
+        """Note that the reference could not be run: this is said and counted, and training goes on.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        if self._window is not None:
+            self._window.observation.num_errors += 1
+        self._report(f"The reference could not run ({type(error).__name__}: {error}).", error, f"reference {type(error).__name__}")
+
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
     ) -> None:
@@ -218,6 +302,24 @@ class ModuleMonitor:
         """
         self._add_metric(("activation",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
 
+    def add_activation_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: PairFunction | None = None,
+        metric_regex: str = ".*",
+        metric_aggregation_fn: Function | None = None,
+    ) -> None:
+        """Add a metric of every module's output and the reference's; arguments as for :meth:`add_activation_metric`.
+
+        The function gets the output and the reference's output for the same input. A built-in statistic is that of their
+        difference; ``ratio`` its norm over the norm of the reference's, ``cosine`` that of the angle between the two.
+        """
+        self._add_metric(("activation_difference",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_parameter_difference_metric(self, metric_name: str, metric_fn: PairFunction | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter and the reference's; as for :meth:`add_activation_difference_metric`."""
+        self._add_metric(("parameter_difference",), metric_name, metric_fn, metric_regex, None)
+
     def add_parameter_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
         """Add a metric of every parameter; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("parameter",), metric_name, metric_fn, metric_regex, None)
@@ -226,6 +328,19 @@ class ModuleMonitor:
         """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
 
+    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules") -> None:
+        """Add rules to those that the monitor was made with; from the next step on they count.
+
+        Args:
+            rules: One or several.
+            label: What they are called in messages.
+
+        Raises:
+            ConfigError: If one is wrong, or matches nothing in the module.
+        """
+        for rule in as_tuple(rules):
+            self._add_rule(parse_rule(rule, f"{label}[{len(self._rules)}]" if label == "rules" else label, self._schedule))
+
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
         return self._module is not None
@@ -233,6 +348,21 @@ class ModuleMonitor:
     def watches(self, module: nn.Module) -> bool:
         """Whether a module is, or is in, the one to monitor, and is not excluded."""
         return module in self._watched
+
+    def watched_module(self) -> nn.Module:
+        """The module outside of which nothing is watched: the monitored one, or the submodule that was named.
+
+        Raises:
+            ValueError: If no module was set.
+        """
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) first.")
+        return self._sites.within
+
+    def needs_reference(self) -> str | None:
+        """The first rule with a kind that is nothing without a reference, and that kind; ``None`` if no rule has one."""
+        of_rules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].needs_reference)
+        return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_rules), None)
 
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
@@ -361,6 +491,13 @@ class ModuleMonitor:
         self.monitor_updates()
         return self._finish()
 
+    def end_comparison(self) -> None:
+        """The model has run on what the reference was run on: what of the reference is left over is said, and forgotten."""
+        if self._window is not None:
+            for probe in self._window.probes:
+                if isinstance(probe, ReferenceProbe):
+                    probe.end_micro_batch()
+
     def begin_stage(self, stage: str, step: int) -> bool:
         """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
 
@@ -376,6 +513,7 @@ class ModuleMonitor:
         plan = self._plan(self._everything(), stage)
         if self._window is not None:
             self._window.set_open(False)
+            self._window.set_suspended(True)
         self._suspended.append(self._window)
         self._open(plan, step, stage)
         return bool(plan.modules)
@@ -390,6 +528,8 @@ class ModuleMonitor:
             return None
         record = self._finish()
         self._window = self._suspended.pop()
+        if self._window is not None:
+            self._window.set_suspended(False)
         self._set_open()
         return record
 
@@ -415,6 +555,7 @@ class ModuleMonitor:
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
+        self.remove_reference_module()
         self._module = self._sites = self._chain = None
         self._watched = frozenset()
         _monitors.pop(self._number, None)
@@ -479,16 +620,21 @@ class ModuleMonitor:
 
     # Inside
 
-    def _add_metric(self, kinds: tuple[str, ...], name: str, function: Function | None, regex: str, aggregation: Function | None) -> None:
+    def _add_metric(
+        self, kinds: tuple[str, ...], name: str, function: Callable[..., Any] | None, regex: str, aggregation: Function | None
+    ) -> None:
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
         rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **wish)
-        parsed = parse_rule(rule, f"metric {name!r}", self._schedule)
-        if self._sites is not None:
-            self._sites.check(parsed)
+        self._add_rule(parse_rule(rule, f"metric {name!r}", self._schedule))
         self._metrics.add((kinds[0], name))
-        self._rules.append(parsed)
+
+    def _add_rule(self, rule: ParsedRule) -> None:
+        if self._sites is not None:
+            for kind in self._sites.check(rule):
+                self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        self._rules.append(rule)
         self._plans.clear()
 
     def _everything(self) -> Due:
@@ -518,14 +664,16 @@ class ModuleMonitor:
         assert self._sites is not None
         observation = Observation(self._trouble)
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters, observation),
-            ActivationProbe(plan.modules, observation, self._sites.output_name, self._say_once),
+            ParameterProbe(plan.parameters, observation, self._reference),
+            ActivationProbe(plan.modules, observation, self._sites.further_name, self._say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
         if captured is not None:
             report = functools.partial(self._not_captured, observation)
-            probes.append(CaptureProbe(captured.modules, captured.parameters, self._sites.output_name, report))
+            probes.append(CaptureProbe(captured.modules, captured.parameters, self._sites.further_name, report))
+        if self._reference is not None:
+            probes += self._reference_probes(plan, observation, self._reference)
         attention = AttentionProbe(plan.modules, observation, self._sites.head_name, self._say_once)
         self._window = Window(step, stage, observation, attention, probes)
         self._set_open()
@@ -542,6 +690,18 @@ class ModuleMonitor:
             self._told_plans[window.stage] = sites.plan([rule], stage=window.stage, prefix=self._prefix)
         told = next(one for one in self._told_plans[window.stage].modules if one.site is site)
         return Watched(site, {**told.watches, **watched.watches})
+
+    def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
+        """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
+        assert self._sites is not None
+        name, say = self._sites.further_name, self._say_once
+        twins = ReferenceProbe(reference, self.reference_failed, say)
+        probes = [
+            DifferenceProbe(plan.modules, observation, twins, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, name, say),
+        ]
+        # The last to be attached: by then it is known what is wanted of it.
+        return [*probes, twins] if twins.is_needed() else []
 
     def _set_open(self) -> None:
         if self._window is not None:

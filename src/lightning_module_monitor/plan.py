@@ -16,6 +16,7 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
+from lightning_module_monitor.probes import coordinate_check
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -34,6 +35,7 @@ class Plan:
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
+        of_modules = [one for watch in of_modules for one in (watch, watch.alone) if one is not None]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
     def knows_all_keys(self) -> bool:
@@ -85,6 +87,9 @@ class Sites:
         modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
         if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
+        self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
+        """Outside of this nothing is watched."""
+        self._units = coordinate_check.units(self.within)
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -94,7 +99,7 @@ class Sites:
         names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
         self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
-        self._output_names: dict[tuple[str, Path], str] = {}
+        self._further_names: dict[tuple[str, Path, str], str] = {}
         self._head_names: dict[tuple[str, str], str] = {}
 
     @property
@@ -107,12 +112,12 @@ class Sites:
         names = {alias for site in self.modules for alias in site.aliases}
         return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
-    def output_name(self, site: str, path: Path) -> str:
-        """The name of a further output of a module, always the same for the same output."""
-        key = (site, path)
-        if key not in self._output_names:
-            self._output_names[key] = self._namer.name(f"{site}.{suffix(path)}")
-        return self._output_names[key]
+    def further_name(self, site: str, path: Path, of: str = "output") -> str:
+        """The name of a further output, or input, of a module, always the same for the same one."""
+        key = (site, path, of)
+        if key not in self._further_names:
+            self._further_names[key] = self._namer.name(f"{site}.{suffix(path, of)}")
+        return self._further_names[key]
 
     def chain(self, flow: ParsedGradientFlow, prefix: str = "") -> Chain:
         """The blocks whose gradient flow is asked for. To be called once, for names must differ.
@@ -144,8 +149,11 @@ class Sites:
     def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
         """The sites that a rule picks for a kind."""
         if KINDS[kind].site == "module":
-            return [site for site in self.modules if _is_picked(site, site.module, rule)]
+            return [site for site in self.modules if self._has_kind(site, kind) and _is_picked(site, site.module, rule)]
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
+
+    def _has_kind(self, site: ModuleSite, kind: str) -> bool:
+        return kind not in coordinate_check.KINDS or (site.module in self._units and coordinate_check.has_kind(site.module, kind))
 
     def check(self, rule: ParsedRule) -> list[str]:
         """Check that a rule picks anything.
@@ -177,6 +185,8 @@ class Sites:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix))
+                    if isinstance(site, ModuleSite) and coordinate_check.has_weight_site(site.module, kind):
+                        watch.alone = watch.at(f"{site.name}.weight")
                     _join(watch, rule)
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],

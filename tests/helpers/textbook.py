@@ -22,7 +22,7 @@ def histogram(x: Tensor) -> Histogram:
     return Histogram(np.array([(a == -np.inf).sum(), *counts, (a == np.inf).sum(), np.isnan(a).sum()], dtype=np.int64))
 
 
-PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative]
+PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.paired]
 
 
 def textbook(name: str, x: Tensor) -> float:

@@ -25,7 +25,7 @@ from lightning_module_monitor.statistics import running, table
 
 STATISTICS = ["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [
-    Rule(kinds=list(KINDS), statistics=STATISTICS),
+    Rule(kinds=[name for name, kind in KINDS.items() if not kind.needs_reference], statistics=STATISTICS),
     Rule(kinds="update", statistics="ratio"),
     Rule(kinds=["activation", "gradient"], functions={"noise": lambda x: (x + torch.rand_like(x)).mean()}),
 ]
@@ -42,6 +42,9 @@ FLOWS = {
 
 CAPTURE = Capture(sites=".*", steps=list(range(1, 28, 4)), kinds=list(CAPTURED))
 """All raw tensors there are, at steps that no rule is due at, too."""
+
+DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
+ALL_THERE_IS: dict[str, Any] = {"rules": [*EVERYTHING, DIFFERENCES], "attention": True, "reference": "init", "rcc": True}
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,9 +67,8 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         seed()
         module = Classifier(model)
         keep = KeepLosses()
-        callback = ModuleMonitorCallback(
-            every_n_steps=2, rules=EVERYTHING, attention=True, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
-        )
+        more: dict[str, Any] = {"gradient_flow": FLOWS[model], "capture": CAPTURE, "stages": ["train", "validate"], "on_error": "raise"}
+        callback = ModuleMonitorCallback(every_n_steps=2, **more, **ALL_THERE_IS)
         options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "val_check_interval": 4} | WAYS[way]
         run = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
         run.fit(module, loader(shuffle=True), loader(8))
@@ -103,7 +105,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
     """Promise 3: from begin_step to the transfer at its end there is no host read; there is one transfer, whatever the number of keys."""
-    from lightning_module_monitor import ModuleMonitor
+    from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
 
     transfers = []
     original = table.transfer
@@ -120,12 +122,17 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         transfers.clear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         capture = Capture(sites=".*", steps=0, kinds=list(CAPTURED))
-        with ModuleMonitor(rules=EVERYTHING[:2], gradient_flow=FLOWS[name], capture=capture) as monitor:
+        reference = copy.deepcopy(model)
+        with ModuleMonitor(rules=[*EVERYTHING[:2], DIFFERENCES], gradient_flow=FLOWS[name], capture=capture) as monitor:
             monitor.set_module(model)
+            monitor.set_reference_module(reference)
+            RefinedCoordinateCheck(monitor)
             x, y = next(iter(loader()))
             with NoHostReads():
                 monitor.begin_step(0)
                 for _micro_batch in range(2):
+                    with monitor.running_reference():
+                        reference.model(x)
                     nn.functional.cross_entropy(model.model(x), y).backward()
                     monitor.after_micro_batch()
                 monitor.monitor_gradients(before_clip=True)
@@ -177,9 +184,8 @@ def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(tmp_path: P
     trainer(tmp_path, [], max_steps=6).fit(plain, loader(), loader(8))
     seed()
     module = CountSteps("cnn")
-    trainer(tmp_path, [ModuleMonitorCallback(every_n_steps=3, rules=EVERYTHING, gradient_flow=FLOWS["cnn"])], max_steps=6).fit(
-        module, loader(), loader(8)
-    )
+    callback = ModuleMonitorCallback(every_n_steps=3, gradient_flow=FLOWS["cnn"], **ALL_THERE_IS)
+    trainer(tmp_path, [callback], max_steps=6).fit(module, loader(), loader(8))
     assert [num > 0 for num in module.hooks] == [True, False, False, True, False, False]
     for step in (1, 2, 4, 5):
         assert module.dispatched[step] == plain.dispatched[step]
@@ -218,9 +224,8 @@ def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
     module = Classifier(model)
     plain = Classifier(model)
     trainer(tmp_path, []).fit(plain, loader(), loader(8))
-    callback = ModuleMonitorCallback(
-        every_n_steps=1, rules=EVERYTHING, attention=True, gradient_flow=FLOWS[model], capture=CAPTURE, stages=["train", "validate"]
-    )
+    more: dict[str, Any] = {"gradient_flow": FLOWS[model], "capture": CAPTURE, "stages": ["train", "validate"]}
+    callback = ModuleMonitorCallback(every_n_steps=1, **more, **ALL_THERE_IS)
     run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
     if how == "exception":
         with pytest.raises(RuntimeError, match="on purpose"):

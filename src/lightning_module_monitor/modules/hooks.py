@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -50,3 +51,18 @@ class _CopiedHook:
 
     def __call__(self, *_args: object) -> None:
         pass
+
+
+class UncopiedHook(ForwardHook):
+    """Calls a function, and returns nothing: what a module's hook returns replaces the module's arguments or output.
+
+    Args:
+        function: Gets what torch gives to the hook.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object) -> None:
+        """Call the function."""
+        self._function(*args)

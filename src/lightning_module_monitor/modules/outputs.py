@@ -76,18 +76,48 @@ def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noq
     return function(output)
 
 
+def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies in the place of their tensors, outside of any graph.
+
+    Args:
+        value: A tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested at will. Anything else in
+            it stays the same object.
+        memo: Copies by the identity of the tensor. A tensor that is there twice is there twice in the copy: attention looks
+            whether its query is its key.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, Tensor):
+        if id(value) not in memo:
+            memo[id(value)] = value.detach().clone()
+        return memo[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copied(part, memo) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(copied(part, memo) for part in value)
+    if isinstance(value, dict):
+        clone = copy.copy(value)
+        clone.update((name, copied(part, memo)) for name, part in value.items())
+        return clone
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, copied(getattr(value, field.name), memo))
+        return twin
+    return value
+
+
 def is_first(path: Path) -> bool:
     """Whether a tensor is the output itself, or the first element of it: it has the module's own name."""
     return all(part == 0 for part in path)
 
 
-def suffix(path: Path) -> str:
+def suffix(path: Path, of: str = "output") -> str:
     """What is put behind the module's name: ``output_1`` for the second element, ``output_hidden_states`` for that entry.
 
-    >>> suffix((1, 0)), suffix((("key", 3),))
-    ('output_1_0', 'output_3')
+    >>> suffix((1, 0)), suffix((("key", 3),)), suffix(("mask",), "input")
+    ('output_1_0', 'output_3', 'input_mask')
     """
-    return "_".join(("output", *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
+    return "_".join((of, *(str(part[1] if isinstance(part, tuple) else part) for part in path)))
 
 
 def parts(output: object) -> Iterator[tuple[Hashable, object]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.probes.probe import Probe, WatchedParameter
+from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.statistics.observation import Observation, Watch
 
 
@@ -19,11 +20,18 @@ class ParameterProbe(Probe):
 
     watched: Sequence[WatchedParameter]
     observation: Observation
+    reference: Reference | None = None
     _before: list[tuple[Watch, ParameterSite, Tensor]] = field(default_factory=list)
 
     def see_parameters(self) -> None:
         """Take in the parameters, and keep a copy of those whose update is asked for."""
         self.observation.observe_all((watch, parameter) for _site, watch, parameter in self._wanted("parameter"))
+        if self.reference is not None:
+            # One after the other: all differences at once would take as much memory as the parameters.
+            for site, watch, parameter in self._wanted("parameter_difference"):
+                twin = self.reference.parameter(site)
+                if twin is not None:
+                    self._see_difference(watch, parameter, twin)
         self._before = [(watch, site, parameter.detach().clone()) for site, watch, parameter in self._wanted("update")]
 
     def see_gradients(self, kind: str) -> None:
@@ -42,6 +50,12 @@ class ParameterProbe(Probe):
         self.observation.observe_all(
             (watch, difference(parameter.detach(), copy)) for watch, site, copy in before if (parameter := site.tensor()) is not None
         )
+
+    def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
+        try:
+            self.observation.observe_pair(watch, parameter.detach(), twin.detach().to(parameter.device))
+        except Exception as error:
+            self.observation.fail(watch, parameter, error)
 
     def close(self) -> None:
         """Forget the copies."""

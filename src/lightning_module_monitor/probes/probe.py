@@ -34,6 +34,10 @@ class Probe:
     is_open = True
     """Whether what happens now counts: the monitor closes a probe's eyes under ``no_monitor`` and in loops of other stages."""
 
+    is_suspended = False
+    """Whether a loop of another stage runs in the middle of the step: even the reference, which is run under ``no_monitor``,
+    is not that of this step then."""
+
     def attach(self) -> None:
         """Put the hooks on."""
 

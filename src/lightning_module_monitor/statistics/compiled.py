@@ -213,6 +213,58 @@ def add(address: int, num_elements: int, features: int, needs: int, rows: np.nda
     _add(address, num_elements, features, needs, rows[row], latest)
 
 
+@njit(fastmath=ANY_ORDER)
+def _squares_of_difference(own: np.ndarray, other: np.ndarray) -> float:
+    total = 0.0
+    for i in range(own.size):
+        value = np.float64(own[i] - other[i])
+        total += value * value
+    return total
+
+
+@njit(fastmath=ANY_ORDER)
+def _squares_of_shifted_difference(own: np.ndarray, other: np.ndarray, shift: np.ndarray) -> float:
+    total = 0.0
+    for i in range(own.size):
+        value = np.float64(own[i] - other[i] - shift[i])
+        total += value * value
+    return total
+
+
+@njit("void(int64, int64, int64, int64, int64, float64[:, ::1], int64, float64[::1])", cache=True)
+def add_difference(
+    address: int, other: int, shift: int, num_elements: int, features: int, rows: np.ndarray, row: int, latest: np.ndarray
+) -> None:
+    """Merge the squares of the difference of two tensors into a row; the difference itself is never written down.
+
+    Args:
+        address: Of the first of ``num_elements`` float32 elements that lie one after the other.
+        other: Address of as many elements that are taken from these; 0 for none.
+        shift: Address of ``features`` elements that are taken from every token; 0 for none.
+        num_elements: At least 1.
+        features: Size of the last dimension.
+        rows: As for :func:`add`.
+        row: As for :func:`add`.
+        latest: As for :func:`add`.
+    """
+    _clear(latest)
+    latest[ELEMENTS] = num_elements
+    total = 0.0
+    if shift == 0:
+        own = carray(_pointer(address), (num_elements,), np.float32)
+        total = _squares_of_difference(own, carray(_pointer(other), (num_elements,), np.float32))
+    else:
+        shifts = carray(_pointer(shift), (features,), np.float32)
+        for start in range(0, num_elements * ELEMENT_BYTES, features * ELEMENT_BYTES):
+            own = carray(_pointer(address + start), (features,), np.float32)
+            if other == 0:
+                total += _squares_of_difference(own, shifts)
+            else:
+                total += _squares_of_shifted_difference(own, carray(_pointer(other + start), (features,), np.float32), shifts)
+    latest[SQUARES] = total
+    _merge(latest, rows[row])
+
+
 @njit("void(int64[:, ::1], int64, float64[:, ::1], float64[::1])", cache=True)
 def add_many(tensors: np.ndarray, needs: int, rows: np.ndarray, latest: np.ndarray) -> None:
     """Like :func:`add` for many tensors of the same needs; of each: row, address, number of elements, features."""

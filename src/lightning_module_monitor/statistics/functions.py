@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_module_monitor.random_states import unchanged_random_states
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,9 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     Args:
         device: The device of the tensor it gets, whose random state is kept beside that of the CPU.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else torch.no_grad()
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad(), autocast:
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+    with unchanged_random_states(device), torch.no_grad(), autocast:
+        yield
 
 
 @dataclass

@@ -32,6 +32,7 @@ class Need:
     much as a small kernel.
     """
 
+    NOTHING = 0
     MEAN = 1 << 0
     SQUARES = 1 << 1
     DEVIATIONS = 1 << 2

@@ -15,10 +15,15 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
+from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, moments_of_rows
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
+
+OWN, BASE, CURRENT, PRODUCT = range(4)
+"""Rows of one watch in the table, from its first on: of what is watched; of what that is relative to (the reference, of a
+difference); of the model's tensor of a difference, and of the product of both tensors."""
 
 
 @dataclass
@@ -37,6 +42,8 @@ class Watch:
     """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
     further: dict[str, Watch] = field(default_factory=dict)
     """The same wish for the module's further outputs, by site."""
+    alone: Watch | None = None
+    """The same wish for the module's weight alone, where that is a site of its own."""
 
     @functools.cached_property
     def needs(self) -> int:
@@ -47,7 +54,18 @@ class Watch:
     @functools.cached_property
     def base_needs(self) -> int:
         """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
-        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
+        needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
+        return needs | (Need.SQUARES if self.is_paired else 0)
+
+    @functools.cached_property
+    def is_paired(self) -> bool:
+        """Whether any statistic is of two tensors."""
+        return any(one.paired for one in self.statistics.values())
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """How many rows it has in the table."""
+        return 4 if self.is_paired else 2 if self.base_needs else 1
 
     @functools.cached_property
     def statistic_keys(self) -> list[str]:
@@ -117,6 +135,53 @@ class Observation:
         if watch.functions:
             self._call_functions(watch, tensor)
 
+    def observe_for(self, tensor: Tensor | Difference, wishes: Iterable[tuple[Watch, int]]) -> None:
+        """Take one tensor in for several rows, and measure it once where they need no more than the first does.
+
+        Args:
+            tensor: As :meth:`observe` takes it, or a difference of such.
+            wishes: Watches, each with the row that the tensor is for: ``OWN`` or ``BASE``.
+        """
+        measured = 0
+        for watch, part in wishes:
+            needs = watch.base_needs if part == BASE else watch.needs
+            if needs and not needs & ~measured:
+                self._table.add_last_again(self._row(watch) + part)
+            elif needs:
+                if isinstance(tensor, Difference):
+                    self._table.add_difference(self._row(watch) + part, tensor, needs)
+                else:
+                    self._table.add(self._row(watch) + part, _strided(tensor), needs)
+                measured = needs
+            if watch.functions and part == OWN:
+                self._call_functions(watch, tensor.computed() if isinstance(tensor, Difference) else tensor)
+
+    def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
+        """Take in the difference of two tensors, and what its statistics need of either.
+
+        Args:
+            watch: What is wanted of them.
+            current: The model's, as :meth:`observe` takes it.
+            reference: The reference's, of the same shape.
+
+        Raises:
+            ValueError: If their shapes differ.
+        """
+        current, reference = _strided(current), _strided(reference)
+        difference = Difference(current, reference)
+        if watch.statistics:
+            row = self._row(watch)
+            if watch.needs:
+                self._table.add_difference(row + OWN, difference, watch.needs)
+            if watch.base_needs:
+                self._table.add(row + BASE, reference, watch.base_needs)
+            if watch.is_paired:
+                self._table.add(row + CURRENT, current, Need.SQUARES)
+                # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
+                self._table.add(row + PRODUCT, current.double() * reference, Need.MEAN)
+        if watch.functions:
+            self._call_functions(watch, current, reference)
+
     def observe_last_again(self, watch: Watch) -> None:
         """Take the tensor that :meth:`observe` got last in once more, for a watch without functions and with the same needs."""
         self._table.add_last_again(self._row(watch))
@@ -162,7 +227,7 @@ class Observation:
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""
         relative = ((watch, tensor) for watch, tensor in pairs if watch.base_needs)
-        self._table.add_all((self._row(watch) + 1, _strided(tensor), watch.base_needs) for watch, tensor in relative)
+        self._table.add_all((self._row(watch) + BASE, _strided(tensor), watch.base_needs) for watch, tensor in relative)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
@@ -205,11 +270,11 @@ class Observation:
         return values
 
     def _row(self, watch: Watch) -> int:
-        """Row of a watch in the table; a watch with relative statistics has the next row too, for their base."""
+        """First row of a watch in the table."""
         row = self._rows.get(id(watch))
         if row is None:
             row = self._rows[id(watch)] = len(self._watches)
-            self._watches += [watch, watch] if watch.base_needs else [watch]
+            self._watches += [watch] * watch.num_rows
         return row
 
     def _finish(self, shares: list[Moments]) -> dict[str, float]:
@@ -225,36 +290,37 @@ class Observation:
         values: dict[str, float] = {}
         for rows in groups.values():
             index = torch.tensor(rows, device="cpu")
-            group, base = moments.rows(index), moments.rows((index + 1).clamp(max=num_rows - 1))
-            statistics = self._watches[rows[0]].statistics.values()
-            finished = torch.stack([one.finish(group, base) if one.relative else one.finish(group) for one in statistics], dim=1)
+            first = self._watches[rows[0]]
+            parts = [moments.rows(index + part) for part in range(first.num_rows)]
+            finished = torch.stack([one.finish(*_taken_by(one, parts)) for one in first.statistics.values()], dim=1)
             keys = itertools.chain.from_iterable(self._watches[row].statistic_keys for row in rows)
             values.update(zip(keys, finished.flatten().tolist(), strict=True))
         return values
 
-    def _call_functions(self, watch: Watch, tensor: Tensor) -> None:
+    def _call_functions(self, watch: Watch, *tensors: Tensor) -> None:
+        """Call every function with one tensor, or with both of a pair."""
         for function in watch.functions.values():
             try:
-                with undisturbed(tensor.device):
-                    # A copy, without its graph: the function may write into it, and a torchmetrics object may keep it, while
-                    # the layer after this one overwrites the original.
-                    copy = tensor.detach().clone()
+                with undisturbed(tensors[0].device):
+                    # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
+                    # while the layer after this one overwrites the original.
+                    copies = [tensor.detach().clone() for tensor in tensors]
                     if isinstance(function.function, Metric):
-                        self._update_metric(watch, function.function, function.name, copy)
+                        self._update_metric(watch, function.function, function.name, copies)
                     else:
-                        self.add_result(watch, function, function.function(copy), tensor.numel())
+                        self.add_result(watch, function, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(watch, function.name, tensor, error)
+                self._fail(watch, function.name, tensors[0], error)
 
-    def _update_metric(self, watch: Watch, metric: Metric, name: str, tensor: Tensor) -> None:
+    def _update_metric(self, watch: Watch, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
         own = watch.metrics.get(name)
         if own is None:
-            own = watch.metrics[name] = metric.clone().to(tensor.device)
+            own = watch.metrics[name] = metric.clone().to(tensors[0].device)
         key = watch.key(name)
         if key not in self._metrics:
             own.reset()
             self._metrics[key] = (watch, name, own)
-        own.update(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float())
+        own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
     def _finished_parts(self) -> list[tuple[str, Results]]:
         """Function results by key, ready for the transfer: aggregates of the user's and torchmetrics objects are computed."""
@@ -288,6 +354,13 @@ class Observation:
         self.num_errors += 1
         self._failed.add(watch.key(name))
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
+
+
+def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
+    """The moments that a statistic is finished from."""
+    if statistic.paired:
+        return [parts[CURRENT], parts[BASE], parts[PRODUCT]]
+    return [parts[OWN], parts[BASE]] if statistic.relative else [parts[OWN]]
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:

@@ -22,13 +22,16 @@ class Statistic:
     Attributes:
         needs: Bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
         finish: Takes moments with fields of shape ``(sites,)``, float64, on the host, and returns the statistic, float64,
-            of the same shape. A relative statistic also takes the moments of what it is relative to.
-        relative: Whether it is relative to another tensor: the parameter of an update.
+            of the same shape. A relative statistic also takes the moments of what it is relative to; a paired one takes
+            those of the model's tensor, the reference's, and the elementwise product of both.
+        relative: Whether it is relative to another tensor: the parameter of an update, the reference of a difference.
+        paired: Whether it is of the two tensors of a difference, and not of the difference.
     """
 
     needs: int
     finish: Callable[..., Tensor]
     relative: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ def _ratio(moments: Moments, base: Moments) -> Tensor:
     return _norm(moments) / _norm(base)
 
 
+def _cosine(current: Moments, reference: Moments, product: Moments) -> Tensor:
+    # Rounding must not make it more than one can be.
+    return (product.mean * product.elements / (_norm(current) * _norm(reference))).clamp(-1.0, 1.0)
+
+
 def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
     return torch.where(moments.elements > 0, values, torch.nan)
 
@@ -118,10 +126,11 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | TensorFunction] = {
     "token_norm": Statistic(Need.TOKENS, _token_norm),
     "token_rms": Statistic(Need.TOKENS, _token_rms),
     "ratio": Statistic(Need.SQUARES, _ratio, relative=True),
+    "cosine": Statistic(Need.NOTHING, _cosine, paired=True),
     "hist": HistogramStatistic(),
 }
 """Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
-relative to; ``hist`` is a histogram over the bins of ``bins.py``.
-Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+relative to; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a histogram over the bins
+of ``bins.py``. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
@@ -54,6 +55,14 @@ def takes(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in DTYPES and type(tensor) in (Tensor, nn.Parameter) and kernel() is not None
 
 
+def takes_difference(difference: Difference, needs: int) -> bool:
+    """Whether a difference can be measured here without being written down: its squares, of float32 elements in order."""
+    parts = [part for part in (difference.tensor, difference.other, difference.shift) if part is not None]
+    if needs != Need.SQUARES or len(parts) == 1 or not all(takes(part) and _is_in_order(part) for part in parts):
+        return False
+    return difference.shift is None or difference.shift.shape == difference.tensor.shape[-1:]
+
+
 class RunningRows:
     """Moments of numbered rows, up to date at any time.
 
@@ -75,6 +84,15 @@ class RunningRows:
             self._grow(row)
         tensor = in_order(tensor)
         self._kernel.add(tensor.data_ptr(), tensor.numel(), _features(tensor, needs), needs, self._rows, row, self._latest)
+
+    def add_difference(self, row: int, difference: Difference) -> None:
+        """Merge the squares of a difference that :func:`takes_difference` is true of into a row."""
+        if row >= len(self._rows):
+            self._grow(row)
+        tensor, other, shift = difference.tensor, difference.other, difference.shift
+        addresses = tensor.data_ptr(), 0 if other is None else other.data_ptr(), 0 if shift is None else shift.data_ptr()
+        features = tensor.shape[-1] if tensor.dim() else 1
+        self._kernel.add_difference(*addresses, tensor.numel(), features, self._rows, row, self._latest)
 
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.histogram import Histograms
 from lightning_module_monitor.statistics.lanes import Lanes
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.running import RunningRows, takes
+from lightning_module_monitor.statistics.running import RunningRows, takes, takes_difference
 
 
 class Table:
@@ -52,6 +53,15 @@ class Table:
         if needs & Need.HISTOGRAM:
             self._histograms.add(row, tensor)
             self._last.append(self._histograms)
+
+    def add_difference(self, row: int, difference: Difference, needs: int) -> None:
+        """Merge all elements of a difference into a row, as :meth:`add` does those of a tensor."""
+        if difference.tensor.numel() and takes_difference(difference, needs):
+            self._running = self._running or RunningRows()
+            self._running.add_difference(row, difference)
+            self._last = [self._running]
+        else:
+            self.add(row, difference.computed(), needs)
 
     def add_last_again(self, row: int) -> None:
         """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""

@@ -1,0 +1,118 @@
+"""A frozen copy of a module, and the weights of one that were saved."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import ConfigError
+
+Tensors = Mapping[str, Tensor]
+"""Parameters and buffers by name."""
+
+
+def frozen_copy(module: nn.Module) -> nn.Module:
+    """A deep copy of a module that needs no gradients and that tells nobody of what it does.
+
+    Hooks that the module's own methods are, or torch's (spectral norm), are part of what it computes and stay. Those that
+    anybody else has put on would write down the copy's values as the module's, and go.
+
+    Raises:
+        ConfigError: If it cannot be copied; names the attribute.
+    """
+    try:
+        twin = copy.deepcopy(module)
+    except Exception as error:
+        where = _what_cannot_be_copied(module) or type(module).__name__
+        cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
+        cause = f"{type(error).__name__}: {str(error).partition('.')[0][:100]}"
+        message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
+        raise ConfigError(message) from error
+    own = set(twin.modules())
+    for part in own:
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if not _belongs(hook, own)]:
+                del hooks[key]
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
+    return twin.requires_grad_(False)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a module, also those that its ``state_dict`` leaves out, detached."""
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+@torch.no_grad()
+def set_tensors(module: nn.Module, tensors: Tensors) -> None:
+    """Give a module the values of tensors of the same names.
+
+    Raises:
+        ValueError: If names or shapes differ; lists them.
+    """
+    own = tensors_of(module)
+    differing = sorted(own.keys() ^ tensors.keys()) + [
+        f"{n} {tuple(t.shape)}" for n, t in tensors.items() if n in own and own[n].shape != t.shape
+    ]
+    if differing:
+        raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+
+
+def load_weights(module: nn.Module, path: str, within: str | None) -> None:
+    """Give a module the weights of a checkpoint.
+
+    Args:
+        module: The module.
+        path: A Lightning checkpoint, or a file that ``torch.save`` made of a ``state_dict``.
+        within: Name of the module in the model that the checkpoint is of; ``None`` if it is the model.
+
+    Raises:
+        ConfigError: If there is none, or its weights are not those of the module.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"reference is {path!r}, and there is no such file; expected 'init', or the path of a checkpoint.")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Of a checkpoint with more than tensors in it torch says how to load it all the same, in many lines.
+        cure = "expected a Lightning checkpoint, or a state_dict saved with torch.save"
+        raise ConfigError(f"reference {path!r} cannot be read ({type(error).__name__}); {cure}.") from error
+    weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"reference {path!r} holds a {type(saved).__name__}; expected a Lightning checkpoint or a state_dict.")
+    start = f"{within}." if within and any(name.startswith(f"{within}.") for name in weights) else ""
+    weights = {name[len(start) :]: tensor for name, tensor in weights.items() if name.startswith(start)}
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        first, *rest = [line.strip() for line in str(error).splitlines()]
+        raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
+
+
+def _belongs(hook: object, own: set[nn.Module]) -> bool:
+    """Whether a copied hook is part of what the copied modules compute."""
+    if isinstance(hook, types.MethodType) and hook.__self__ in own:
+        return True
+    return (type(hook).__module__ or "").startswith("torch.nn.")
+
+
+def _what_cannot_be_copied(module: nn.Module) -> str | None:
+    """Where the attribute is that cannot be copied."""
+    for name, part in module.named_modules():
+        # What a copy is made of: a LightningModule leaves its trainer out.
+        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+        for attribute, value in state.items() if isinstance(state, dict) else ():
+            members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
+            for member, one in members:
+                try:
+                    copy.deepcopy(one, {id(other): other for other in module.modules()})
+                except Exception:
+                    return ".".join(filter(None, (name, member)))
+    return None

@@ -1,0 +1,377 @@
+r"""The refined coordinate check: how much of a change is the weight's own, and how much comes in with the input.
+
+For a module with weights, of the model ``W`` with input ``x``, of the reference ``W0`` with input ``x0``::
+
+    W x - W0 x0  =  (W - W0) x       +  W0 (x - x0)
+                    effective update    propagating update
+
+M. Haas et al., "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025,
+arXiv 2505.22491. ``W x`` is what the model gives and ``W0 x0`` what the reference gave; for ``W0 x`` the reference's module
+is run once more, right behind the model's own, when ``x`` is still there and the optimizer has not stepped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.modules.names import UNWATCHED
+from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
+from lightning_module_monitor.probes.layers import Layer, layer_of
+from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norm
+from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.reference import Call, ReferenceProbe, named_inputs
+from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch
+from lightning_module_monitor.statistics.registry import Statistic
+
+EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
+OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"
+INPUT, INPUT_CHANGE = "rcc_input", "rcc_input_change"
+OPERATOR_NORM, ALIGNMENT = "rcc_operator_norm", "rcc_alignment"
+
+TERMS = (EFFECTIVE, PROPAGATING, OUTPUT, REFERENCE_OUTPUT, INPUT, INPUT_CHANGE)
+"""The kinds that are tensors."""
+
+KINDS = (*TERMS, OPERATOR_NORM, ALIGNMENT)
+"""The kinds that this probe sees to."""
+
+_NAME = "rcc"
+_OF_INPUTS = (PROPAGATING, INPUT, INPUT_CHANGE)
+_ALIGNED = {"effective": "update", "propagating": "reference"}
+"""The operator norm of an alignment by the alignment's name."""
+
+
+def units(root: nn.Module) -> set[nn.Module]:
+    """The modules that are checked: those that own weights, each as a whole.
+
+    What is inside of a layer of a known type, or of ``torch.nn.MultiheadAttention``, is part of that. Of any other module
+    that owns weights, the parts are checked too.
+    """
+    found: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module in seen or isinstance(module, UNWATCHED):
+            continue
+        seen.add(module)
+        is_whole = layer_of(module) is not None or isinstance(module, nn.MultiheadAttention)
+        if is_whole or any(one is not None and one.is_floating_point() for one in module._parameters.values()):
+            found.add(module)
+        if not is_whole:
+            waiting += module.children()
+    return found
+
+
+def has_kind(module: nn.Module, kind: str) -> bool:
+    """Whether there is such a kind of a module that is checked."""
+    layer = layer_of(module)
+    if kind in (OPERATOR_NORM, ALIGNMENT):
+        return layer is not None
+    return kind not in _OF_INPUTS or not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def has_weight_site(module: nn.Module, kind: str) -> bool:
+    """Whether the weight of a module that is checked, without the bias, is a site of its own."""
+    layer = layer_of(module)
+    return kind in TERMS and layer is not None and layer.weight_is_site and has_kind(module, kind)
+
+
+_NOTHING = -1.0
+"""Stands for no alignment, where the input is zero or there is no norm of it; not a NaN, which tells of values that are not finite."""
+
+
+def _ratio_of_norms(moments: Moments, base: Moments) -> Tensor:
+    return torch.where(base.squares == 0, _NOTHING, (moments.squares / base.squares).sqrt())
+
+
+_RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
+
+Wish = tuple[Watch, int]
+"""A watch, and the row of it that a tensor is for."""
+
+
+@dataclass
+class _Unit:
+    """A module that is checked."""
+
+    watched: WatchedModule
+    twin: nn.Module
+    layer: Layer | None
+    alignment: dict[str, Watch] = field(default_factory=dict)
+    """A watch for each alignment, of the ratio of the norms of term and input."""
+    begun: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
+    """Arguments and random states of calls that are not over, of a module that may draw numbers or overwrite its input."""
+    has_operator_norms: bool = False
+
+    def wish(self, kind: str, site: str | None = None) -> list[Wish]:
+        """The wish for a term, at the module's own site or a further output's or input's."""
+        watch = self.watched.watches.get(kind)
+        return [] if watch is None else [(watch if site is None else watch.at(site), OWN)]
+
+    def wish_for_weight(self, kind: str) -> list[Wish]:
+        """The wish for a term of the weight alone."""
+        watch = self.watched.watches.get(kind)
+        return [] if watch is None or watch.alone is None else [(watch.alone, OWN)]
+
+    def wish_for_alignment(self, name: str, row: int) -> list[Wish]:
+        """The wish for a term, or an input, whose norm an alignment is made of."""
+        return [(self.alignment[name], row)] if name in self.alignment else []
+
+
+class CoordinateCheckProbe(Probe):
+    """Takes the terms of the check as the model's modules run.
+
+    Args:
+        watched: The modules.
+        observation: Where the terms go.
+        twins: What the reference gave.
+        operator_norms: The reference's, which live from step to step.
+        further_name: Names further outputs and inputs, from the module's site, the path, and which of both it is.
+        say: Takes a sentence for the user.
+    """
+
+    def __init__(  # noqa: PLR0917  # told by the monitor, once
+        self,
+        watched: Sequence[WatchedModule],
+        observation: Observation,
+        twins: ReferenceProbe,
+        operator_norms: OperatorNorms,
+        further_name: Callable[[str, Path, str], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._observation = observation
+        self._twins = twins
+        self._operator_norms = operator_norms
+        self._further_name = further_name
+        self._say = say
+        self._hooks = HookSet()
+        pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if not one.watches.keys().isdisjoint(KINDS))
+        self._units = [self._unit(one, twin) for one, twin in pairs if twin is not None]
+        for unit in self._units:
+            kinds = unit.watched.watches.keys()
+            twins.want(unit.twin, _NAME, inputs=INPUT_CHANGE in kinds or ALIGNMENT in kinds)
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        for unit in self._units:
+            module = unit.watched.site.module
+            if unit.layer is None:
+                before = UncopiedHook(functools.partial(self._before_forward, unit))
+                self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.add(module.register_forward_hook(UncopiedHook(functools.partial(self._after_forward, unit)), with_kwargs=True))
+
+    def end_micro_batch(self) -> None:
+        """Forget the calls that an error has ended."""
+        for unit in self._units:
+            unit.begun.clear()
+
+    def close(self) -> None:
+        """Take every hook off, and forget everything."""
+        self._hooks.close()
+        self.end_micro_batch()
+
+    def derive(self, values: dict[str, float]) -> None:
+        """Make alignments of the ratios of norms; where neither weight nor input has changed there is none."""
+        for unit in self._units:
+            for name, watch in unit.alignment.items():
+                asked, norm = self._operator_norm_watch(unit)
+                key, norm_key = watch.key(name), norm.key(_ALIGNED[name])
+                if key in values and (values[key] == _NOTHING or values.get(norm_key) == 0):
+                    del values[key]
+                elif key in values:
+                    values[key] /= values.get(norm_key, float("nan"))
+                if _ALIGNED[name] not in asked:
+                    values.pop(norm_key, None)
+
+    def _unit(self, watched: WatchedModule, twin: nn.Module) -> _Unit:
+        wish = watched.watches.get(ALIGNMENT)
+        alignment = {} if wish is None else {
+            name: Watch(wish.kind, wish.site, wish.stage, wish.prefix, {name: _RATIO_OF_NORMS}) for name in wish.functions
+        }  # fmt: skip
+        return _Unit(watched, twin, layer_of(watched.site.module), alignment)
+
+    def _before_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_counted():
+            unit.begun.append((*copied((args, kwargs)), RandomStates.now(self._twins.reference.device())))
+
+    def _after_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        if not self._is_counted():
+            return
+        try:
+            states = None
+            if unit.layer is None:
+                args, kwargs, states = unit.begun.pop()
+            call = self._twins.take(unit.twin, _NAME)
+            if call is None:
+                self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
+            with torch.no_grad():
+                again = self._run_again(unit, args, kwargs, states)
+                with _exactly(self._twins.reference.device()):
+                    self._see_outputs(unit, output, again, call)
+                    self._see_inputs(unit, named_inputs(args, kwargs), call)
+                    self._see_weight(unit)
+        except MonitorError:
+            raise
+        except Exception as error:
+            for kind in KINDS:
+                if kind in unit.watched.watches:
+                    self._observation.fail(unit.watched.watches[kind], output, error)
+
+    def _is_counted(self) -> bool:
+        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
+        return self.is_open and torch._C._current_graph_task_id() == -1
+
+    def _run_again(
+        self, unit: _Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any], states: RandomStates | None
+    ) -> dict[Path, Tensor] | None:
+        """The reference's module on the model's input, with the random numbers that the model's module has drawn."""
+        watches = unit.watched.watches
+        if watches.keys().isdisjoint((EFFECTIVE, PROPAGATING, ALIGNMENT)):
+            return None
+        with ExitStack() as stack:
+            if states is not None:
+                stack.enter_context(unchanged_random_states(self._twins.reference.device()))
+                states.restore()
+            stack.enter_context(self._twins.replaying(unit.watched.site.module))
+            return dict(named_tensors(unit.twin(*args, **kwargs)))
+
+    def _see_outputs(self, unit: _Unit, output: object, again: Mapping[Path, Tensor] | None, call: Call | None) -> None:
+        references = {} if call is None else dict(call.outputs)
+        for path, tensor in named_tensors(output):
+            if tensor.is_floating_point():
+                site = None if is_first(path) else self._further_name(unit.watched.site.name, path, "output")
+                self._see_output(unit, site, tensor.detach(), None if again is None else again.get(path), references.get(path))
+
+    def _see_output(self, unit: _Unit, site: str | None, output: Tensor, again: Tensor | None, reference: Tensor | None) -> None:
+        bias, bias_change = self._biases(unit, output, again)
+        self._see(unit, output, unit.wish(OUTPUT, site), unit.wish_for_weight(OUTPUT), bias)
+        if reference is not None:
+            own_bias = None if unit.layer is None else unit.layer.bias(unit.twin, reference)
+            self._see(unit, reference, unit.wish(REFERENCE_OUTPUT, site), unit.wish_for_weight(REFERENCE_OUTPUT), own_bias)
+        if again is None:
+            return
+        of_weight = unit.wish_for_weight(EFFECTIVE) + unit.wish_for_alignment("effective", OWN)
+        if unit.wish(EFFECTIVE) or of_weight:
+            self._see(unit, Difference(output, again), unit.wish(EFFECTIVE, site), of_weight, bias_change)
+        of_weight = unit.wish_for_weight(PROPAGATING) + unit.wish_for_alignment("propagating", OWN)
+        if reference is not None and (unit.wish(PROPAGATING) or of_weight):
+            # The bias is in both, so that the term is the weight's own.
+            self._see(unit, Difference(again, reference), unit.wish(PROPAGATING, site), of_weight, None)
+
+    def _biases(self, unit: _Unit, output: Tensor, again: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The bias, and what it has changed by, in the shape of the output."""
+        if unit.layer is None:
+            return None, None
+        bias = unit.layer.bias(unit.watched.site.module, output)
+        own = unit.layer.bias(unit.twin, output)
+        return bias, None if bias is None or own is None else Difference(bias, own).computed()
+
+    def _see(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish], of_weight: list[Wish], bias: Tensor | None) -> None:
+        """Take a term in, and without the bias for the weight alone."""
+        if bias is None:
+            self._observe(unit, term, wishes + of_weight)
+            return
+        self._observe(unit, term, wishes)
+        if of_weight:
+            tensor, other = (term.tensor, term.other) if isinstance(term, Difference) else (term, None)
+            self._observe(unit, Difference(tensor, other, bias), of_weight)
+
+    def _see_inputs(self, unit: _Unit, inputs: list[tuple[Path, Tensor]], call: Call | None) -> None:
+        references = {} if call is None else dict(call.inputs)
+        for index, (path, x) in enumerate(inputs):
+            site = None if index == 0 else self._further_name(unit.watched.site.name, path, "input")
+            x0 = references.get(path)
+            self._see_input(unit, site, x.detach(), x0)
+
+    def _see_input(self, unit: _Unit, site: str | None, x: Tensor, x0: Tensor | None) -> None:
+        module, layer = unit.watched.site.module, unit.layer
+        of_weight, of_weight_change = unit.wish_for_weight(INPUT), unit.wish_for_weight(INPUT_CHANGE)
+        aligned, aligned_change = unit.wish_for_alignment("effective", BASE), unit.wish_for_alignment("propagating", BASE)
+        wishes, wishes_change = unit.wish(INPUT, site), unit.wish(INPUT_CHANGE, site)
+        applied = None if layer is None or site is not None else layer.applied_to(module, x)
+        if applied is x:
+            self._see_vectors(unit, x, wishes + of_weight, aligned)
+        else:
+            self._observe(unit, x, wishes)
+            if applied is not None:
+                self._see_vectors(unit, applied, of_weight, aligned)
+        if x0 is None or not (wishes_change or of_weight_change or aligned_change):
+            return
+        change = Difference(x, x0)
+        if applied is x:
+            self._see_vectors(unit, change, wishes_change + of_weight_change, aligned_change)
+            return
+        self._observe(unit, change, wishes_change)
+        if applied is not None and layer is not None and (of_weight_change or aligned_change):
+            applied0 = layer.applied_to(unit.twin, x0)
+            assert applied0 is not None
+            self._see_vectors(unit, Difference(applied, applied0), of_weight_change, aligned_change)
+
+    def _see_vectors(self, unit: _Unit, x: Tensor | Difference, wishes: list[Wish], aligned: list[Wish]) -> None:
+        """Take in what a weight is applied to, and the norm of all vectors that it is applied to."""
+        assert unit.layer is not None
+        if not aligned or unit.layer.is_applied_once:
+            self._observe(unit, x, wishes + aligned)
+            return
+        tensor = x.computed() if isinstance(x, Difference) else x
+        self._observe(unit, tensor, wishes)
+        vectors = unit.layer.vectors(unit.watched.site.module, tensor)
+        if vectors is not None:
+            self._observation.observe_for(vectors, aligned)
+
+    def _see_weight(self, unit: _Unit) -> None:
+        """Take the operator norms, once a step: in its first forward pass, with the weight as it is before the optimizer moves it."""
+        layer = unit.layer
+        asked, watch = self._operator_norm_watch(unit)
+        names = set(asked) | {_ALIGNED[name] for name in unit.alignment}
+        if layer is None or unit.has_operator_norms or not names:
+            return
+        unit.has_operator_norms = True
+        site, weight = unit.watched.site.name, layer.weight(unit.twin)
+        if "update" in names:
+            norm = operator_norm(Difference(layer.weight(unit.watched.site.module), weight).computed())
+            self._observation.add_result(watch, UserFunction("update", float, "mean"), norm, 1)
+        if "reference" in names:
+            norm = self._operator_norms.of_reference(site, weight)
+            self._observation.add_result(watch, UserFunction("reference", float, "mean"), norm, 1)
+
+    def _operator_norm_watch(self, unit: _Unit) -> tuple[Iterable[str], Watch]:
+        """The norms that are asked for, and the watch of them; one of its own where only alignments are."""
+        wish = unit.watched.watches.get(OPERATOR_NORM)
+        if wish is not None:
+            return wish.functions, wish
+        other = unit.watched.watches.get(ALIGNMENT)
+        return (), Watch(OPERATOR_NORM, unit.watched.site.name) if other is None else Watch(
+            OPERATOR_NORM, other.site, other.stage, other.prefix
+        )
+
+    def _observe(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish]) -> None:
+        """Take a term in; its features last, where anybody looks at them."""
+        if any(watch.needs & Need.TOKENS or watch.functions for watch, _row in wishes):
+            term = term.computed() if isinstance(term, Difference) else term
+            term = term if unit.layer is None else term.movedim(unit.layer.channels(unit.watched.site.module, term), -1)
+        if wishes:
+            self._observation.observe_for(term, wishes)
+
+
+@contextmanager
+def _exactly(device: torch.device) -> Iterator[None]:
+    """What the monitor itself computes it does not compute in half precision."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield

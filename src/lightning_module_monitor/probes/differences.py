@@ -1,0 +1,86 @@
+"""Differences of the model's activations from those that the reference has for the same input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.reference import ReferenceProbe
+from lightning_module_monitor.statistics.observation import Observation, Watch
+
+KIND = "activation_difference"
+
+
+class DifferenceProbe(Probe):
+    """Compares every output of a module with what its sibling in the reference gave at the same call.
+
+    Args:
+        watched: The modules.
+        observation: Where pairs of tensors go.
+        twins: What the reference gave.
+        further_name: Names further outputs, from the module's site and the path.
+        say: Takes a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[WatchedModule],
+        observation: Observation,
+        twins: ReferenceProbe,
+        further_name: Callable[[str, Path], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._observation = observation
+        self._twins = twins
+        self._further_name = further_name
+        self._say = say
+        self._hooks = HookSet()
+        pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if KIND in one.watches)
+        self._watched = [(one, twin) for one, twin in pairs if twin is not None]
+        for _one, twin in self._watched:
+            twins.want(twin, KIND, inputs=False)
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        for watched, twin in self._watched:
+            hook = UncopiedHook(functools.partial(self._after_forward, watched, twin))
+            self._hooks.add(watched.site.module.register_forward_hook(hook))
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self._hooks.close()
+
+    def _after_forward(self, watched: WatchedModule, twin: nn.Module, _module: nn.Module, _args: object, output: object) -> None:
+        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was compared.
+        if not self.is_open or torch._C._current_graph_task_id() != -1:
+            return
+        watch = watched.watches[KIND]
+        try:
+            call = self._twins.take(twin, KIND)
+            if call is None:
+                self._say(f"{watched.site.name}: the reference has not run for this call of it, which is not compared.")
+                return
+            references = dict(call.outputs)
+            for path, tensor in named_tensors(output):
+                if path in references and tensor.is_floating_point():
+                    own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
+                    self._compare(own, tensor.detach(), references[path])
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._observation.fail(watch, output, error)
+
+    def _compare(self, watch: Watch, tensor: Tensor, reference: Tensor) -> None:
+        try:
+            self._observation.observe_pair(watch, tensor, reference)
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._observation.fail(watch, tensor, error)

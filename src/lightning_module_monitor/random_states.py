@@ -1,0 +1,57 @@
+"""Random states that are as they were, whatever was run in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of the generators that a model may draw from: Python's, numpy's, torch's on the CPU and on one device."""
+
+    of_python: tuple[Any, ...]
+    of_numpy: dict[str, Any]
+    of_cpu: Tensor
+    device: torch.device | None
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomStates:
+        """The states as they are.
+
+        Args:
+            device: Whose generator is kept beside that of the CPU.
+        """
+        own = None if device.type == "cpu" else device
+        of_device = None if own is None else getattr(torch, own.type).get_rng_state(own)
+        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), own, of_device)
+
+    def restore(self) -> None:
+        """Let the generators go on from here."""
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+        torch.set_rng_state(self.of_cpu)
+        if self.device is not None:
+            getattr(torch, self.device.type).set_rng_state(self.of_device, self.device)
+
+
+@contextmanager
+def unchanged_random_states(device: torch.device) -> Iterator[None]:
+    """What is drawn in the block is drawn again after it.
+
+    Args:
+        device: Whose generator is kept beside that of the CPU.
+    """
+    states = RandomStates.now(device)
+    try:
+        yield
+    finally:
+        states.restore()

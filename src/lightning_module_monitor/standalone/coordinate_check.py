@@ -1,0 +1,57 @@
+"""The refined coordinate check in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_module_monitor.config import coordinate_check_rules
+from lightning_module_monitor.monitor import ModuleMonitor
+
+
+class RefinedCoordinateCheck:
+    """Splits every change of an activation into what the weight's own change does and what comes in with the input.
+
+    For a module with weights ``W``, the reference's ``W0``, and the inputs ``x`` and ``x0`` of both::
+
+        W x - W0 x0  =  (W - W0) x  +  W0 (x - x0)
+
+    In every monitored step run the reference, then the model::
+
+        monitor.set_module(model)
+        monitor.set_reference_module(copy.deepcopy(model))
+        check = RefinedCoordinateCheck(monitor)
+        for step, (x, y) in enumerate(batches):
+            if monitor.begin_step(step):
+                with monitor.no_monitor():
+                    reference(x)
+            loss_fn(model(x), y).backward()
+            check.refined_coordinate_check()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step()
+
+    Keys are ``rcc_effective_update/fc/rms``, ``rcc_propagating_update/fc/rms``, ``rcc_output``, ``rcc_reference_output``,
+    ``rcc_input`` and ``rcc_input_change``, the same for the weight without its bias (``fc.weight``),
+    ``rcc_operator_norm/fc/update`` and ``/reference``, and ``rcc_alignment/fc/effective`` and ``/propagating``.
+
+    Args:
+        monitor: A monitor with a module and a reference.
+        statistics: Of the terms: names of ``STATISTICS``.
+
+    Raises:
+        ValueError: If the monitor has no module or no reference.
+        ConfigError: If a statistic is unknown.
+    """
+
+    def __init__(self, monitor: ModuleMonitor, statistics: Sequence[str] = ("rms",)) -> None:
+        if not monitor.has_module():
+            raise ValueError("The monitor has no module; call monitor.set_module(module) first.")
+        if not monitor.has_reference_module():
+            raise ValueError("The monitor has no reference; call monitor.set_reference_module(module) first.")
+        self._monitor = monitor
+        monitor.add_rules(coordinate_check_rules(statistics))
+
+    def refined_coordinate_check(self) -> None:
+        """End the check of a micro-batch, after its forward passes; the terms were taken as the modules ran."""
+        if self._monitor.is_monitoring():
+            self._monitor.end_comparison()

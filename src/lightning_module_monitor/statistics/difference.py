@@ -1,0 +1,42 @@
+"""A tensor that is the difference of others, which need not be written down to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``tensor - other - shift``. In half precision it is taken in float32, which does not round it again.
+
+    Attributes:
+        tensor: Any shape, any real floating dtype.
+        other: Of the same shape; ``None`` for zero.
+        shift: Of a shape that is broadcast to that; ``None`` for zero.
+
+    Raises:
+        ValueError: If the shapes of ``tensor`` and ``other`` differ.
+    """
+
+    tensor: Tensor
+    other: Tensor | None = None
+    shift: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.other is not None and self.tensor.shape != self.other.shape:
+            raise ValueError(f"its shape is {tuple(self.tensor.shape)}, and that of what it is compared with {tuple(self.other.shape)}")
+
+    def computed(self) -> Tensor:
+        """The difference, in float32 or float64."""
+        result = _wide(self.tensor)
+        for other in (self.other, self.shift):
+            if other is not None:
+                result = result - _wide(other)
+        return result
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,416 @@
+"""The reference in a real Trainer: what it is compared with, where it comes from, and that nobody else notices it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import KeepRecords
+from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.errors import ConfigError
+
+DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
+
+
+class Truth(Callback):
+    """Compares in its own way: another model at initialization, called on the batch, in float64."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.model = module.model
+        self.steps: list[dict[str, float]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.outputs.append((copy.deepcopy(pl_module.model)(batch[0]).double(), self.model.double()(batch[0].double())))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        current, reference = (torch.cat(tensors) for tensors in zip(*self.outputs, strict=True))
+        weight, own = (one.model.layers[0].weight.detach().double() for one in (pl_module, self))
+        self.outputs = []
+        self.steps.append(
+            {
+                "activation_difference/model/norm": float((current - reference).norm()),
+                "activation_difference/model/ratio": float((current - reference).norm() / reference.norm()),
+                "activation_difference/model/cosine": float((current * reference).sum() / current.norm() / reference.norm()),
+                "parameter_difference/model.layers.0.weight/ratio": float((weight - own).norm() / own.norm()),
+            }
+        )
+
+
+class WithoutDropout(Classifier):
+    """Two layers and a GELU, so that a further call of the model changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.model.layers[2] = nn.Identity()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_drift_from_the_initialization_is_that_of_another_copy(module: str | None, tmp_path: Path) -> None:
+    """Under accumulation, at every step, both ways of running the reference: its own training_step, and the submodule's sibling."""
+    seed()
+    live = WithoutDropout()
+    seed()
+    truth = Truth(WithoutDropout())
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", module=module, on_error="raise")
+    records = KeepRecords(callback)
+    trainer(tmp_path, [callback, records, truth], accumulate_grad_batches=3, max_epochs=2).fit(live, loader(), loader(8))
+    assert len(records.records) == len(truth.steps) == 8
+    for record, expected in zip(records.records, truth.steps, strict=True):
+        for key, value in expected.items():
+            assert record.values[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (record.step, key)
+    assert records.records[-1].values["activation_difference/model/norm"] > 0.1
+    prefixes = {key.split("/")[1].split(".")[0] for key in records.records[0].values if "difference" in key}
+    assert prefixes == ({"model"} if module else {"model", "_root_"} - {"_root_"})
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("model", ["cnn", "transformer"])
+def test_at_step_0_nothing_differs_and_later_something_does(model: str, precision: Any, module: str | None, tmp_path: Path) -> None:
+    """Dropout, BatchNorm, half precision: every difference and every term of the check is exactly zero."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], module=module, rcc=True, on_error="raise")
+    records = KeepRecords(callback)
+    seed()
+    trainer(tmp_path, [callback, records], precision=precision, max_steps=2).fit(Classifier(model), loader(), loader(8))
+    first, second = (dict(record.values) for record in records.records)
+    compared = ("activation_difference", "parameter_difference", "rcc_effective_update", "rcc_propagating_update", "rcc_input_change")
+    zero = [
+        key for key in first if key.startswith(compared) and not key.endswith("cosine") and not (key.endswith("ratio") and "bias" in key)
+    ]
+    assert len(zero) > 40
+    assert {key: first[key] for key in zero if first[key] != 0} == {}
+    assert second["parameter_difference/model.head.weight/norm"] > 0
+    assert second["rcc_effective_update/model.head/rms"] > 0
+    assert second["activation_difference/model/norm"] > 0
+
+
+class Talkative(Classifier):
+    """Logs in every way, keeps a metric, writes into its batch, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.accuracy = MulticlassAccuracy(3)
+        self.told: list[str] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        batch[0].mul_(2)
+        logits = self.model(batch[0])
+        self.accuracy(logits, batch[1])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        self.log_dict({"accuracy": self.accuracy, "step": float(self.trainer.global_step)})
+        self.logger.log_metrics({"own": float(loss.detach())}, self.global_step)  # type: ignore[union-attr]
+        self.print("x")
+        return loss
+
+
+def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is logged, printed or written into twice; weights are those of a run without it."""
+    runs = []
+    for monitored in (False, True):
+        seed()
+        module, keep = Talkative(), KeepLosses()
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise", store=False)
+        logger = CSVLogger(tmp_path / str(monitored), flush_logs_every_n_steps=1)
+        options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 5}
+        trainer(tmp_path, [callback, keep] if monitored else [keep], **options).fit(module, loader(), loader(8))
+        rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
+        own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
+        accuracy = [row[rows[0].index("accuracy")] for row in rows[1:] if row[rows[0].index("accuracy")]]
+        runs.append((own, accuracy, [float(one) for one in keep.losses], capsys.readouterr().out, module.state_dict()))
+        if monitored:
+            assert callback.last_record is not None
+            assert callback.last_record.values["activation_difference/model/norm"] > 0
+            assert callback.last_record.values["monitor/errors"] == 0
+    assert runs[0][:4] == runs[1][:4]
+    assert len(runs[0][0]) == 5
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][4].values(), runs[1][4].values(), strict=True))
+
+
+def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It never gets the model's."""
+
+    class Asks(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert self.optimizers() is not None
+            return super().training_step(batch, batch_idx)
+
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init")
+    run = trainer(tmp_path, [callback], max_steps=2)
+    run.fit(Asks("mlp"), loader(), loader(8))
+    assert run.global_step == 2
+    assert "The reference could not run (RuntimeError: the reference has no optimizers; give module" in caplog.text
+    assert callback.last_record is not None
+    assert callback.last_record.values["monitor/errors"] == 1
+    assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
+
+
+ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
+
+
+class Reseed(Callback):
+    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
+def run(root: Path, callback: ModuleMonitorCallback, model: LightningModule, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
+    """Two epochs of three steps, with a checkpoint after the first; or what of them is left."""
+    records = KeepRecords(callback)
+    save = ModelCheckpoint(root, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    one = trainer(root, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
+    one.fit(model, loader(12), loader(8), ckpt_path=ckpt_path)
+    return {record.step: dict(record.values) for record in records.records}
+
+
+def compared(values: dict[str, float]) -> dict[str, float]:
+    """The values that are of a reference."""
+    return {key: value for key, value in values.items() if "_difference/" in key or key.startswith("rcc_")}
+
+
+class BuiltLate(Classifier):
+    """Makes its layers in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            self.model = Classifier("mlp").model
+
+
+def model(random_seed: int, late: bool = False) -> LightningModule:
+    """A model that is not yet, or just now, initialized."""
+    torch.manual_seed(random_seed)
+    return BuiltLate() if late else Classifier("mlp")
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_resumed_run_compares_with_the_first_runs_initialization(late: bool, module: str | None, tmp_path: Path) -> None:
+    """Gone on with from other weights after step 3: every difference, term and norm is that of the uninterrupted run."""
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, late))
+    resumed = run(
+        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, late), str(tmp_path / "whole" / "step=3.ckpt")
+    )
+    assert sorted(whole) == [0, 1, 2, 3, 4, 5]
+    assert sorted(resumed) == [3, 4, 5]
+    assert len(compared(resumed[3])) > 50
+    for step, values in resumed.items():
+        assert compared(values) == compared(whole[step]), step
+    if not late:
+        assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
+
+
+@pytest.mark.parametrize(("late", "what"), [(False, "a new initialization"), (True, "the checkpoint's weights")])
+def test_without_a_saved_reference_it_is_said(late: bool, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """save_reference: false makes checkpoints smaller, and a resumed run says with what it compares."""
+    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, late))
+    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, late))
+    path = tmp_path / "whole" / "step=3.ckpt"
+    weights = sum(one.numel() * one.element_size() for one in Classifier("mlp").state_dict().values())
+    assert (tmp_path / "saved" / "step=3.ckpt").stat().st_size - path.stat().st_size > weights
+    assert not caplog.messages or "holds no reference" not in caplog.text
+    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, late), str(path))
+    assert f"The checkpoint holds no reference of this callback's: differences are from {what}" in caplog.text
+    drift = resumed[3]["parameter_difference/model.layers.0.weight/norm"]
+    assert drift == 0 if late else drift > 1
+
+
+def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp_path: Path) -> None:
+    """It loads with ``weights_only``, and a run that goes on from it knows the first initialization."""
+    callback = ModuleMonitorCallback(**ALL)
+    first = model(0)
+    initial = first.model.layers[0].weight.detach().clone()  # type: ignore[union-attr, operator, index]
+    one = trainer(tmp_path, [Reseed(), callback], max_epochs=1)
+    one.fit(first, loader(12), loader(8))
+    one.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["ModuleMonitorCallback"]
+    assert torch.equal(state["reference"]["tensors"]["model.layers.0.weight"], initial)
+    again = run(tmp_path / "again", ModuleMonitorCallback(**ALL), model(99), str(tmp_path / "after.ckpt"))
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL), model(0))
+    assert compared(again[3]) == compared(whole[3])
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("form", ["checkpoint", "state_dict"])
+def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A Lightning checkpoint or a state_dict; checkpoints hold its path, and a resumed run with another says so."""
+    other = model(5)
+    path = str(tmp_path / "other.ckpt")
+    if form == "checkpoint":
+        one = trainer(tmp_path, [])
+        one.strategy.connect(other)
+        one.save_checkpoint(path)
+    else:
+        torch.save((other.model if module else other).state_dict(), path)  # type: ignore[union-attr]
+    live = model(0)
+    expected = [(a - b).detach().double().norm().item() for a, b in zip(live.parameters(), other.parameters(), strict=True)]
+    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=path, module=module), live)
+    norms = [value for key, value in found[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
+    assert norms == pytest.approx(expected, rel=1e-6)
+    checkpoint = str(tmp_path / "run" / "step=3.ckpt")
+    state = torch.load(checkpoint, weights_only=True)["callbacks"]
+    (saved,) = [one["reference"] for name, one in state.items() if name.startswith("ModuleMonitorCallback")]
+    assert (saved["source"], saved["tensors"]) == (path, {})
+    resumed = run(tmp_path / "again", ModuleMonitorCallback(every_n_steps=1, reference="init", module=module), model(9), checkpoint)
+    assert f"The run that is resumed had reference {path!r}; this one has 'init'." in caplog.text
+    assert resumed[3]["parameter_difference/model.layers.0.weight/ratio"] > 0.5
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_module_as_reference_stays_as_it_is(module: str | None, tmp_path: Path) -> None:
+    """It is compared with, and neither moved, frozen, silenced nor run itself."""
+    other = model(5)
+    calls: list[int] = []
+    other.register_forward_hook(lambda *_args: calls.append(1))
+    kind, weights = type(other), {name: one.clone() for name, one in other.state_dict().items()}
+    reference = other.model if module else other
+    callback = ModuleMonitorCallback(every_n_steps=1, reference=reference, module=module, rules=[DIFFERENCES])  # type: ignore[arg-type]
+    live = model(0)
+    expected = float((live.model.layers[0].weight - other.model.layers[0].weight).detach().norm())  # type: ignore[union-attr, operator, index]
+    found = run(tmp_path, callback, live)
+    assert found[0]["parameter_difference/model.layers.0.weight/norm"] == pytest.approx(expected, rel=1e-5)
+    assert type(other) is kind
+    assert calls == []
+    assert all(parameter.requires_grad for parameter in other.parameters())
+    assert all(torch.equal(weights[name], one) for name, one in other.state_dict().items())
+
+
+def test_ratio_of_everything_where_no_rule_uses_the_reference(tmp_path: Path) -> None:
+    """Beside the rules that there are; ``rcc`` alone brings its own reference and needs no ratio."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", statistics="norm")], reference="init", store=False)
+    trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
+    assert callback.last_record is not None
+    kinds = {(key.split("/")[0], key.split("/")[-1]) for key in callback.last_record.values}
+    assert kinds == {("gradient", "norm"), ("activation_difference", "ratio"), ("parameter_difference", "ratio"), ("monitor", "errors")}
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[], rcc=True, module="model.layers")
+    trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
+    assert {key.split("/")[0] for key in callback.last_record.values} == {  # type: ignore[union-attr]
+        *("rcc_effective_update", "rcc_propagating_update", "rcc_output", "rcc_reference_output", "rcc_input", "rcc_input_change"),
+        *("rcc_operator_norm", "rcc_alignment", "monitor"),
+    }
+    store = load_store(callback.store_path or "")
+    steps, values = store.series("rcc_effective_update/model.layers.0.weight/rms")
+    assert steps.tolist() == [0, 1]
+    assert values[0] == 0 < values[1]
+
+
+def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
+    """And, where only parameters are compared, never."""
+
+    class Counts(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            calls.append(self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    calls: list[int] = []
+    for rule, expected in ((DIFFERENCES, [0, 0, 1, 2, 2, 3]), (Rule(kinds="parameter_difference", statistics="norm"), [0, 1, 2, 3])):
+        calls.clear()
+        callback = ModuleMonitorCallback(every_n_steps=2, rules=[rule], reference="init", on_error="raise")
+        trainer(tmp_path, [callback], max_steps=4).fit(Counts("mlp"), loader(), loader(8))
+        assert calls == expected
+
+
+class CannotBeCopied(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.last = self.model(torch.zeros(1, 6))
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.automatic_optimization = False
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
+    "kind without a reference": (
+        {"rules": [Rule(kinds="activation_difference", statistics="norm")]},
+        Classifier,
+        r"rules\[0\]\.kinds 'activation_difference' needs a reference; expected reference: init, or the path of a checkpoint",
+    ),
+    "no such file": (
+        {"reference": "inti"},
+        Classifier,
+        "reference is 'inti', and there is no such file; expected 'init', or the path of a",
+    ),
+    "no checkpoint": ({"reference": __file__}, Classifier, r"reference '.*' cannot be read \(\w+\); expected a Lightning checkpoint, or a"),
+    "no reference at all": ({"reference": ""}, Classifier, "reference is ''; expected 'init', the path of a checkpoint, or a module"),
+    "number": ({"reference": 3}, Classifier, "reference is 3; expected 'init'"),
+    "rcc is no boolean": ({"rcc": "yes"}, Classifier, "rcc is 'yes'; expected true or false"),
+    "save_reference is no boolean": ({"save_reference": 1}, Classifier, "save_reference is 1; expected true or false"),
+    "module of another structure": ({"reference": Classifier("cnn")}, Classifier, "reference: .*not in both.*: model.block, model.head"),
+    "module without a training_step": (
+        {"reference": nn.Linear(2, 2)},
+        Classifier,
+        "reference is a Linear, and has no training_step; expected a",
+    ),
+    "deepcopy fails": ({"reference": "init"}, CannotBeCopied, r"reference is a copy of the model, and last cannot be copied .*Take it off"),
+    "manual optimization": (
+        {"rcc": True},
+        Manual,
+        "Manual uses manual optimization, and no reference can run its training_step; give module",
+    ),
+    "ratio of a term": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_input", statistics="ratio")]},
+        Classifier,
+        "'ratio' is relative, and 'rcc_input'",
+    ),
+    "cosine of an activation": (
+        {"rules": [Rule(kinds="activation", statistics="cosine")]},
+        Classifier,
+        "'cosine' is of two tensors, and 'activation' is one; expected kinds activation_difference, parameter_difference",
+    ),
+    "functions of one and two tensors": (
+        {"reference": "init", "rules": [Rule(kinds=["activation", "activation_difference"], functions={"f": torch.mean})]},
+        Classifier,
+        "some have two tensors, some one; expected a rule for each sort",
+    ),
+    "values of a kind": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_operator_norm", statistics="updates")]},
+        Classifier,
+        "'updates' is none of 'rcc_operator_norm'; expected update, reference; nearest: 'update'",
+    ),
+    "values with another kind": (
+        {"rcc": True, "rules": [Rule(kinds=["rcc_alignment", "rcc_input"], statistics="rms")]},
+        Classifier,
+        "'rcc_alignment' has values that are not statistics; expected a rule of its own for it",
+    ),
+    "functions of values": (
+        {"rcc": True, "rules": [Rule(kinds="rcc_alignment", functions={"f": torch.mean})]},
+        Classifier,
+        "'rcc_alignment' has no tensor to call them with; expected statistics: effective, propagating",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_reference_is_refused(case: str, tmp_path: Path) -> None:
+    """Before the first batch: what was wrong, what was expected, what to do."""
+    options, make_model, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message) as refused:
+        trainer(tmp_path, [ModuleMonitorCallback(**options)], max_steps=1).fit(make_model(), loader(), loader(8))
+    assert len(str(refused.value)) <= 300
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """With the names that differ."""
+    path = str(tmp_path / "other.pt")
+    torch.save(Classifier("cnn").state_dict(), path)
+    with pytest.raises(ConfigError, match=r"reference '.*other.pt' is not of this model: .*model\.layers\.0\.weight"):
+        trainer(tmp_path, [ModuleMonitorCallback(reference=path)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))

@@ -1,0 +1,430 @@
+"""The reference in a plain loop: differences against raw tensors in float64, and a model that trains as if nobody looked."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.textbook import textbook
+from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanSquaredError
+from torchmetrics.regression import CosineSimilarity
+
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.modules.copies import frozen_copy
+
+STATISTICS = ["mean", "std", "norm", "rms", "max", "abs_mean", "token_norm", "ratio", "cosine"]
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The same model after some training."""
+    generator = torch.Generator().manual_seed(7)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def raw_outputs(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> dict[str, list[Tensor]]:
+    """Every floating output of a copy of the model, by site, under the random numbers of seed 5."""
+    model = copy.deepcopy(model)
+    raw: dict[str, list[Tensor]] = {}
+    names = {module: name or "_root_" for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+
+    def look(module: nn.Module, _args: object, output: Any) -> None:
+        site = names[module]
+        parts = [("", output)] if isinstance(output, Tensor) else EXPECTED_OUTPUTS.get(site, lambda _output: [])(output)
+        for suffix, tensor in parts:
+            if tensor.is_floating_point():
+                raw.setdefault(site + suffix, []).append(tensor.detach().double().clone())
+
+    for module in model.modules():
+        module.register_forward_hook(look)
+    torch.manual_seed(5)
+    for x, _y in micro_batches:
+        model(x)
+    return raw
+
+
+def expected_statistics(current: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
+    """Every statistic of a difference by its formula, in numpy's float64."""
+    both = [torch.cat([one.reshape(-1, one.shape[-1]) for one in tensors]) for tensors in (current, reference)]
+    difference = both[0] - both[1]
+    a, b = (one.numpy().ravel() for one in both)
+    found = {name: textbook(name, difference) for name in STATISTICS if name not in ("ratio", "cosine")}
+    with np.errstate(all="ignore"):
+        return found | {"ratio": np.linalg.norm(a - b) / np.linalg.norm(b), "cosine": a @ b / np.linalg.norm(a) / np.linalg.norm(b)}
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> None:
+    """All sites, dropout, in-place layers, shared modules, odd outputs, two micro-batches: as by two separate runs."""
+    reference = make(name)
+    model = moved(reference)
+    micro_batches = batches(3, 5)
+    current, other = raw_outputs(model, micro_batches), raw_outputs(reference, micro_batches)
+    rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics=STATISTICS)]
+    with ModuleMonitor(rules=rules, cpu_offload=cpu_offload, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        torch.manual_seed(5)
+        monitor.begin_step(0)
+        for x, _y in micro_batches:
+            with monitor.no_monitor():
+                reference(x)
+            model(x)
+            monitor.after_micro_batch()
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    pairs = {f"activation_difference/{site}": (current[site], other[site]) for site in current if site != "empty"}
+    for site, parameter in model.named_parameters():
+        pairs[f"parameter_difference/{site}"] = ([parameter.detach().double()], [reference.get_parameter(site).detach().double()])
+    assert {key.rpartition("/")[0] for key in record.values if "/empty/" not in key} == {*pairs, "monitor"}
+    for site, (tensors, references) in pairs.items():
+        scale = max(float(tensor.abs().max()) for tensor in (*tensors, *references))
+        for statistic, value in expected_statistics(tensors, references).items():
+            # What float32 rounds away of a small difference of large numbers is of the size of the numbers' last digits.
+            assert record.values[f"{site}/{statistic}"] == pytest.approx(value, rel=2e-5, abs=2e-7 * scale, nan_ok=True), (site, statistic)
+
+
+def test_differences_of_half_precision_are_not_rounded_again() -> None:
+    """bfloat16 numbers that differ in their last bit: the difference is exact."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    reference = copy.deepcopy(model)
+    model.weight.data.mul_(1 + 2**-7)
+    with ModuleMonitor(rules=Rule(kinds="parameter_difference", statistics=["norm", "cosine"])) as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    W, W0 = model.weight.detach().double(), reference.weight.detach().double()
+    assert record.values["parameter_difference/weight/norm"] == pytest.approx(float((W - W0).norm()), rel=1e-6)
+    assert record.values["parameter_difference/weight/cosine"] == pytest.approx(float((W * W0).sum() / W.norm() / W0.norm()), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `CosineSimilarity` will save:UserWarning")
+def test_functions_get_both_tensors_and_torchmetrics_objects_pairs() -> None:
+    """(current, reference), in this order; every element of all micro-batches."""
+    reference = make("mlp")
+    model = moved(reference)
+    functions = {"of_current": lambda a, b: a.sum() + 0 * b.sum(), "mse": MeanSquaredError(), "cos": CosineSimilarity(reduction="mean")}
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.add_rules(Rule(kinds="activation_difference", sites="layers.0", functions=functions))
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.add_activation_difference_metric("asymmetric", lambda a, b: a - 2 * b, "layers.0")
+        monitor.add_activation_difference_metric("norm", None, "layers")
+        monitor.add_parameter_difference_metric("largest", lambda a, b: (a - b).abs().max())
+        with pytest.raises(ValueError, match="metric 'norm' of kind 'activation_difference'"):
+            monitor.add_activation_difference_metric("norm")
+        monitor.begin_step(0)
+        for x, _y in batches(3, 5):
+            with monitor.no_monitor():
+                reference(x)
+            model(x)
+            monitor.after_micro_batch()
+        monitor.monitor_parameters()
+        values = monitor.end_step().values  # type: ignore[union-attr]
+    a, b = (torch.cat([m.layers[0](x) for x, _y in batches(3, 5)]).detach().double() for m in (model, reference))  # type: ignore[index, operator]
+    site = "activation_difference/layers.0"
+    assert values[f"{site}/asymmetric"] == pytest.approx(float((a - 2 * b).mean()), rel=1e-5)
+    assert values[f"{site}/mse"] == pytest.approx(float((a - b).square().mean()), rel=1e-5)
+    assert values[f"{site}/cos"] == pytest.approx(float(F.cosine_similarity(a, b).mean()), rel=1e-5)
+    assert values[f"{site}/norm"] == pytest.approx(float((a - b).norm()), rel=1e-5)
+    W, W0 = model.get_parameter("layers.0.weight").detach(), reference.get_parameter("layers.0.weight").detach()
+    assert values["parameter_difference/layers.0.weight/largest"] == pytest.approx(float((W - W0).abs().max()), rel=1e-6)
+
+
+class Noisy(nn.Module):
+    """Draws from every generator, moves a buffer, and a buffer that it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return self.norm(F.dropout(self.linear(x) * noise, 0.5, self.training))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_reference_leaves_no_trace_on_random_states_buffers_modes_and_graph(follows: bool) -> None:
+    """It draws what the model is about to draw, in the model's mode, and is as before: exactly zero differences."""
+    model = Noisy()
+    reference = copy.deepcopy(model).eval()
+    model.norm.eval()
+    with ModuleMonitor(rules=Rule(kinds="activation_difference", statistics=["abs_max", "norm"]), on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=follows)
+        before = {name: buffer.clone() for name, buffer in reference.named_buffers()}
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        x = torch.randn(8, 6, requires_grad=True)
+        states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        monitor.begin_step(0)
+        if not follows:
+            with monitor.no_monitor():
+                output = reference(x)
+            assert not output.requires_grad
+            assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+        assert torch.is_grad_enabled()
+        assert model(x).requires_grad
+        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        record = monitor.end_step()
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        torch.randn(8, 6)
+        model(x)
+        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == drawn
+    assert record is not None
+    assert {key: value for key, value in record.values.items() if value != 0} == {}
+    assert len(record.values) == 7
+    assert all(torch.equal(before[name], buffer) for name, buffer in reference.named_buffers())
+    assert reference.calls == 0
+    assert not any(part.training for part in reference.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for root in (model, reference) for part in root.modules())
+
+
+def test_a_reference_that_fails_leaves_no_trace_either(caplog: pytest.LogCaptureFixture) -> None:
+    """By hand the error is the caller's, and gradients, random states and modes are as before; one that follows is said."""
+
+    class Breaks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(3)
+            if self.bias.sum() > 1e6:
+                raise RuntimeError("on purpose")
+            return super().forward(x)
+
+    model = Breaks(6, 3)
+    reference = copy.deepcopy(model)
+    reference.bias.data.fill_(1e6)
+    monitor = ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm"))
+    monitor.set_module(model)
+    monitor.set_reference_module(reference)
+    monitor.begin_step(0)
+    state = torch.get_rng_state()
+    with monitor.no_monitor(), pytest.raises(RuntimeError, match="on purpose"):
+        reference(torch.ones(1, 6))
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    monitor.set_reference_module(reference, follows=True)
+    monitor.begin_step(1)
+    with caplog.at_level("WARNING"):
+        model(torch.ones(1, 6)).sum().backward()
+    record = monitor.end_step()
+    assert record is not None
+    assert record.values == {"monitor/errors": 1}
+    assert "The reference could not run (RuntimeError: on purpose)" in caplog.text
+    assert model.weight.grad is not None
+
+
+def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models() -> None:
+    """A pre-activation block, which begins with an in-place layer, gets what it would have got."""
+    model = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), nn.Linear(6, 3))
+    reference = copy.deepcopy(model[0])
+    reference[1].weight.data.zero_()
+    x = torch.randn(8, 6)
+    expected = model(x.clone())
+    with ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm"), module="0", on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=True)
+        monitor.begin_step(0)
+        seen: list[Tensor] = []
+        handle = model[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0].clone()))
+        output = model(x)
+        handle.remove()
+        record = monitor.end_step()
+    assert torch.equal(output, expected)
+    assert (seen[0] < 0).any()
+    assert record is not None
+    assert set(record.values) == {f"activation_difference/{site}/norm" for site in ("0", "0.0", "0.1")} | {"monitor/errors"}
+    assert record.values["activation_difference/0/norm"] > 0
+
+
+def test_misuse_of_the_reference_is_told() -> None:
+    """No module, other names, other shapes; a submodule's sibling where one is watched."""
+    monitor = ModuleMonitor()
+    with pytest.raises(ValueError, match="no module that this could be the reference of"):
+        monitor.set_reference_module(nn.Linear(2, 2))
+    monitor.set_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    with pytest.raises(ValueError, match=r"not in both, or of different shapes: 2$"):
+        monitor.set_reference_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.ReLU()))
+    with pytest.raises(ValueError, match=r"different shapes: 0\.bias, 0\.weight$"):
+        monitor.set_reference_module(nn.Sequential(nn.Linear(2, 4), nn.ReLU()))
+    assert not monitor.has_reference_module()
+    with pytest.raises(ValueError, match="There is no reference to run"), monitor.running_reference():
+        pass
+    monitor.set_reference_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    assert monitor.has_reference_module()
+    monitor.remove_reference_module()
+    assert not monitor.has_reference_module()
+    within = ModuleMonitor(module="0")
+    within.set_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    for fitting in (nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 3), nn.ReLU())):
+        within.set_reference_module(fitting)
+    with pytest.raises(ValueError, match=r"different shapes: bias, weight$"):
+        within.set_reference_module(nn.Linear(2, 4))
+
+
+def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    """A removed reference costs nothing; one that was not run is said, and what ran too often too."""
+    model = make("mlp")
+    reference = copy.deepcopy(model)
+    monitor = ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm", sites="layers.0"))
+    monitor.set_module(model)
+    monitor.set_reference_module(reference)
+    x = batches(4)[0][0]
+    with caplog.at_level("INFO"):
+        monitor.begin_step(0)
+        assert monitor.awaits_reference()
+        model(x)
+        assert monitor.end_step().values == {"monitor/errors": 0}  # type: ignore[union-attr]
+        assert "layers.0: the reference has not run for this call of it" in caplog.text
+        monitor.begin_step(1)
+        reference(x), reference(x)
+        model(x)
+        monitor.after_micro_batch()
+        assert monitor.end_step().values == {"activation_difference/layers.0/norm": 0, "monitor/errors": 0}  # type: ignore[union-attr]
+        assert "The reference ran modules more often than the model did, which are not compared: layers.0" in caplog.text
+    monitor.remove_reference_module()
+    monitor.begin_step(2)
+    assert not monitor.awaits_reference()
+    assert not any(part._forward_hooks for part in reference.modules())
+    model(x)
+    assert monitor.end_step().values == {"monitor/errors": 0}  # type: ignore[union-attr]
+
+
+def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> None:
+    """A validation between two micro-batches, with the reference run in it as well."""
+    model = make("mlp")
+    reference = moved(model)
+    found = []
+    for validates in (False, True):
+        with ModuleMonitor(rules=Rule(kinds=["activation", "activation_difference"], statistics="norm"), on_error="raise") as monitor:
+            monitor.set_module(model)
+            monitor.set_reference_module(reference)
+            monitor.begin_step(0)
+            for seed, (x, _y) in enumerate(batches(3, 5)):
+                torch.manual_seed(seed)
+                with monitor.no_monitor():
+                    reference(x)
+                if validates:
+                    monitor.begin_stage("validation", 0)
+                    with torch.no_grad(), torch.random.fork_rng():
+                        reference(x * 2), model(x * 2)
+                    monitor.end_stage()
+                model(x)
+                monitor.after_micro_batch()
+            found.append(monitor.end_step())
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert found[0].values["activation_difference/layers.0/norm"] > 0
+
+
+def peak_bytes(run: Any) -> int:
+    """The most memory that tensors took at any moment of a run, beyond what there was before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
+    """12 layers whose outputs take 2 MB each: the extra peak is what the rule needs of the reference, and a few layers' work."""
+    layer = 2**21
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(64, 64), nn.Tanh())))
+    reference = frozen_copy(model)
+    x = torch.randn(layer // 4 // 64, 64)
+
+    def step(monitor: ModuleMonitor | None) -> None:
+        if monitor is not None:
+            monitor.begin_step(0)
+        model(x).sum().backward()
+        model.zero_grad()
+        if monitor is not None:
+            monitor.end_step()
+
+    peaks = {"plain": peak_bytes(lambda: step(None))}
+    wishes: dict[str, list[Rule]] = {
+        "one": [Rule(kinds="activation_difference", sites="20", statistics="ratio")],
+        "linear": [Rule(kinds="activation_difference", types=nn.Linear, statistics="ratio")],
+        "all": [Rule(kinds="activation_difference", leaf_modules=True, statistics="ratio")],
+    }
+    for name, rules in wishes.items():
+        with ModuleMonitor(rules=rules, on_error="raise") as monitor:
+            monitor.set_module(model)
+            monitor.set_reference_module(reference, follows=True)
+            step(monitor)
+            peaks[name] = peak_bytes(lambda monitor=monitor: step(monitor))  # type: ignore[misc]
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=True)
+        RefinedCoordinateCheck(monitor)
+        step(monitor)
+        peaks["rcc"] = peak_bytes(lambda: step(monitor))
+    extra = {name: (peak - peaks["plain"]) / layer for name, peak in peaks.items()}
+    print(extra)
+    assert peaks["plain"] > 12 * layer
+    # The model's own activations and what is compared are there at different times: what waits grows less as the model's grows.
+    slack = 6  # the layer at work: its difference, a copy, the table's buffers
+    assert extra["one"] <= 1 + slack
+    assert extra["linear"] <= 12 + slack
+    assert extra["all"] <= 24 + slack
+    # Of each Linear layer input and output: an output of Tanh is the input of the next, and the first input is one more.
+    assert extra["rcc"] <= 24 + slack
+    assert extra["one"] < extra["all"] or extra["all"] <= slack
+
+
+def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
+    """What a logger has hooked would write down the copy's values; what the model's own methods do is part of it."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.utils.spectral_norm(nn.Linear(4, 4))
+            self.head = nn.Linear(4, 2)
+            self.body.register_forward_hook(self.keep)
+            self.kept: list[Tensor] = []
+
+        def keep(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+            self.kept.append(output.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.body(x)
+            return self.head(self.kept[-1])
+
+    model = Features()
+    told: list[str] = []
+    model.head.register_forward_hook(lambda *_args: told.append("head"))
+    twin = frozen_copy(model)
+    twin(torch.ones(1, 4))
+    assert told == []
+    assert len(twin.kept) == 1  # type: ignore[arg-type]
+    assert len(model.kept) == 0
+    assert len(twin.body._forward_pre_hooks) == 1  # type: ignore[union-attr, arg-type]
+    assert not any(parameter.requires_grad for parameter in twin.parameters())
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    """A tensor of a graph on a submodule, a lock on another."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    model[1][0].last = model[0](torch.ones(1, 2))  # type: ignore[index, union-attr]
+    with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.0\.last cannot be copied \(RuntimeError"):
+        frozen_copy(model)

@@ -1,0 +1,85 @@
+"""A difference that is never written down is measured as one that is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.textbook import textbook
+from torch import Tensor
+
+from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+
+NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
+
+
+def watch(site: str, *names: str) -> Watch:
+    """A watch for statistics."""
+    found = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
+    return Watch("activation_difference", site, statistics=found)
+
+
+def forms(dtype: torch.dtype) -> dict[str, Difference]:
+    """A difference in every form, and in memory that is not in order."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, shift = (torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 3, 130), (40, 3, 130), (130,)))
+    return {
+        "of two": Difference(a, b),
+        "of two and a shift": Difference(a, b, shift),
+        "of one and a shift": Difference(a, None, shift),
+        "transposed": Difference(a.transpose(0, 1), b.transpose(0, 1)),
+        "one transposed": Difference(a, b.transpose(0, 1).contiguous().transpose(0, 1), shift),
+        "shift of another dimension": Difference(a, b, shift[:3].reshape(3, 1)),
+        "huge": Difference(a.float() * 1e30, b.float() * 1e30),
+        "tiny": Difference(a.float() * 1e-30, b.float() * 1e-30),
+        "not finite": Difference(a.clone().index_fill_(0, torch.tensor([3]), torch.nan), b),
+        "empty": Difference(a[:0], b[:0]),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("form", forms(torch.float32))
+def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype) -> None:
+    """Alone, where the compiled kernel takes squares only, and together with statistics that need the tensor."""
+    difference = forms(dtype)[form]
+    parts = [part.double() for part in (difference.tensor, difference.other, difference.shift) if part is not None]
+    expected: Tensor = parts[0] - sum(parts[1:])
+    observation = Observation(lambda *_trouble: None)
+    squares, everything = watch("squares", "rms"), watch("everything", *NAMES)
+    for _micro_batch in range(2):
+        observation.observe_for(difference, [(squares, OWN)])
+        observation.observe_for(difference, [(everything, OWN)])
+    values = observation.collect()
+    twice = torch.cat([expected, expected])
+    for key, value in values.items():
+        name = key.rpartition("/")[2]
+        if name != "std" and twice.numel():
+            atol = 1e-6 * textbook("abs_mean", twice) if name == "mean" else 0
+            assert value == pytest.approx(textbook(name, twice), rel=2e-6, abs=atol, nan_ok=True), key
+    assert len(values) == 7
+
+
+def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that need more get their own; functions get the difference itself."""
+    difference = forms(torch.float32)["of two"]
+    observation = Observation(lambda *_trouble: None)
+    added: list[int] = []
+    original = observation._table.add_difference
+    monkeypatch.setattr(observation._table, "add_difference", lambda row, *args: (added.append(row), original(row, *args)))
+    first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
+    more.functions["total"] = UserFunction("total", torch.sum, "sum")
+    observation.observe_for(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])
+    values = observation.collect()
+    assert len(added) == 2
+    computed = difference.computed()
+    assert values["activation_difference/b/norm"] == pytest.approx(textbook("norm", computed), rel=1e-6)
+    assert values["activation_difference/c/ratio"] == pytest.approx(1.0, rel=1e-9)
+    assert values["activation_difference/d/total"] == pytest.approx(float(computed.double().sum()), rel=1e-4)
+
+
+def test_shapes_must_agree() -> None:
+    """Nothing is broadcast by accident."""
+    with pytest.raises(ValueError, match=r"its shape is \(3, 4\), and that of what it is compared with \(3, 1\)"):
+        Difference(torch.ones(3, 4), torch.ones(3, 1))
