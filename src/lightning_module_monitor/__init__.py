@@ -8,6 +8,8 @@ from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.sinks.reader import load_store
 from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from lightning_module_monitor.width_check.check import coordinate_check
+from lightning_module_monitor.width_check.report import WidthCheck
 
 __all__ = [
     "STATISTICS",
@@ -18,5 +20,7 @@ __all__ = [
     "Rule",
     "Statistic",
     "StorageManager",
+    "WidthCheck",
+    "coordinate_check",
     "load_store",
 ]
