@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Literal, cast
 
 from lightning_module_monitor.config import parse_patterns
@@ -153,15 +153,19 @@ class _Scaling:
         """Exponent of the propagating update."""
         raise NotImplementedError
 
-    def _changes(self, upstream: Upstream) -> set[float | None]:
-        """Exponents of how much the outputs of these layers change."""
-        return {self._change(name) for name in upstream.names}
+    def _arriving(self, upstream: Upstream) -> float | None:
+        """Exponent of how much an input changes."""
+        return self._sum({self._change(name) for name in upstream.names})
 
     def _change(self, name: str) -> float | None:
         if name not in self._change_by_name:
             self._change_by_name[name] = None  # met again while it is being computed: a layer that feeds itself
-            self._change_by_name[name] = _largest({self.effective(name), self.propagating(name)})
+            self._change_by_name[name] = self._sum({self.effective(name), self.propagating(name)})
         return self._change_by_name[name]
+
+    def _sum(self, exponents: Set[float | None]) -> float | None:
+        """The exponent of a sum; unknown where that of a part is."""
+        return None if None in exponents else max((one for one in exponents if one is not None), default=NOTHING)
 
 
 class _Maximal(_Scaling):
@@ -178,8 +182,10 @@ class _Maximal(_Scaling):
         upstream = self._layers[name].upstream
         if upstream is None:
             return 0.0
-        changes = self._changes(upstream)
-        return 0.0 if 0.0 in changes else _largest(changes)
+        return self._arriving(upstream)
+
+    def _sum(self, exponents: Set[float | None]) -> float | None:
+        return 0.0 if 0.0 in exponents else super()._sum(exponents)  # what is unknown is no more than is wished
 
 
 class _Standard(_Scaling):
@@ -218,15 +224,10 @@ class _Standard(_Scaling):
         layer = self._layers[name]
         if layer.upstream is None:
             return None
-        change = _largest(self._changes(layer.upstream))
+        change = self._arriving(layer.upstream)
         if change is None or change == NOTHING:
             return change
         is_bounded = not (layer.is_linear and layer.upstream.is_homogeneous)
         if layer.role == "unknown" or (change > 0 and is_bounded):
             return None
         return change + (0.5 if layer.role == "output" else 0.0)
-
-
-def _largest(exponents: set[float | None]) -> float | None:
-    """The exponent of a sum; unknown where a part of it is."""
-    return None if None in exponents else max((one for one in exponents if one is not None), default=NOTHING)

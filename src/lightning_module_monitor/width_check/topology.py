@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from lightning_module_monitor.modules.hooks import HookSet
@@ -35,7 +36,7 @@ class Upstream:
 
 
 class Topology:
-    """Reads, while its hooks are on, what feeds each of the layers.
+    """Reads, while its hooks are on, what feeds each of the layers. What is detached counts as data.
 
     Args:
         units: The layers, by name.
@@ -79,8 +80,11 @@ class Topology:
             if node in self._source:
                 names.add(self._source[node])
                 continue
-            if isinstance(getattr(node, "variable", None), nn.Parameter):
-                return None  # a weight that is used outside of the layer that owns it: what it does is not seen
+            is_weight = isinstance(getattr(node, "variable", None), nn.Parameter)  # used outside of the layer that owns it
+            if is_weight or isinstance(
+                node, BackwardCFunction
+            ):  # a Function in Python hides what is in it: whole layers, if it checkpoints
+                return None
             before = [one for one, _index in node.next_functions if one is not None]
             is_homogeneous &= _is_homogeneous(node.name(), len(before))
             pending += [one for one in before if one not in seen]
