@@ -55,7 +55,7 @@ def terms(name: str, layer: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[
     bias = layer.bias - reference.bias if layer.bias is not None else torch.zeros(())
 
     def alignment(term: Tensor, weight: Tensor, input_: Tensor) -> float:
-        return float(term.norm() / (torch.linalg.matrix_norm(weight, 2) * input_.norm()))
+        return float(term.norm() / (torch.linalg.matrix_norm(weight.nan_to_num(), 2) * input_.norm()))
 
     return {
         f"rcc_effective_update/{name}/rms": float((effective + bias).pow(2).mean().sqrt()),

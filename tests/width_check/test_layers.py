@@ -43,8 +43,8 @@ def layer(make: Callable[[int], nn.Module], optimizer: Callable[[int, nn.Module]
         (lambda n: nn.Conv2d(n, n, 5, groups=n), "input"),  # each output has the inputs of one channel
         (lambda n: nn.ConvTranspose2d(n, 3, 2), "output"),
         (lambda n: nn.Embedding(100, n), "input"),
-        (lambda n: nn.LayerNorm(n), "input"),
-        (lambda n: nn.BatchNorm2d(n), "input"),
+        (nn.LayerNorm, "input"),
+        (nn.BatchNorm2d, "input"),
         (lambda n: nn.MultiheadAttention(n, 2), "hidden"),
         (lambda n: nn.LSTM(3, n), "unknown"),  # has weights of two roles
     ],

@@ -80,16 +80,22 @@ class Topology:
             if node in self._source:
                 names.add(self._source[node])
                 continue
-            is_weight = isinstance(getattr(node, "variable", None), nn.Parameter)  # used outside of the layer that owns it
-            if is_weight or isinstance(
-                node, BackwardCFunction
-            ):  # a Function in Python hides what is in it: whole layers, if it checkpoints
+            if _is_opaque(node):
                 return None
             before = [one for one, _index in node.next_functions if one is not None]
             is_homogeneous &= _is_homogeneous(node.name(), len(before))
             pending += [one for one in before if one not in seen]
             seen.update(before)
         return Upstream(frozenset(names), is_homogeneous)
+
+
+def _is_opaque(node: object) -> bool:
+    """Whether weights may be behind a node that are in none of the layers seen.
+
+    They are where a weight is used outside of the layer that owns it. A Function in Python hides what is in it: where it checkpoints
+    activations, whole layers.
+    """
+    return isinstance(node, BackwardCFunction) or isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def _is_homogeneous(operation: str, num_inputs: int) -> bool:
