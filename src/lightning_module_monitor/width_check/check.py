@@ -17,9 +17,6 @@ from lightning_module_monitor.width_check.settings import DEFAULT_TERMS, Setting
 from lightning_module_monitor.width_check.training import Data, Training, train
 from lightning_module_monitor.width_check.verdict import Row, judge
 
-UPDATE_OF = {"effective_alignment": "effective_update", "propagating_alignment": "propagating_update"}
-"""The update whose alignment a term is."""
-
 Trainings = dict[tuple[int, int], Training]
 """Training by width and seed."""
 
@@ -118,14 +115,13 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
     if all(layer.role == "fixed" for layer in layers.values()):
         raise ConfigError(f"Every layer has the same shape at widths {widths[0]} and {widths[-1]}; expected make_module to use the width.")
     expected = expected_exponents(settings.parametrization, layers, settings.steps)
-    measured = {key: np.array([[trainings[width, seed].values[key] for seed in seeds] for width in widths]) for key in first.values}
     rows = []
     for name, layer in layers.items():
         for term in settings.terms:
-            key, update = TERMS[term].format(name), TERMS[UPDATE_OF.get(term, term)].format(name)
-            # An embedding has no propagating update, and what is zero has no alignment.
-            if key in measured and (key == update or measured[update].any()):
-                rows.append(judge(name, layer.role, term, values=measured[key], expected=expected.get((name, term)), settings=settings))
+            key = TERMS[term].format(name)
+            if key in first.values:  # an embedding has no propagating update, and what does not change at all no alignment
+                values = np.array([[trainings[width, seed].values.get(key, 0.0) for seed in seeds] for width in widths])
+                rows.append(judge(name, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
     return rows
 
 
@@ -139,9 +135,14 @@ def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
     for one, other in ((run, latest), (latest, run)):
         for what, names, others in (
             ("layer", trainings[one].layers, trainings[other].layers),
-            ("value", trainings[one].values, trainings[other].values),
+            ("value", _updates(trainings[one]), _updates(trainings[other])),
         ):
             only_here = [name for name in names if name not in others]
             if only_here:
                 where = f"is there at width {one[0]} and not at width {other[0]}"
                 raise ConfigError(f"The {what} {only_here[0]!r} {where}; expected networks of the same layers.")
+
+
+def _updates(training: Training) -> list[str]:
+    """The keys of the updates, which are there where a layer has run; alignments are missing where nothing has changed."""
+    return [TERMS[term].format(name) for name in training.layers for term in DEFAULT_TERMS if TERMS[term].format(name) in training.values]

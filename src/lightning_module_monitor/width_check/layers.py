@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.probes.coordinate_check import units
 from lightning_module_monitor.width_check.topology import Upstream
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
@@ -77,30 +79,18 @@ class Layer:
 
 
 def find_units(root: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a network: modules that own weights. One with children that do, as MultiheadAttention, is one layer.
-
-    Args:
-        root: The LightningModule. Weights that are its own, and no module's, are passed over.
-
-    Returns:
-        Module by the name that it has in keys.
-    """
-    units: dict[str, nn.Module] = {}
-    taken: set[nn.Module] = set()
-    for site in Namer().module_sites(root):
-        if site.module is not root and site.module not in taken and next(site.module.parameters(recurse=False), None) is not None:
-            units[site.name] = site.module
-            taken.update(site.module.modules())
-    return units
+    """The layers of a network: what the refined coordinate check checks, by the names that its keys have."""
+    checked = units(root)
+    return {site.name: site.module for site in Namer().module_sites(root) if site.module in checked}
 
 
 def describe(
-    units: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], upstream: Mapping[str, Upstream | None]
+    layers: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], upstream: Mapping[str, Upstream | None]
 ) -> dict[str, LayerAtWidth]:
     """Describe the layers of one network.
 
     Args:
-        units: Modules that own weights, by name.
+        layers: Its layers, by name.
         optimizers: The optimizers that train it. The learning rate is that before any schedule (``initial_lr``).
         upstream: What feeds each of the modules.
 
@@ -108,23 +98,21 @@ def describe(
         Description by name.
     """
     groups = {id(one): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-    owners: dict[int, set[str]] = {}
-    for name, unit in units.items():
-        for parameter in unit.parameters():
-            owners.setdefault(id(parameter), set()).add(name)
+    parameters = {name: _own_parameters(layer, set(layers.values())) for name, layer in layers.items()}
+    num_owners = Counter(id(one) for own in parameters.values() for one in own)
     described = {}
-    for name, unit in units.items():
-        trained = [one for one in unit.parameters() if one.requires_grad and id(one) in groups]
+    for name, layer in layers.items():
+        trained = [one for one in parameters[name] if one.requires_grad and id(one) in groups]
         rates = [(one.ndim, float(groups[id(one)][1].get("initial_lr", groups[id(one)][1]["lr"]))) for one in trained]
         families = {_family(groups[id(one)][0]) for one in trained}
         described[name] = LayerAtWidth(
-            fans=_fans(unit),
+            fans=_fans(layer),
             matrix_rates=tuple(rate for ndim, rate in rates if ndim >= 2),
             vector_rates=tuple(rate for ndim, rate in rates if ndim < 2),
             optimizer=families.pop() if len(families) == 1 else None,
             has_weight_decay=any(groups[id(one)][1].get("weight_decay", 0) for one in trained),
-            is_shared=any(len(owners[id(one)]) > 1 for one in unit.parameters()),
-            is_linear=isinstance(unit, LINEAR),
+            is_shared=any(num_owners[id(one)] > 1 for one in parameters[name]),
+            is_linear=isinstance(layer, LINEAR),
             upstream=upstream.get(name),
         )
     return described
@@ -151,19 +139,25 @@ def over_widths(widths: Sequence[int], layers: Sequence[LayerAtWidth]) -> Layer:
     )
 
 
-def _fans(unit: nn.Module) -> tuple[int, int] | None:
+def _own_parameters(layer: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
+    """Those of the layer and of its parts, but where its parts are layers of their own."""
+    has_layers = any(part in layers for part in layer.modules() if part is not layer)
+    return list(layer.parameters(recurse=not has_layers))
+
+
+def _fans(layer: nn.Module) -> tuple[int, int] | None:
     """How many inputs an output sums, and how many outputs there are."""
-    if isinstance(unit, nn.Linear):
-        return unit.in_features, unit.out_features
-    if isinstance(unit, _ConvNd):
-        return unit.in_channels // unit.groups, unit.out_channels
-    if isinstance(unit, nn.Embedding | nn.EmbeddingBag):
-        return 1, unit.embedding_dim  # a look-up sums nothing
-    if isinstance(unit, nn.MultiheadAttention):
-        is_square = unit.kdim == unit.vdim == unit.embed_dim
-        return (unit.embed_dim, unit.embed_dim) if is_square else None
-    parameters = list(unit.parameters())
-    if isinstance(unit, NORMS) and parameters:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    if isinstance(layer, _ConvNd):
+        return layer.in_channels // layer.groups, layer.out_channels
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return 1, layer.embedding_dim  # a look-up sums nothing
+    if isinstance(layer, nn.MultiheadAttention):
+        is_square = layer.kdim == layer.vdim == layer.embed_dim
+        return (layer.embed_dim, layer.embed_dim) if is_square else None
+    parameters = list(layer.parameters())
+    if isinstance(layer, NORMS) and parameters:
         return 1, max(one.numel() for one in parameters)  # each gain has one input
     return None
 

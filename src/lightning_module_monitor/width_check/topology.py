@@ -39,16 +39,16 @@ class Topology:
     """Reads, while its hooks are on, what feeds each of the layers. What is detached counts as data.
 
     Args:
-        units: The layers, by name.
+        layers: The layers, by name.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.upstream: dict[str, Upstream | None] = {}
         """What feeds each layer that ran; ``None`` where the graph does not tell."""
         self._source: dict[Node, str] = {}
         self._hooks = HookSet()
-        for name, unit in units.items():
-            self._hooks.add(unit.register_forward_hook(self._reader(name), with_kwargs=True))
+        for name, layer in layers.items():
+            self._hooks.add(layer.register_forward_hook(self._reader(name), with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks off and let the graph go."""

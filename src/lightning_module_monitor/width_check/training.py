@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.random_states import unchanged_random_states
 from lightning_module_monitor.width_check.layers import LayerAtWidth, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
 from lightning_module_monitor.width_check.topology import Topology
@@ -40,13 +40,13 @@ class _ReadTopology(Callback):
     """Reads in the first step what feeds each layer."""
 
     def __init__(self) -> None:
-        self.units: dict[str, nn.Module] = {}
+        self.layers: dict[str, nn.Module] = {}
         self.topology: Topology | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self.topology is None:
-            self.units = find_units(pl_module)
-            self.topology = Topology(self.units)
+            self.layers = find_units(pl_module)
+            self.topology = Topology(self.layers)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         self.close()
@@ -74,7 +74,7 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         ConfigError: If the module is none, or its training ended early.
     """
     with ExitStack() as undo:
-        undo.enter_context(isolate_rng())
+        undo.enter_context(_unchanged_random_states())
         undo.enter_context(_quiet())
         for generator in _generators(data):
             undo.callback(generator.set_state, generator.get_state())
@@ -102,7 +102,14 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
             raise ConfigError(
                 f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: give more batches."
             )
-        return Training(monitor.last_record.values, describe(topology.units, trainer.optimizers, topology.topology.upstream))
+        return Training(monitor.last_record.values, describe(topology.layers, trainer.optimizers, topology.topology.upstream))
+
+
+@contextmanager
+def _unchanged_random_states() -> Iterator[None]:
+    """Of every device: which one the Trainer takes is its choice, and a seed is set on all."""
+    with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
 
 
 @contextmanager
