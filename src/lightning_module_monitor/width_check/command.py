@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not path.parent.is_dir():
                 raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
     make_module = _factory(config["model"], config["width_argument"])
-    data = _instance(LightningDataModule, config["data"], "data") if config.get("data") is not None else None
+    data = None if config.get("data") is None else _maker(LightningDataModule, config["data"], "data")()
     check = coordinate_check(make_module, data=data, **{name: config[name] for name in PASSED_ON if name in config})
     if arguments.table is not None:
         check.to_frame().to_csv(arguments.table, index=False)
@@ -109,15 +109,20 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
     if not isinstance(width_argument, str):
         raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
 
-    def make_module(width: int) -> LightningModule:
+    def maker(width: int) -> Callable[[], LightningModule]:
         init_args = {**(spec.get("init_args") or {}), width_argument: width}
-        return _instance(LightningModule, {**spec, "init_args": init_args}, "model")
+        return _maker(LightningModule, {**spec, "init_args": init_args}, "model")
 
-    return make_module
+    maker(1)  # what is wrong is said now, and not among the trainings
+    return lambda width: maker(width)()
 
 
-def _instance(base: type[T], spec: object, label: str) -> T:
-    """The object that class_path and init_args describe, as LightningCLI makes it."""
+def _maker(base: type[T], spec: object, label: str) -> Callable[[], T]:
+    """A function that makes the object that class_path and init_args describe, as LightningCLI does.
+
+    Raises:
+        ConfigError: If they describe none.
+    """
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{label}", type=base)
@@ -126,5 +131,11 @@ def _instance(base: type[T], spec: object, label: str) -> T:
     except jsonargparse.ArgumentError as error:
         message = " ".join(str(error).split()).removeprefix(f'Parser key "{label}": ')
         raise ConfigError(f"{label} is wrong: {message}") from error
-    instance: T = parser.instantiate_classes(parsed)[label]
-    return instance
+    # Called so before version 4.49.
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+
+    def make() -> T:
+        instance: T = instantiate(parsed)[label]
+        return instance
+
+    return make
