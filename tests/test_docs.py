@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.training import Classifier, loader
+from helpers.widths import WideMlp, gaussian_batches
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import STATISTICS, ModuleMonitorCallback
+from lightning_module_monitor.cli import COMMANDS
 from lightning_module_monitor.config import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +57,7 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
-    first, store, loop = snippets("python")
+    first, store, loop, width_check = snippets("python")
     exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
     exec(store, names)  # as above
@@ -67,6 +69,8 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     printed = capsys.readouterr().out
     assert "'activation/head/rms'" in printed
     assert "'parameter/head.weight/largest'" in printed
+    exec(width_check, {"MyModule": WideMlp, "batches": gaussian_batches()})  # as above
+    assert "Exponents of width against mup: widths 128, 256, 512; 4 seeds, 1 step" in capsys.readouterr().out
 
 
 def test_yaml_of_the_readme(tmp_path: Path) -> None:
@@ -116,6 +120,9 @@ def test_commands_of_the_documents(document: Path) -> None:
             extras = re.findall(r"\[(.*?)\]", command)[0].split(",")
             assert all(re.search(rf"^{extra} = \[", pyproject, re.MULTILINE) for extra in extras), command
             assert (ROOT / words[words.index("-c") + 1]).is_file()
+        elif words[0] == "lightning-module-monitor":
+            assert words[1] in [one.NAME for one in COMMANDS]
+            assert (ROOT / words[2]).is_file()  # tests/width_check/test_command.py runs it
         else:
             assert words == [".venv/bin/pre-commit", "install"], f"{command} is run by no test"
 

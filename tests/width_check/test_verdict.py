@@ -232,7 +232,7 @@ def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: s
         ("tolerance", 0, "tolerance is 0; expected a number > 0"),
         ("parametrization", "SP", "parametrization is 'SP'; .*; nearest: 'sp'"),
         ("trainer", ["cpu"], r"trainer is \['cpu'\]; expected options"),
-        ("trainer", {"presicion": 16}, "trainer has 'presicion', which is no option of the Trainer; nearest: 'precision'"),
+        ("trainer", {"precisions": 16}, "trainer has 'precisions', which is no option of the Trainer; nearest: 'precision'"),
         ("trainer", {"logger": True}, "trainer has 'logger', which the check sets itself; leave it out"),
         ("trainer", {"max_steps": 3}, "trainer has 'max_steps', which the check sets itself"),
     ],

@@ -46,7 +46,8 @@ def coordinate_check(
     A factor that a layer's output is multiplied by belongs to the layer only if it is applied inside of it, or to its input.
 
     Args:
-        make_module: Makes the LightningModule of a width. Called once for each training, under its seed.
+        make_module: Makes the LightningModule of a width. Called once for each training, under its seed, which is set again
+            before training: at every width a seed has the same batches.
         widths: At least two widths, increasing.
         data: A DataLoader, or what else ``Trainer.fit`` takes for training; a datamodule; ``None`` for the module's own
             ``train_dataloader``.

@@ -31,7 +31,7 @@ GROWTH: Mapping[Role, tuple[bool, bool]] = {
 """Whether fan-in and fan-out grow, by role."""
 
 LINEAR = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag)
-NORMS = (nn.LayerNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm) + ((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ())
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
 
 ENTRYWISE = (Adam, AdamW, Adamax, NAdam, Adagrad, RMSprop)
 """Optimizers whose first update has entries of the size of the learning rate, whatever the size of the gradient."""

@@ -131,7 +131,7 @@ class WidthCheck:
         rows = [row for row in self.rows if math.isfinite(row.exponent)]
         colors = {module: f"C{number % 10}" for number, module in enumerate(sorted({row.module for row in rows}))}
         terms = [term for term in self.settings.terms if any(row.term == term for row in rows)]
-        all_axes = into.subplots(1, max(len(terms), 1), squeeze=False)[0]
+        all_axes = into.subplots(1, max(len(terms), 1), squeeze=False, sharey=True)[0]
         for axes, term in zip(all_axes, terms, strict=False):
             for row in rows:
                 if row.term == term:
@@ -139,7 +139,7 @@ class WidthCheck:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(self.settings.widths, [str(width) for width in self.settings.widths])
-            axes.minorticks_off()
+            axes.set_xticks([], minor=True)
             axes.set_xlabel("width")
             axes.set_title(term.replace("_", " "), loc="left", fontweight="bold")
             axes.legend(fontsize=8, frameon=False)

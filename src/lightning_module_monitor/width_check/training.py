@@ -64,7 +64,7 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         make_module: Makes the module of a width; called under the seed.
         data: What ``Trainer.fit`` takes; ``None`` for the module's own ``train_dataloader``.
         width: The width.
-        seed: Seed of every generator.
+        seed: Seed of every generator, for making the module and again for training it.
         settings: How long, and with what Trainer.
 
     Returns:
@@ -79,12 +79,12 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         for generator in _generators(data):
             undo.callback(generator.set_state, generator.get_state())
         folder = undo.enter_context(tempfile.TemporaryDirectory())
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        _seed(seed)
         module = make_module(width)
         if not isinstance(module, LightningModule):
             raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+        # Again, as networks of different widths draw differently often: the order of the batches is the same at every width.
+        _seed(seed)
         # The user's callbacks write files and wait for metrics of a validation that is not run.
         module.configure_callbacks = list  # type: ignore[method-assign]
         steps = settings.steps
@@ -103,6 +103,12 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
                 f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: give more batches."
             )
         return Training(monitor.last_record.values, describe(topology.layers, trainer.optimizers, topology.topology.upstream))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @contextmanager
