@@ -95,7 +95,12 @@ class WidthCheck:
             return
         has_notes = any(row.note for row in self.rows)
         columns = COLUMNS if has_notes else COLUMNS[:-1]
-        grid = table.Table(*columns, title=self.title, title_justify="left", box=box.HORIZONTALS, show_edge=False, pad_edge=False)
+        # As little around the columns as lets them fit into 80 characters.
+        grid = table.Table(
+            title=self.title, title_justify="left", box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True
+        )
+        for column in columns:
+            grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
         for row in self.rows:
             grid.add_row(*_cells(row)[: len(columns)], style=STYLES[row.verdict] if row.is_offending else None)
         console.Console().print(grid, "", self.summary, sep="\n", markup=False, highlight=False)
