@@ -96,14 +96,16 @@ class WidthCheck:
         has_notes = any(row.note for row in self.rows)
         columns = COLUMNS if has_notes else COLUMNS[:-1]
         # As little around the columns as lets them fit into 80 characters.
-        grid = table.Table(
-            title=self.title, title_justify="left", box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True
-        )
+        grid = table.Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
         for column in columns:
             grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
         for row in self.rows:
             grid.add_row(*_cells(row)[: len(columns)], style=STYLES[row.verdict] if row.is_offending else None)
-        console.Console().print(grid, "", self.summary, sep="\n", markup=False, highlight=False)
+        out = console.Console(highlight=False, markup=False)
+        # Lines are not wrapped, whatever the terminal's width; the table is.
+        out.print(self.title, "", sep="\n", soft_wrap=True)
+        out.print(grid)
+        out.print("", self.summary, sep="\n", soft_wrap=True)
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a pandas frame.
