@@ -10,13 +10,16 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench dev clean
+.PHONY: help demo rcc test check bench dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
 
 demo: $(VENV)/examples.stamp ## train a small network on the digits data set and show what was monitored
 	$(PY) examples/digits.py fit --config configs/digits.yaml
+
+rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its width: the standard parametrization against muP
+	$(PY) examples/coordinate_check.py
 
 test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.training import Classifier, loader, trainer
+from helpers.widths import WideMlp, gaussian_batches
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -19,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-import lightning_module_monitor
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.cli import COMMANDS
 from lightning_module_monitor.config import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +67,8 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
-    first, store, loop, raw = map(snippet, ("ModuleMonitorCallback()", "load_store(trainer", "ModuleMonitor(rules=", "with track("))
+    wanted = ("ModuleMonitorCallback()", "load_store(trainer", "ModuleMonitor(rules=", "with track(", "coordinate_check(")
+    first, store, loop, raw, width_check = map(snippet, wanted)
     exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
     exec(store, names)  # as above
@@ -80,6 +82,8 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "'parameter/head.weight/largest'" in printed
     exec(raw, names)  # as above
     assert capsys.readouterr().out == "head False torch.Size([4, 3])\nhead True torch.Size([4, 3])\n"
+    exec(width_check, {"MyModule": WideMlp, "batches": gaussian_batches()})  # as above
+    assert "Exponents of width against mup: widths 128, 256, 512; 4 seeds, 1 step" in capsys.readouterr().out
 
 
 MIGRATION = (ROOT / "docs" / "migration.md").read_text()
@@ -91,10 +95,6 @@ def test_python_of_the_migration_page(
 ) -> None:
     """Each block runs by itself, and leaves what it is about."""
     block = snippets("python", MIGRATION)[number]
-    imports = re.findall(r"from lightning_module_monitor import (.+)", block)
-    missing = [name for line in imports for name in line.split(", ") if not hasattr(lightning_module_monitor, name)]
-    if missing:
-        pytest.skip(f"{missing[0]} is not there yet")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(6, 3))
@@ -215,6 +215,9 @@ def test_commands_of_the_documents(document: Path) -> None:
             extras = re.findall(r"\[(.*?)\]", command)[0].split(",")
             assert all(re.search(rf"^{extra} = \[", pyproject, re.MULTILINE) for extra in extras), command
             assert (ROOT / words[words.index("-c") + 1]).is_file()
+        elif words[0] == "lightning-module-monitor":
+            assert words[1] in [one.NAME for one in COMMANDS]
+            assert (ROOT / words[2]).is_file()  # tests/width_check/test_command.py runs it
         else:
             assert words == [".venv/bin/pre-commit", "install"], f"{command} is run by no test"
 

@@ -180,6 +180,30 @@ def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
         assert clipped == pytest.approx(min(unclipped, 1.0), rel=1e-4)
 
 
+def test_coordinate_check_tells_sp_from_mup(tmp_path: Path) -> None:
+    """SP's second layer and head grow with the width, muP's network is sound; the picture is there."""
+    printed = run_example("coordinate_check.py", "--output check/curves.png", tmp_path)
+    standard, maximal = printed.split("mup: Adam, learning rates by layer")
+    assert "offending: head, second" in standard
+    # The README shows these rows; their second decimal may differ from machine to machine.
+    shown, rows = (
+        [(*line.split()[:3], line.split()[-1]) for line in text.splitlines() if line.startswith(("first ", "second ", "head "))]
+        for text in ((ROOT / "README.md").read_text(), standard)
+    )
+    assert shown == rows
+    assert re.search(r"^second +hidden +effective_update +\+(0\.[89]|1\.[01]).* grows *$", standard, re.MULTILINE)
+    assert "no offending module" in maximal
+    assert not re.search(" (grows|vanishes|nonfinite) *$", maximal, re.MULTILINE)
+    assert "curves: check/curves.png" in printed
+    assert (tmp_path / "check" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_make_rcc_is_this_example() -> None:
+    """What ``make rcc`` runs is what is tested here."""
+    done = subprocess.run(["make", "--dry-run", "rcc"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "examples/coordinate_check.py" in done.stdout
+
+
 def test_plot_store_puts_values_in_their_places() -> None:
     """A matrix has a row for each site, a column for each step, and NaN where a site has no value."""
     sites, steps, values = load_example("plot_store").as_matrix({"b": {0: 1.0, 10: 2.0}, "a": {10: 3.0, 5: 4.0}})

@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "ratio of an activation": (rule(statistics="ratio"), ("rules[0].statistics 'ratio'", "'activation'", "expected kinds update")),
     "ratio of one of two kinds": (
         rule(kinds=["update", "gradient"], statistics="ratio"),
-        ("'ratio'", "'gradient'", "expected kinds update"),
+        ("'ratio'", "'gradient'", "expected kinds activation_difference, parameter_difference, update"),
     ),
     "sites match no module": (rule(sites="modle.0"), ("rules[0].sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",)),
     "sites match no parameter": (

@@ -14,6 +14,8 @@ from lightning_module_monitor.standalone.gradient_gain import GradientGainMonito
 from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
 from lightning_module_monitor.standalone.watcher import TorchWatcher
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from lightning_module_monitor.width_check.check import coordinate_check
+from lightning_module_monitor.width_check.report import WidthCheck
 
 __all__ = [
     "STATISTICS",
@@ -33,6 +35,8 @@ __all__ = [
     "StorageManager",
     "TorchWatcher",
     "Tracker",
+    "WidthCheck",
+    "coordinate_check",
     "load_store",
     "monitor_scaled_dot_product_attention",
     "track",

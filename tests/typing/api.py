@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import pandas as pd
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_module_monitor import (
@@ -28,6 +30,8 @@ from lightning_module_monitor import (
     Statistic,
     TorchWatcher,
     Tracker,
+    WidthCheck,
+    coordinate_check,
     load_store,
     monitor_scaled_dot_product_attention,
     track,
@@ -147,3 +151,24 @@ class Own(nn.Module, MonitorMixin):
         if self.is_monitoring and monitor is not None:
             monitor.log_tensor("own/fc/half", x / 2)
         return x
+
+
+def widths(make_module: Callable[[int], LightningModule], batches: DataLoader[Tensor]) -> pd.DataFrame:
+    """The width check."""
+    check: WidthCheck = coordinate_check(
+        make_module,
+        [128, 256],
+        batches,
+        seeds=[1, 2],
+        steps=2,
+        parametrization={"head": 0.0, ".*": {"effective_update": None}},
+        terms="effective_update",
+        confidence=0.9,
+        tolerance=0.1,
+        trainer={"precision": "bf16-mixed"},
+        quiet=True,
+    )
+    wrong = coordinate_check(make_module, [128, 256], parametrization="mupp")  # type: ignore[arg-type]
+    exponents: list[float] = [row.exponent for row in check if row.is_offending]
+    check.figure().savefig("check.png")
+    return check.to_frame() if exponents else wrong.to_frame()

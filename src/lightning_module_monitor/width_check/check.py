@@ -1,0 +1,149 @@
+"""The width check itself: trainings at several widths and seeds, and what they say together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
+from lightning_module_monitor.width_check.layers import over_widths
+from lightning_module_monitor.width_check.report import WidthCheck
+from lightning_module_monitor.width_check.settings import DEFAULT_TERMS, Settings
+from lightning_module_monitor.width_check.training import Data, Training, train
+from lightning_module_monitor.width_check.verdict import Row, judge
+
+Trainings = dict[tuple[int, int], Training]
+"""Training by width and seed."""
+
+
+def coordinate_check(
+    make_module: Callable[[int], LightningModule],
+    widths: Sequence[int],
+    data: Data = None,
+    *,
+    seeds: int | Sequence[int] = 4,
+    steps: int = 1,
+    parametrization: Parametrization = "mup",
+    terms: str | Sequence[str] = DEFAULT_TERMS,
+    confidence: float = 0.95,
+    tolerance: float = 0.25,
+    trainer: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> WidthCheck:
+    """Check how what a layer does depends on the width of the network.
+
+    The module is trained at every width and seed for a few steps, with the reference at its initialization. For every layer the
+    effective update (what the change of its weights does to its output) and the propagating update (what the change of its input does) are
+    taken as root mean squares after the last of these steps, and their exponents of width are fitted by least squares over all widths and
+    seeds. Random states and the loader's generators are afterwards what they were before; no logger, store or checkpoint is written, and
+    callbacks that the module configures are left out.
+
+    A factor that a layer's output is multiplied by belongs to the layer only if it is applied inside of it, or to its input.
+
+    Args:
+        make_module: Makes the LightningModule of a width. Called once for each training, under its seed, which is set again
+            before training: at every width a seed has the same batches.
+        widths: At least two widths, increasing.
+        data: A DataLoader, or what else ``Trainer.fit`` takes for training; a datamodule; ``None`` for the module's own
+            ``train_dataloader``.
+        seeds: Number of seeds (0, 1, ...), or the seeds.
+        steps: Number of optimizer steps before the measurement. Exponents of ``sp`` and ``ntp`` are those of the first.
+        parametrization: What the exponents are compared with. ``mup``: all 0, what is sound. ``sp``, ``ntp``: what the standard and
+            the neural tangent parametrization give with the optimizer and learning rates found. Or exponents of your own: by pattern
+            (``re.fullmatch``) of module names a number for all terms, or numbers by term; ``None`` leaves open.
+        terms: Of ``effective_update``, ``propagating_update``, ``effective_alignment``, ``propagating_alignment``.
+        confidence: Of the intervals, between 0 and 1.
+        tolerance: How far from what is expected an exponent may be. Parametrizations differ by 1/2.
+        trainer: Further options of the Trainer, e.g. ``{"precision": "bf16-mixed"}``.
+        quiet: Neither progress bar nor printed table.
+
+    Returns:
+        A row for every term of every layer: exponent, interval, expected exponent, verdict; the offending ones first.
+
+    Raises:
+        ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
+
+    References:
+        Haas and others, "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025, arXiv 2505.22491.
+
+    Example::
+
+        check = coordinate_check(lambda width: MyModule(width), [128, 256, 512, 1024], train_loader)
+        assert check.is_sound, check
+    """
+    settings = Settings.parse(
+        widths=widths,
+        seeds=seeds,
+        steps=steps,
+        parametrization=parametrization,
+        terms=terms,
+        confidence=confidence,
+        tolerance=tolerance,
+        trainer=trainer,
+    )
+    if not callable(make_module):
+        raise ConfigError(f"make_module is {make_module!r}; expected a function from a width to a LightningModule.")
+    if isinstance(data, Iterator):
+        kind = type(data).__name__
+        raise ConfigError(f"data is a {kind}, which can be read once; expected what every training can read, e.g. a DataLoader.")
+
+    trainings: Trainings = {}
+    with Tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
+        for seed in settings.seeds:  # all widths first, so that networks that cannot be compared are found soon
+            for width in settings.widths:
+                bar.set_postfix_str(f"width {width}, seed {seed}")
+                trainings[width, seed] = train(make_module, data, width, seed, settings)
+                _check_comparable(trainings, (width, seed))
+                if isinstance(settings.parametrization, Mapping):
+                    own_exponents(settings.parametrization, trainings[width, seed].layers)  # a wrong name is said after one training
+                bar.update()
+    check = WidthCheck(_rows(trainings, settings), settings)
+    if not quiet:
+        check.show()
+    return check
+
+
+def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
+    """A row for every layer and term that was measured."""
+    widths, seeds = settings.widths, settings.seeds
+    first = trainings[widths[0], seeds[0]]
+    layers = {name: over_widths(widths, [trainings[width, seeds[0]].layers[name] for width in widths]) for name in first.layers}
+    if all(layer.role == "fixed" for layer in layers.values()):
+        raise ConfigError(f"Every layer has the same shape at widths {widths[0]} and {widths[-1]}; expected make_module to use the width.")
+    expected = expected_exponents(settings.parametrization, layers, settings.steps)
+    rows = []
+    for name, layer in layers.items():
+        for term in settings.terms:
+            key = TERMS[term].format(name)
+            if key in first.values:  # an embedding has no propagating update, and what does not change at all no alignment
+                values = np.array([[trainings[width, seed].values.get(key, 0.0) for seed in seeds] for width in widths])
+                rows.append(judge(name, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
+    return rows
+
+
+def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
+    """Check that the networks differ in nothing but their width.
+
+    Raises:
+        ConfigError: If not; names the first layer that is there at one width only.
+    """
+    run = next(iter(trainings))
+    for one, other in ((run, latest), (latest, run)):
+        for what, names, others in (
+            ("layer", trainings[one].layers, trainings[other].layers),
+            ("value", _updates(trainings[one]), _updates(trainings[other])),
+        ):
+            only_here = [name for name in names if name not in others]
+            if only_here:
+                where = f"is there at width {one[0]} and not at width {other[0]}"
+                raise ConfigError(f"The {what} {only_here[0]!r} {where}; expected networks of the same layers.")
+
+
+def _updates(training: Training) -> list[str]:
+    """The keys of the updates, which are there where a layer has run; alignments are missing where nothing has changed."""
+    return [TERMS[term].format(name) for name in training.layers for term in DEFAULT_TERMS if TERMS[term].format(name) in training.values]

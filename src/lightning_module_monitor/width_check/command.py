@@ -1,0 +1,141 @@
+"""The command ``coordinate-check``: a width check that is configured in YAML."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.width_check.check import coordinate_check
+
+T = TypeVar("T")
+
+NAME = "coordinate-check"
+HELP = "train a model at several widths, and say which of its layers depend on the width as they should not"
+EPILOG = """\
+example:
+  lightning-module-monitor coordinate-check check.yaml --figure check.png
+
+  with check.yaml:
+    model:
+      class_path: my_project.MyModule     # a LightningModule
+      init_args: {depth: 3}
+    width_argument: width                 # which of its init_args is the width
+    widths: [128, 256, 512, 1024]
+    data:                                 # a LightningDataModule; left out: the module's own train_dataloader
+      class_path: my_project.MyData
+    seeds: 4                              # default: 4
+    steps: 1                              # default: 1
+    parametrization: mup                  # or sp, ntp, or exponents by pattern; default: mup
+  and, as in Python: terms, confidence, tolerance, trainer (options of the Trainer)
+
+exit status:
+  0  no module offends
+  1  some module does
+  2  the command, or CONFIG, is wrong
+  3  a training failed
+"""
+
+OWN_KEYS = ("model", "width_argument", "data")
+PASSED_ON = ("widths", "seeds", "steps", "parametrization", "terms", "confidence", "tolerance", "trainer")
+REQUIRED = ("model", "width_argument", "widths")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="path of a YAML file, as below")
+    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw the curves into this file (needs matplotlib)")
+    parser.add_argument("--table", type=Path, metavar="PATH", help="write the table into this CSV file (needs pandas)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The parsed arguments.
+
+    Returns:
+        Exit status: 0 if no module offends, else 1.
+
+    Raises:
+        ConfigError: If CONFIG is wrong.
+        ImportError: If an extra is not installed.
+    """
+    config = _read(arguments.config)
+    for path, module, extra in ((arguments.figure, "matplotlib", "plot"), (arguments.table, "pandas", "pandas")):
+        if path is not None:
+            require(module, extra)
+            if not path.parent.is_dir():
+                raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
+    make_module = _factory(config["model"], config["width_argument"])
+    data = None if config.get("data") is None else _maker(LightningDataModule, config["data"], "data")()
+    check = coordinate_check(make_module, data=data, **{name: config[name] for name in PASSED_ON if name in config})
+    if arguments.table is not None:
+        check.to_frame().to_csv(arguments.table, index=False)
+    if arguments.figure is not None:
+        check.figure().savefig(arguments.figure, dpi=110)
+    return 0 if check.is_sound else 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"CONFIG {str(path)!r} cannot be read ({error}).") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"CONFIG {str(path)!r} is no YAML ({' '.join(str(error).split())}).") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"CONFIG {str(path)!r} holds {config!r}; expected keys {', '.join(REQUIRED)}, ...")
+    known = (*OWN_KEYS, *PASSED_ON)
+    for name in config:
+        if name not in known:
+            raise ConfigError(f"CONFIG has the key {name!r}; expected some of {', '.join(known)}{nearest(str(name), known)}")
+    for name in REQUIRED:
+        if name not in config:
+            raise ConfigError(f"CONFIG has no {name!r}; expected at least {', '.join(REQUIRED)}.")
+    return config
+
+
+def _factory(model: object, width_argument: object) -> Callable[[int], LightningModule]:
+    """A function from a width to the module that the configuration describes."""
+    spec: object = {"class_path": model} if isinstance(model, str) else model
+    if not isinstance(spec, Mapping) or "class_path" not in spec:
+        raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")
+    if not isinstance(width_argument, str):
+        raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
+
+    def maker(width: int) -> Callable[[], LightningModule]:
+        init_args = {**(spec.get("init_args") or {}), width_argument: width}
+        return _maker(LightningModule, {**spec, "init_args": init_args}, "model")
+
+    maker(1)  # what is wrong is said now, and not among the trainings
+    return lambda width: maker(width)()
+
+
+def _maker(base: type[T], spec: object, label: str) -> Callable[[], T]:
+    """A function that makes the object that class_path and init_args describe, as LightningCLI does.
+
+    Raises:
+        ConfigError: If they describe none.
+    """
+    jsonargparse = require("jsonargparse", "cli")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{label}", type=base)
+    try:
+        parsed = parser.parse_object({label: spec})
+    except jsonargparse.ArgumentError as error:
+        message = " ".join(str(error).split()).removeprefix(f'Parser key "{label}": ')
+        raise ConfigError(f"{label} is wrong: {message}") from error
+    # Called so before version 4.49.
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+
+    def make() -> T:
+        instance: T = instantiate(parsed)[label]
+        return instance
+
+    return make

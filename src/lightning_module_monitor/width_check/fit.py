@@ -1,0 +1,81 @@
+"""The exponent of a power law, with its confidence interval."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+class PowerLaw(NamedTuple):
+    """The exponent ``a`` of ``value = c * width ** a``, and the interval in which it lies with the confidence that was asked for."""
+
+    exponent: float
+    lower: float
+    upper: float
+
+
+def fit_power_law(widths: ArrayLike, values: ArrayLike, confidence: float = 0.95) -> PowerLaw:
+    r"""Least squares of :math:`\ln v = \ln c + a \ln n` over all points.
+
+    With :math:`s^2 = \sum r^2 / (N - 2)` of the residuals :math:`r`, the interval is
+    :math:`a \pm t_{N - 2} \, s / \sqrt{\sum (\ln n - \overline{\ln n})^2}`, with Student's :math:`t`. The residuals hold the scatter
+    of the seeds and the curvature of what is no power law alike.
+
+    Args:
+        widths: Widths n, shape ``(points,)``, at least two that differ.
+        values: Values v, shape ``(points,)``, finite and greater than 0.
+        confidence: Probability of the interval, between 0 and 1.
+
+    Returns:
+        Exponent and interval, dimensionless; the interval is infinite where there are two points, whose line fits exactly.
+    """
+    x, y = np.log(np.asarray(widths, dtype=np.float64)), np.log(np.asarray(values, dtype=np.float64))
+    x_from_mean = x - x.mean()
+    spread = float(x_from_mean @ x_from_mean)
+    exponent = float(x_from_mean @ y) / spread
+    if len(x) == 2:
+        return PowerLaw(exponent, -math.inf, math.inf)
+    residuals = y - y.mean() - exponent * x_from_mean
+    standard_error = math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
+    half_width = student_t(confidence, len(x) - 2) * standard_error
+    return PowerLaw(exponent, exponent - half_width, exponent + half_width)
+
+
+def student_t(confidence: float, degrees_of_freedom: int) -> float:
+    """The t within which (in magnitude) a Student-distributed value lies with a probability; SciPy's ``t.ppf((1 + p) / 2, dof)``.
+
+    SciPy is no dependency of this package, and for whole degrees of freedom the probability is a finite sum.
+
+    Args:
+        confidence: The probability, between 0 and 1.
+        degrees_of_freedom: At least 1.
+
+    Returns:
+        The quantile, dimensionless.
+
+    References:
+        Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+
+    Example:
+        >>> round(student_t(0.95, 14), 6)  # of every table of the distribution: 2.145
+        2.144787
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):  # halves the angle's interval to the last bit of a float64
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_within(middle, degrees_of_freedom) < confidence else (low, middle)
+    return math.sqrt(degrees_of_freedom) * math.tan((low + high) / 2)
+
+
+def _probability_within(angle: float, degrees_of_freedom: int) -> float:
+    """The probability of magnitudes up to ``sqrt(degrees_of_freedom) * tan(angle)``."""
+    is_odd = degrees_of_freedom % 2 == 1
+    term = math.cos(angle) if is_odd else 1.0
+    total = term if degrees_of_freedom > 1 else 0.0
+    for power in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+        total += term
+    return (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total

@@ -1,0 +1,195 @@
+"""What a layer is to a network that is made wider: its role, and how it is trained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
+
+from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.probes.coordinate_check import units
+from lightning_module_monitor.width_check.topology import Upstream
+
+Role = Literal["input", "hidden", "output", "fixed", "unknown"]
+"""``input``: only the fan-out grows with the width (embeddings, biases and gains of norms too); ``hidden``: fan-in and fan-out;
+``output``: only the fan-in; ``fixed``: neither; ``unknown``: not to be told from the shapes."""
+
+GROWTH: Mapping[Role, tuple[bool, bool]] = {
+    "input": (False, True),
+    "hidden": (True, True),
+    "output": (True, False),
+    "fixed": (False, False),
+}
+"""Whether fan-in and fan-out grow, by role."""
+
+LINEAR = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
+
+ENTRYWISE = (Adam, AdamW, Adamax, NAdam, Adagrad, RMSprop)
+"""Optimizers whose first update has entries of the size of the learning rate, whatever the size of the gradient."""
+
+
+@dataclass(frozen=True)
+class LayerAtWidth:
+    """A module that owns weights, in the network of one width, after it was trained."""
+
+    fans: tuple[int, int] | None
+    """Fan-in and fan-out; ``None`` where the module's type does not tell them."""
+    matrix_rates: tuple[float, ...]
+    """Learning rates of its trained parameters of two dimensions and more."""
+    vector_rates: tuple[float, ...]
+    """Learning rates of its other trained parameters."""
+    optimizer: Literal["sgd", "entrywise"] | None
+    """How an update depends on the gradient; ``None`` where the optimizer is another one."""
+    has_weight_decay: bool
+    is_shared: bool
+    """Whether it shares a parameter with another layer."""
+    is_linear: bool
+    upstream: Upstream | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that owns weights, as it is over all widths."""
+
+    role: Role
+    matrix_rate: float | None
+    """Exponent of width of its matrices' learning rate, ``-inf`` where none is trained, ``None`` where it is no power of the width."""
+    vector_rate: float | None
+    """The same of its vectors."""
+    optimizer: Literal["sgd", "entrywise"] | None
+    has_weight_decay: bool
+    is_shared: bool
+    is_linear: bool
+    upstream: Upstream | None
+    """What feeds it; ``None`` where that could not be seen."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters is in an optimizer."""
+        return not (self.matrix_rate == self.vector_rate == -math.inf)
+
+
+def find_units(root: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a network: what the refined coordinate check checks, by the names that its keys have."""
+    checked = units(root)
+    return {site.name: site.module for site in Namer().module_sites(root) if site.module in checked}
+
+
+def describe(
+    layers: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], upstream: Mapping[str, Upstream | None]
+) -> dict[str, LayerAtWidth]:
+    """Describe the layers of one network.
+
+    Args:
+        layers: Its layers, by name.
+        optimizers: The optimizers that train it. The learning rate is that before any schedule (``initial_lr``).
+        upstream: What feeds each of the modules.
+
+    Returns:
+        Description by name.
+    """
+    groups = {id(one): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    parameters = {name: _own_parameters(layer, set(layers.values())) for name, layer in layers.items()}
+    num_owners = Counter(id(one) for own in parameters.values() for one in own)
+    described = {}
+    for name, layer in layers.items():
+        trained = [one for one in parameters[name] if one.requires_grad and id(one) in groups]
+        rates = [(one.ndim, float(groups[id(one)][1].get("initial_lr", groups[id(one)][1]["lr"]))) for one in trained]
+        families = {_family(groups[id(one)][0]) for one in trained}
+        described[name] = LayerAtWidth(
+            fans=_fans(layer),
+            matrix_rates=tuple(rate for ndim, rate in rates if ndim >= 2),
+            vector_rates=tuple(rate for ndim, rate in rates if ndim < 2),
+            optimizer=families.pop() if len(families) == 1 else None,
+            has_weight_decay=any(groups[id(one)][1].get("weight_decay", 0) for one in trained),
+            is_shared=any(num_owners[id(one)] > 1 for one in parameters[name]),
+            is_linear=isinstance(layer, LINEAR),
+            upstream=upstream.get(name),
+        )
+    return described
+
+
+def over_widths(widths: Sequence[int], layers: Sequence[LayerAtWidth]) -> Layer:
+    """What one layer is, from its descriptions at several widths (increasing)."""
+    fans = [layer.fans for layer in layers if layer.fans is not None]
+    role: Role = "unknown"
+    if len(fans) == len(layers):
+        fan_in_grows, fan_out_grows = (_grows(widths, sizes) for sizes in zip(*fans, strict=True))
+        if fan_in_grows is not None and fan_out_grows is not None:
+            (role,) = (one for one, growth in GROWTH.items() if growth == (fan_in_grows, fan_out_grows))
+    first = layers[0]
+    return Layer(
+        role=role,
+        matrix_rate=_rate_exponent(widths, [layer.matrix_rates for layer in layers]),
+        vector_rate=_rate_exponent(widths, [layer.vector_rates for layer in layers]),
+        optimizer=first.optimizer if len({layer.optimizer for layer in layers}) == 1 else None,
+        has_weight_decay=any(layer.has_weight_decay for layer in layers),
+        is_shared=any(layer.is_shared for layer in layers),
+        is_linear=first.is_linear,
+        upstream=first.upstream if len({layer.upstream for layer in layers}) == 1 else None,
+    )
+
+
+def _own_parameters(layer: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
+    """Those of the layer and of its parts, but where its parts are layers of their own."""
+    has_layers = any(part in layers for part in layer.modules() if part is not layer)
+    return list(layer.parameters(recurse=not has_layers))
+
+
+def _fans(layer: nn.Module) -> tuple[int, int] | None:
+    """How many inputs an output sums, and how many outputs there are."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    if isinstance(layer, _ConvNd):
+        return layer.in_channels // layer.groups, layer.out_channels
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return 1, layer.embedding_dim  # a look-up sums nothing
+    if isinstance(layer, nn.MultiheadAttention):
+        is_square = layer.kdim == layer.vdim == layer.embed_dim
+        return (layer.embed_dim, layer.embed_dim) if is_square else None
+    parameters = list(layer.parameters())
+    if isinstance(layer, NORMS) and parameters:
+        return 1, max(one.numel() for one in parameters)  # each gain has one input
+    return None
+
+
+def _family(optimizer: Optimizer) -> Literal["sgd", "entrywise"] | None:
+    # By class and not by inheritance: a subclass of the user's may do anything.
+    if type(optimizer) is SGD:
+        return "sgd"
+    return "entrywise" if type(optimizer) in ENTRYWISE else None
+
+
+def _grows(widths: Sequence[int], sizes: Sequence[int]) -> bool | None:
+    """Whether a size grows like the width; ``None`` where it grows otherwise."""
+    if len(set(sizes)) == 1:
+        return False
+    if list(sizes) != sorted(sizes) or min(sizes) <= 0:
+        return None
+    # With something constant beside the width (a concatenated input) the exponent is near 1, and not 1.
+    return True if 0.75 <= _slope(widths, sizes) <= 1.25 else None
+
+
+def _rate_exponent(widths: Sequence[int], rates: Sequence[Sequence[float]]) -> float | None:
+    """Exponent of a learning rate, ``-inf`` if there is none, ``None`` if it is no power of the width."""
+    if not any(rates):
+        return -math.inf
+    if any(len(set(one)) != 1 or one[0] <= 0 for one in rates):
+        return None
+    by_width = [one[0] for one in rates]
+    exponent = _slope(widths, by_width)
+    law = [by_width[0] * (width / widths[0]) ** exponent for width in widths]
+    return exponent if all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(by_width, law, strict=True)) else None
+
+
+def _slope(widths: Sequence[int], values: Sequence[float]) -> float:
+    return math.log(values[-1] / values[0]) / math.log(widths[-1] / widths[0])

@@ -1,0 +1,184 @@
+"""What a width check found: as a table, as a frame, as a picture."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_module_monitor.errors import require
+from lightning_module_monitor.width_check.settings import Settings
+from lightning_module_monitor.width_check.verdict import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, FigureBase
+
+COLUMNS = ("module", "role", "term", "exponent", "interval", "expected", "verdict", "note")
+STYLES = {"nonfinite": "bold red", "grows": "bold red", "vanishes": "bold red", "unclear": "yellow", "ok": "green"}
+
+
+class WidthCheck:
+    """The result of :func:`~lightning_module_monitor.coordinate_check`: a row for every term of every module.
+
+    ``print(check)`` gives the table. Iterating gives the rows, those that offend first.
+
+    Attributes:
+        rows: The rows: first the offending ones, the farthest from what was expected foremost, then the others in the model's order.
+        settings: The options of the check: ``widths``, ``seeds``, ``steps``, ``parametrization``, ...
+    """
+
+    def __init__(self, rows: Sequence[Row], settings: Settings) -> None:
+        self.rows = tuple(sorted(rows, key=_urgency))
+        self.settings = settings
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: tuple[str, str]) -> Row:
+        """The row of a module and term.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        for row in self.rows:
+            if (row.module, row.term) == key:
+                return row
+        raise KeyError(key)
+
+    @property
+    def offending(self) -> tuple[str, ...]:
+        """The modules with a verdict against them, the worst first."""
+        return tuple(dict.fromkeys(row.module for row in self.rows if row.is_offending))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no verdict is against any module. Rows that are ``unclear`` do not count."""
+        return not self.offending
+
+    @property
+    def title(self) -> str:
+        """What was done, in a line."""
+        wish = self.settings.parametrization
+        against = wish if isinstance(wish, str) else "exponents of your own"
+        runs = f"{_count(len(self.settings.seeds), 'seed')}, {_count(self.settings.steps, 'step')}"
+        return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
+
+    @property
+    def summary(self) -> str:
+        """What was found, in a line."""
+        unclear = sum(row.verdict == "unclear" for row in self.rows)
+        rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
+        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        cells = [COLUMNS, *(_cells(row) for row in self.rows)]
+        sizes = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
+        return "\n".join([self.title, "", *lines, "", self.summary])
+
+    def show(self) -> None:
+        """Print the table: in colours where rich is installed, else as plain text."""
+        try:
+            console, table = importlib.import_module("rich.console"), importlib.import_module("rich.table")
+            box = importlib.import_module("rich.box")
+        except ImportError:
+            print(self)
+            return
+        has_notes = any(row.note for row in self.rows)
+        columns = COLUMNS if has_notes else COLUMNS[:-1]
+        # As little around the columns as lets them fit into 80 characters.
+        grid = table.Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
+        for column in columns:
+            grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
+        for row in self.rows:
+            grid.add_row(*_cells(row)[: len(columns)], style=STYLES[row.verdict] if row.is_offending else None)
+        out = console.Console(highlight=False, markup=False)
+        # Lines are not wrapped, whatever the terminal's width; the table is.
+        out.print(self.title, "", sep="\n", soft_wrap=True)
+        out.print(grid)
+        out.print("", self.summary, sep="\n", soft_wrap=True)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows as a pandas frame.
+
+        Returns:
+            Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where it is not known.
+
+        Raises:
+            ImportError: Without pandas; says how to install it.
+        """
+        names = ("module", "role", "term", "exponent", "lower", "upper", "expected", "verdict", "note")
+        frame: pd.DataFrame = require("pandas", "pandas").DataFrame(
+            [[getattr(row, name) for name in names] for row in self.rows], columns=names
+        )
+        return frame.astype({"expected": float})
+
+    def figure(self) -> Figure:
+        """The curves: a panel for every term, a line for every module.
+
+        Raises:
+            ImportError: Without matplotlib; says how to install it.
+        """
+        figure: Figure = require("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
+        self.draw(figure)
+        figure.suptitle(self.title, fontsize=10)
+        return figure
+
+    def draw(self, into: FigureBase) -> None:
+        """Draw the curves into a figure or subfigure."""
+        rows = [row for row in self.rows if math.isfinite(row.exponent)]
+        colors = {module: f"C{number % 10}" for number, module in enumerate(sorted({row.module for row in rows}))}
+        terms = [term for term in self.settings.terms if any(row.term == term for row in rows)]
+        all_axes = into.subplots(1, max(len(terms), 1), squeeze=False, sharey=True)[0]
+        for axes, term in zip(all_axes, terms, strict=False):
+            for row in rows:
+                if row.term == term:
+                    _draw(axes, row, self.settings.widths, colors[row.module])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(self.settings.widths, [str(width) for width in self.settings.widths])
+            axes.set_xticks([], minor=True)
+            axes.set_xlabel("width")
+            axes.set_title(term.replace("_", " "), loc="left", fontweight="bold")
+            axes.legend(fontsize=8, frameon=False)
+
+
+def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
+    """The seeds as points, their geometric mean as a line, dashed where the verdict is against the module."""
+    values = np.where((row.values > 0) & np.isfinite(row.values), row.values, np.nan)
+    for of_seed in values.T:
+        axes.plot(widths, of_seed, ".", color=color, alpha=0.4)
+    known = [[math.log(value) for value in of_width if value > 0] for of_width in values]
+    means = [math.exp(sum(of_width) / len(of_width)) if of_width else math.nan for of_width in known]
+    axes.plot(widths, means, "--" if row.is_offending else "-", color=color, label=f"{row.module}: {row.exponent:+.2f} {row.verdict}")
+
+
+def _urgency(row: Row) -> tuple[bool, float]:
+    """Offending rows first, what is not finite foremost, then by distance from what was expected."""
+    if not row.is_offending:
+        return True, 0.0
+    return False, -math.inf if row.expected is None or math.isnan(row.exponent) else -abs(row.exponent - row.expected)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    interval = "" if math.isnan(row.lower) or math.isinf(row.exponent) else f"{row.lower:+.2f} .. {row.upper:+.2f}"
+    return row.module, row.role, row.term, _number(row.exponent), interval, _number(row.expected), row.verdict, row.note
+
+
+def _number(exponent: float | None) -> str:
+    if exponent is None or math.isnan(exponent):
+        return ""
+    return "zero" if math.isinf(exponent) else f"{exponent:+.2f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,130 @@
+"""The options of a width check, and their one check."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from lightning.pytorch import Trainer
+
+from lightning_module_monitor.config import as_tuple
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
+
+DEFAULT_TERMS = ("effective_update", "propagating_update")
+
+TRAINER_OPTIONS: Mapping[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "max_epochs": -1,
+}
+"""Options of the Trainer that are not the user's: no files, and no loop but training."""
+
+_OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_dir", "fast_dev_run", "barebones")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of :func:`~lightning_module_monitor.coordinate_check`, found to make sense."""
+
+    widths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    parametrization: Parametrization
+    terms: tuple[str, ...]
+    confidence: float
+    tolerance: float
+    trainer: Mapping[str, Any]
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        widths: object,
+        seeds: object,
+        steps: object,
+        parametrization: object,
+        terms: object,
+        confidence: object,
+        tolerance: object,
+        trainer: object,
+    ) -> Settings:
+        """Check the options.
+
+        Raises:
+            ConfigError: If one is wrong; says which, what was expected, and the nearest right name.
+        """
+        if not _is_whole(steps) or steps < 1:
+            raise ConfigError(f"steps is {steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
+        if not isinstance(confidence, int | float) or not 0 < confidence < 1:
+            raise ConfigError(f"confidence is {confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
+        if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
+            raise ConfigError(f"tolerance is {tolerance!r}; expected a number > 0, e.g. 0.25.")
+        return cls(
+            _parse_widths(widths),
+            _parse_seeds(seeds),
+            steps,
+            parse_parametrization(parametrization),
+            _parse_terms(terms),
+            confidence,
+            tolerance,
+            _parse_trainer(trainer),
+        )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_widths(widths: object) -> tuple[int, ...]:
+    wish = _sequence(widths)
+    if not all(_is_whole(width) and width > 0 for width in wish):
+        raise ConfigError(f"widths is {widths!r}; expected whole numbers > 0, e.g. [128, 256, 512, 1024].")
+    if len(wish) < 2:
+        raise ConfigError(f"widths is {widths!r}; expected at least two, e.g. [128, 256, 512, 1024]: an exponent is a slope.")
+    if list(wish) != sorted(set(wish)):
+        raise ConfigError(f"widths is {widths!r}; expected every width once, increasing: {sorted(set(wish))}.")
+    return wish
+
+
+def _parse_seeds(seeds: object) -> tuple[int, ...]:
+    wish = tuple(range(seeds)) if _is_whole(seeds) else _sequence(seeds)
+    if not wish or not all(_is_whole(seed) and seed >= 0 for seed in wish) or len(set(wish)) < len(wish):
+        raise ConfigError(f"seeds is {seeds!r}; expected a number of seeds >= 1, or a list of seeds that differ.")
+    return wish
+
+
+def _parse_terms(terms: object) -> tuple[str, ...]:
+    wish = as_tuple(terms)
+    for term in wish:
+        if term not in TERMS:
+            raise ConfigError(f"terms {term!r} is not a term; expected {', '.join(TERMS)}{nearest(str(term), TERMS)}")
+    if not wish:
+        raise ConfigError(f"terms is empty; expected at least one of {', '.join(TERMS)}.")
+    return wish
+
+
+def _parse_trainer(trainer: object) -> dict[str, Any]:
+    if trainer is None:
+        return {}
+    if not isinstance(trainer, Mapping):
+        raise ConfigError(f"trainer is {trainer!r}; expected options of the Trainer by name, e.g. {{'precision': 'bf16-mixed'}}.")
+    known = inspect.signature(Trainer).parameters
+    for name in trainer:
+        if name in _OWN:
+            raise ConfigError(f"trainer has {name!r}, which the check sets itself; leave it out.")
+        if name not in known:
+            raise ConfigError(f"trainer has {name!r}, which is no option of the Trainer{nearest(str(name), set(known) - set(_OWN))}")
+    return dict(trainer)
+
+
+def _sequence(value: object) -> tuple[Any, ...]:
+    """A list, tuple, range or single value, as a tuple."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)

@@ -1,0 +1,137 @@
+"""One short training of the width check, which leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_module_monitor.callback import ModuleMonitorCallback
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.random_states import unchanged_random_states
+from lightning_module_monitor.width_check.layers import LayerAtWidth, describe, find_units
+from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
+from lightning_module_monitor.width_check.topology import Topology
+
+Data = Iterable[Any] | LightningDataModule | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What was measured in one training."""
+
+    values: Mapping[str, float]
+    """Value by key, of the network after ``steps`` steps."""
+    layers: Mapping[str, LayerAtWidth]
+    """Its layers, by name."""
+
+
+class _ReadTopology(Callback):
+    """Reads in the first step what feeds each layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, nn.Module] = {}
+        self.topology: Topology | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        if self.topology is None:
+            self.layers = find_units(pl_module)
+            self.topology = Topology(self.layers)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        if self.topology is not None:
+            self.topology.close()
+
+
+def train(make_module: Callable[[int], LightningModule], data: Data, width: int, seed: int, settings: Settings) -> Training:
+    """Train a network of one width, and measure it.
+
+    Args:
+        make_module: Makes the module of a width; called under the seed.
+        data: What ``Trainer.fit`` takes; ``None`` for the module's own ``train_dataloader``.
+        width: The width.
+        seed: Seed of every generator, for making the module and again for training it.
+        settings: How long, and with what Trainer.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ConfigError: If the module is none, or its training ended early.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(_unchanged_random_states())
+        undo.enter_context(_quiet())
+        for generator in _generators(data):
+            undo.callback(generator.set_state, generator.get_state())
+        folder = undo.enter_context(tempfile.TemporaryDirectory())
+        _seed(seed)
+        module = make_module(width)
+        if not isinstance(module, LightningModule):
+            raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+        # Again, as networks of different widths draw differently often: the order of the batches is the same at every width.
+        _seed(seed)
+        # The user's callbacks write files and wait for metrics of a validation that is not run.
+        module.configure_callbacks = list  # type: ignore[method-assign]
+        steps = settings.steps
+        monitor = ModuleMonitorCallback([steps], rules=[], rcc=True, save_reference=False, store=False)
+        topology = _ReadTopology()
+        undo.callback(topology.close)
+        options = {"devices": 1, **settings.trainer, **TRAINER_OPTIONS, "max_steps": steps + 1, "default_root_dir": folder}
+        trainer = Trainer(**options, callbacks=[topology, monitor])
+        if isinstance(data, LightningDataModule):
+            undo.callback(setattr, data, "trainer", data.trainer)
+            trainer.fit(module, datamodule=data)
+        else:
+            trainer.fit(module, data)
+        if monitor.last_record is None or topology.topology is None:
+            raise ConfigError(
+                f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: give more batches."
+            )
+        return Training(monitor.last_record.values, describe(topology.layers, trainer.optimizers, topology.topology.upstream))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _unchanged_random_states() -> Iterator[None]:
+    """Of every device: which one the Trainer takes is its choice, and a seed is set on all."""
+    with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's lines on devices, which every Trainer prints."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _generators(data: Data) -> list[torch.Generator]:
+    """The generators that a loader has for itself: its batches are the same at every width."""
+    parts = [data, data.sampler, data.batch_sampler] if isinstance(data, DataLoader) else []
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

@@ -1,0 +1,272 @@
+"""Width checks of real trainings: published exponents, an independent float64 computation, nothing left behind, wrong networks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from helpers.plain_rcc import PlainCoordinateCheck
+from helpers.training import seed
+from helpers.widths import CLASSES, IN_FEATURES, Gaussian, WideMlp, gaussian_batches
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_module_monitor import WidthCheck, coordinate_check
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.width_check.expectations import TERMS
+
+SMALL = [16, 32, 64]
+
+
+def check(
+    make_module: Callable[[int], LightningModule] = WideMlp, widths: list[int] = SMALL, data: Any = None, **options: Any
+) -> WidthCheck:
+    """A check without output, of two seeds."""
+    return coordinate_check(make_module, widths, data, **{"seeds": 2, "quiet": True} | options)
+
+
+@pytest.mark.parametrize(
+    ("parametrization", "optimizer", "effective", "propagating"),
+    [
+        ("sp", "sgd", (-0.5, 0.5, 1.0), (-0.5, 1.0)),
+        ("sp", "adam", (-1.0, 0.0, 0.0), (-1.0, 0.5)),
+        ("mup", "sgd", (0.0, 0.0, 0.0), (0.0, 0.0)),
+        ("mup", "adam", (0.0, 0.0, 0.0), (0.0, 0.0)),
+    ],
+)
+def test_published_exponents(
+    parametrization: Literal["sp", "mup"],
+    optimizer: Literal["sgd", "adam"],
+    effective: tuple[float, ...],
+    propagating: tuple[float, ...],
+) -> None:
+    """ArXiv 2505.22491 and 2203.03466: (input, hidden, output) and (hidden, output); alignments do not depend on the width."""
+
+    class OneBatch(WideMlp):
+        def train_dataloader(self) -> DataLoader[Any]:
+            # Of the seed, and the same in both steps.
+            return DataLoader(TensorDataset(torch.randn(64, IN_FEATURES), torch.randint(CLASSES, (64,))), 64)
+
+    found = check(
+        lambda width: OneBatch(width, parametrization, optimizer),
+        [128, 256, 512, 1024],
+        seeds=4,
+        parametrization=parametrization,
+        terms=list(TERMS),
+    )
+    layers = ("net.0", "net.2", "net.4")
+    assert [found[name, "effective_update"].exponent for name in layers] == pytest.approx(effective, abs=0.25)
+    assert [found[name, "propagating_update"].exponent for name in layers[1:]] == pytest.approx(propagating, abs=0.25)
+    # What is expected is worked out from the shapes, the optimizer and the graph, and is what was published.
+    assert [found[name, "effective_update"].expected for name in layers] == list(effective)
+    assert [found[name, "propagating_update"].expected for name in layers] == [-math.inf, *propagating]
+    assert found["net.0", "propagating_update"].exponent == -math.inf
+    alignments = [row for row in found if row.term.endswith("alignment")]
+    assert len(alignments) == 5
+    for row in alignments:
+        assert abs(row.exponent) < 0.1, row
+    assert found.is_sound
+
+
+def test_the_standard_parametrization_offends_against_mup() -> None:
+    """Compared with what is sound, the layers that grow and vanish are named, the worst first."""
+    found = check(lambda width: WideMlp(width, "sp", "adam", 1e-4), [64, 256, 1024], seeds=4, tolerance=0.3)
+    assert [found[name, "effective_update"].verdict for name in ("net.0", "net.2", "net.4")] == ["vanishes", "ok", "ok"]
+    assert found["net.2", "propagating_update"].verdict == "vanishes"
+    assert found.offending[:2] in (("net.0", "net.2"), ("net.2", "net.0"))  # an order of the width both
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_values_are_those_of_an_independent_computation(steps: int) -> None:
+    """The same trainings by hand, with the terms in float64 by the formula."""
+    found = check(widths=[16, 32], seeds=[3, 5], steps=steps, terms=list(TERMS))
+    for column, width in enumerate((16, 32)):
+        for row, one_seed in enumerate((3, 5)):
+            torch.manual_seed(one_seed)
+            module, truth = WideMlp(width), PlainCoordinateCheck(steps)
+            torch.manual_seed(one_seed)
+            Trainer(
+                accelerator="cpu", max_steps=steps + 1, callbacks=[truth], logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            ).fit(module)  # fmt: skip
+            assert truth.last_record is not None
+            for name in ("net.0", "net.2", "net.4"):
+                for term in ("effective_update", "propagating_update"):
+                    expected = truth.last_record.values[TERMS[term].format(name)]
+                    assert found[name, term].values[column, row] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random states, the loader's generator, the datamodule's trainer, the log level, the environment, files: as before."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    loader, datamodule = gaussian_batches(4, generator=generator), Gaussian()
+    level, environment = logging.getLogger("lightning.pytorch").level, dict(os.environ)
+    seed()
+    expected = [torch.rand(1).item(), np.random.rand(), random.random()]
+    drawn = generator.get_state()
+    seed()
+    check(data=loader, steps=2)
+    check(data=datamodule)
+    assert [torch.rand(1).item(), np.random.rand(), random.random()] == expected
+    assert torch.equal(generator.get_state(), drawn)
+    assert datamodule.trainer is None
+    assert logging.getLogger("lightning.pytorch").level == level
+    assert dict(os.environ) == environment
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_fails_leaves_nothing_behind() -> None:
+    """The user's error comes through, and random states and the log level are as before."""
+
+    class Fails(WideMlp):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise ZeroDivisionError("of the user's own")
+
+    seed()
+    expected = torch.rand(1).item()
+    seed()
+    level = logging.getLogger("lightning.pytorch").level
+    with pytest.raises(ZeroDivisionError, match="of the user's own"):
+        check(Fails)
+    assert torch.rand(1).item() == expected
+    assert logging.getLogger("lightning.pytorch").level == level
+
+
+def test_every_width_sees_the_same_batches() -> None:
+    """Whether the loader draws from torch's own generator, whatever the networks have drawn before, or has one of its own."""
+    seen: list[float] = []
+
+    class Looks(WideMlp):
+        def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+            seen.append(batch[0].sum().item())
+
+    for generator in (None, torch.Generator().manual_seed(3)):
+        seen.clear()
+        check(Looks, data=gaussian_batches(4, generator=generator), seeds=1)
+        assert len(seen) == 3 * 2
+        assert seen[:2] == seen[2:4] == seen[4:]
+        assert seen[0] != seen[1]
+
+
+def test_callbacks_and_files_of_the_module_are_left_out(tmp_path: Path) -> None:
+    """What the module configures is not run, and a checkpoint has nowhere to come from."""
+    ran: list[str] = []
+
+    class Notes(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            ran.append("callback")
+
+    class Configures(WideMlp):
+        def configure_callbacks(self) -> list[Callback]:
+            return [Notes(), ModelCheckpoint(tmp_path, every_n_train_steps=1)]
+
+    assert check(Configures).rows
+    assert ran == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_and_table_are_printed_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar of all trainings on stderr, the table on stdout."""
+    check(quiet=False)
+    printed = capsys.readouterr()
+    assert "0/6" in printed.err
+    assert "width 64, seed 1" in printed.err
+    assert "Exponents of width against mup: widths 16, 32, 64; 2 seeds, 1 step" in printed.out
+    check()
+    assert capsys.readouterr().out == ""
+
+
+def test_data_from_everywhere() -> None:
+    """A loader, a datamodule, the module's own: the same batches, the same values."""
+    by_module, by_loader, by_datamodule = (check(data=data, steps=2) for data in (None, gaussian_batches(), Gaussian()))
+    for row in by_module:
+        np.testing.assert_array_equal(by_loader[row.module, row.term].values, row.values)
+        np.testing.assert_array_equal(by_datamodule[row.module, row.term].values, row.values)
+
+
+def test_options_reach_the_trainer() -> None:
+    """In float64 the values are near, and not the same."""
+    single, double = check(widths=[16, 32]), check(widths=[16, 32], trainer={"precision": "64-true"})
+    one, other = single["net.2", "effective_update"].values, double["net.2", "effective_update"].values
+    assert not (one == other).any()
+
+
+def test_a_frozen_layer_has_no_effective_update() -> None:
+    """That is expected, and so is what it passes on."""
+
+    class Frozen(WideMlp):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.net[2].requires_grad_(False)
+            return torch.optim.SGD([self.net[0].weight, self.net[4].weight], lr=0.1)
+
+    found = check(Frozen, parametrization="sp")
+    assert (found["net.2", "effective_update"].expected, found["net.2", "effective_update"].verdict) == (-math.inf, "ok")
+    assert found["net.4", "propagating_update"].expected == pytest.approx(0.0)
+
+
+def test_nan_is_named() -> None:
+    """A width at which training breaks down offends; the others are not fitted around it."""
+
+    class Breaks(WideMlp):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (math.nan if self.net[2].in_features == 64 else 1)
+
+    found = check(Breaks)
+    assert set(found.offending) == {"net.0", "net.2", "net.4"}
+    assert found["net.0", "effective_update"].note == "not finite at width 64"
+    assert found["net.0", "effective_update"].verdict == "nonfinite"
+
+
+def test_own_exponents() -> None:
+    """What is said is compared, the rest is open."""
+    wish = {"net.4": {"effective_update": 1.0}}
+    found = check(lambda width: WideMlp(width, learning_rate=1e-2), [64, 256, 1024], seeds=4, tolerance=0.5, parametrization=wish)
+    assert found["net.4", "effective_update"].verdict == "ok"
+    assert {row.verdict for row in found if (row.module, row.term) != ("net.4", "effective_update")} == {"unclear"}
+
+
+def deeper(width: int) -> LightningModule:
+    """A module with a layer more where it is wide."""
+    module = WideMlp(width)
+    if width > 16:
+        module.net.append(nn.BatchNorm1d(CLASSES))
+    return module
+
+
+class Skips(WideMlp):
+    """Has a layer that only narrow networks use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x) if self.ratio < 0.2 else self.net[4](self.net[0](x))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("make_module", "options", "message"),
+    [
+        (deeper, {}, "The layer 'net.5' is there at width 32 and not at width 16; expected networks of the same layers"),
+        (Skips, {}, "The value 'rcc_effective_update/net.2/rms' is there at width 16 and not at width 32"),
+        (lambda _width: WideMlp(16), {}, "Every layer has the same shape at widths 16 and 64; expected make_module to use the width"),
+        (lambda width: nn.Linear(IN_FEATURES, width), {}, r"make_module\(16\) gave a Linear; expected a LightningModule"),
+        (WideMlp(16), {"widths": [16]}, "widths is .* expected at least two"),
+        ("WideMlp", {}, "make_module is 'WideMlp'; expected a function"),
+        (WideMlp, {"data": iter(gaussian_batches())}, "which can be read once; expected"),
+        (WideMlp, {"parametrization": {"net.9": 0}}, "parametrization 'net.9' matches none of the 3 modules .*; nearest: 'net"),
+    ],
+    ids=["structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "pattern"],
+)
+def test_wrong_networks_and_arguments(make_module: Any, options: dict[str, Any], message: str) -> None:
+    """What was wrong, what was expected."""
+    with pytest.raises(ConfigError, match=message):
+        check(make_module, **options)
