@@ -567,7 +567,7 @@ class ModuleMonitorCallback(Callback):
         self.last_record = dataclasses.replace(record, tensors=())
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
-            rolls_up = self._rolls_up() or len(record.values) > self._max_logged_keys
+            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
             self._loggers = LoggerSink(trainer.loggers, rolls_up, self._callback_metrics, _messages)
         if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
             self._files = self._open_files(trainer)

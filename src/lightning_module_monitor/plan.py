@@ -56,7 +56,7 @@ class Plan:
         return [key for watch in self._expected() for key in watch.histogram_keys]
 
     def _expected(self) -> list[Watch]:
-        """Every key of a number that is known beforehand, kind by kind: not those of a frozen parameter's gradient, nor of heads."""
+        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient, and heads are not known yet."""
         frozen = {
             id(watch)
             for one in self.parameters

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.config import default_rules
 
 SITES = ["model.head_0", "model.head_1"]
 STATISTICS = {
@@ -56,8 +57,9 @@ def expected(inputs: Tensor) -> dict[str, float]:
 
 
 def test_attention_true_is_mean_of_each_kind_and_the_largest_logit(tmp_path: Path) -> None:
-    """All micro-batches of a step; beside the default rules; in the store; with keys of its own in validation."""
-    callback = ModuleMonitorCallback(every_n_steps=1, attention=True, stages=["train", "validate"])
+    """All micro-batches of a step; beside other rules; in the store; with keys of its own in validation."""
+    rules = [*default_rules(), Rule(kinds="attention_entropy", statistics="hist")]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, attention=True, stages=["train", "validate"])
     records = KeepRecords(callback)
     run = trainer(tmp_path, [callback, records], accumulate_grad_batches=3, max_steps=2, val_check_interval=3)
     run.fit(Gpt(), loader(), loader(8))
@@ -73,6 +75,8 @@ def test_attention_true_is_mean_of_each_kind_and_the_largest_logit(tmp_path: Pat
         assert stored[0] == values[key]
         if not key.startswith("attention_max_logit"):
             assert store.series(f"validation/{key}")[1][0] > 0
+    _steps, counts, _edges = store.histogram("attention_entropy/model.head_1/hist")
+    assert counts.sum(axis=1).tolist() == [12 * 6, 12 * 6]  # three batches of four samples of six tokens
     assert store.series("monitor/errors")[1].max() == 0
 
 

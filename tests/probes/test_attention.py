@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, Record, Rule, monitor_scaled_dot_product_attention
+from lightning_module_monitor.bins import EDGES
 from lightning_module_monitor.config import attention_rules
 from lightning_module_monitor.probes import attention as probe
 from lightning_module_monitor.statistics import attention as maths
@@ -485,6 +486,27 @@ def test_functions_get_nan_for_tokens_that_do_not_count() -> None:
     expected = truth(query, key, seen=seen).attention_max_logit[:, 1]
     assert found.values["attention_max_logit/_root_.head_1/median"] == pytest.approx(float(np.sort(expected[~np.isnan(expected)])[2]))
     assert found.values["attention_max_logit/_root_.head_1/missing"] == 4
+
+
+def test_histograms_leave_out_what_does_not_count() -> None:
+    """Of two calls; a token that sees nothing is in no bin, nor among the NaN."""
+    query, key, seen = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
+    model = Calls(F.scaled_dot_product_attention)
+    with ModuleMonitor(rules=[Rule(kinds="attention_max_logit", statistics="hist")]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(query, key, key, attn_mask=seen)
+        model(query, key, key)
+        found = monitor.end_step()
+    assert found is not None
+    for head in range(3):
+        logits = [one.attention_max_logit[:, head].ravel() for one in (truth(query, key, seen=seen), truth(query, key))]
+        values = np.concatenate(logits)
+        expected, _edges = np.histogram(values[~np.isnan(values)], bins=EDGES)
+        histogram = found.histograms[f"attention_max_logit/_root_.head_{head}/hist"]
+        assert histogram.counts.sum() == 6 + 10
+        assert np.array_equal(histogram.counts[positive := EDGES[:-1] > 0], expected[positive])
+        assert not any(histogram.nonfinite.values())
 
 
 def test_tensors_of_heads_are_activations() -> None:
