@@ -96,7 +96,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "statistic in capitals": (rule(statistics="RMS"), ("rules[0].statistics 'RMS'", STATISTICS, "nearest: 'rms'")),
     "statistic in a list": (rule(statistics=["rms", "zero_fractoin"]), ("'zero_fractoin'", "nearest: 'zero_fraction'")),
     "neither statistics nor functions": (rule(statistics=[]), ("rules[0]", "neither statistics nor functions", "expected at least one")),
-    "ratio of an activation": (rule(statistics="ratio"), ("rules[0].statistics 'ratio'", "'activation'", "expected kinds update")),
+    "ratio of an activation": (
+        rule(statistics="ratio"),
+        ("rules[0].statistics 'ratio'", "'activation'", "expected kinds activation_difference, parameter_difference, update"),
+    ),
     "ratio of one of two kinds": (
         rule(kinds=["update", "gradient"], statistics="ratio"),
         ("'ratio'", "'gradient'", "expected kinds activation_difference, parameter_difference, update"),

@@ -159,9 +159,9 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
         if not isinstance(kind, str) or kind not in KINDS:
-            raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+            raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {_kinds_in_short()}{nearest(str(kind), KINDS)}")
     if not kinds:
-        raise ConfigError(f"{label}.kinds is empty; expected at least one of {', '.join(KINDS)}.")
+        raise ConfigError(f"{label}.kinds is empty; expected at least one of {_kinds_in_short()}.")
     has_values = [kind for kind in kinds if KINDS[kind].values]
     if has_values and len(kinds) > 1:
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
@@ -289,6 +289,12 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+
+
+def _kinds_in_short() -> str:
+    """Every kind, large families by what their names begin with: a message has to stay within two lines."""
+    families = ("attention_", "rcc_")
+    return ", ".join(dict.fromkeys(next((f"{family}*" for family in families if name.startswith(family)), name) for name in KINDS))
 
 
 Parsed = tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...]]
