@@ -223,3 +223,114 @@ def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, t
     """Before the first batch."""
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, [ModuleMonitorCallback(1, **options)], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode says it
+@pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp", "vjp"])
+def test_what_a_transform_wraps_is_measured(transform: str) -> None:
+    """Its elements are not where the wrapper says; torch's own operations find them."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 8), torch.randn(6, 4)
+
+    def run() -> None:
+        if transform == "functionalize":
+            torch.func.functionalize(net)(x)
+        elif transform == "grad":
+            torch.func.grad(lambda x: net(x).sum())(x)
+        elif transform == "jvp":
+            torch.func.jvp(net, (x,), (x,))
+        else:
+            torch.func.vjp(net, x)
+
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["mean", "norm"])]) as monitor:
+        monitor.set_module(net)
+        monitor.begin_step(0)
+        run()
+        record = monitor.end_step()
+    assert record is not None
+    output = net(x).detach().double()
+    assert record.values["monitor/errors"] == 0
+    assert record.values["activation/_root_/norm"] == pytest.approx(output.norm().item(), rel=1e-6)
+    assert record.values["activation/_root_/mean"] == pytest.approx(output.mean().item(), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # tracing says that sizes are taken as they are
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_module_that_is_traced_is_measured() -> None:
+    """While torch.jit traces, sizes are tensors."""
+    net, x = nn.Linear(4, 8), torch.ones(6, 4)
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+        monitor.set_module(net)
+        monitor.begin_step(0)
+        torch.jit.trace(net, x, check_trace=False)
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation/_root_/norm"] == pytest.approx(net(x).double().norm().item(), rel=1e-6)
+
+
+def zeros_without_memory() -> Tensor:
+    """A part of a tensor of zeros that torch keeps no memory for."""
+    return torch._efficientzerotensor((8, 4))[4:]
+
+
+def given_back() -> Tensor:
+    """A tensor whose memory was given back, as a program that streams weights does it."""
+    tensor = torch.ones(1 << 20)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def given_back_in_part() -> Tensor:
+    """A tensor of which only the first elements are left."""
+    tensor = torch.ones(1 << 20).view(1024, 1024).T
+    tensor.untyped_storage().resize_(64)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "norm", "num_errors"), [(zeros_without_memory, 0.0, 0), (given_back, math.nan, 1), (given_back_in_part, math.nan, 1)]
+)
+def test_memory_that_is_not_there_is_not_read(make: Any, norm: float, num_errors: int) -> None:
+    """To read it would end the process."""
+    record = observe(Returns(lambda _y: make()), torch.ones(2, 4))
+    assert record.values["activation/_root_/rms"] == pytest.approx(norm, nan_ok=True)
+    assert record.values["monitor/errors"] == num_errors
+
+
+def test_a_parameter_whose_memory_was_given_back_ends_nothing() -> None:
+    """Of the parameters of that moment none is known; the rest of the step is."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter"], statistics="norm")]) as monitor:
+        monitor.set_module(net)
+        monitor.begin_step(0)
+        net(torch.ones(2, 4))
+        net[1].weight.untyped_storage().resize_(0)
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation/1/norm"] > 0
+    assert math.isnan(record.values["parameter/1.weight/norm"])
+    assert record.values["monitor/errors"] == 1
+
+
+class Splits(nn.Module):
+    """Of what it returns, one part is used."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(2)
+
+
+def test_a_part_that_is_not_used_gets_no_gradient() -> None:
+    """Autograd calls the hooks of an unused part without a gradient; in the other micro-batch it gets one."""
+    splits = Splits()
+    with ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics="norm")], on_error="raise") as monitor:
+        monitor.set_module(splits)
+        monitor.begin_step(0)
+        for uses_second in (True, False):
+            first, second = splits(torch.ones(4, 3, requires_grad=True) * 2)
+            (first.sum() + (second.sum() if uses_second else 0.0)).backward()
+            monitor.after_micro_batch()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation_gradient/_root_/norm"] == pytest.approx(math.sqrt(12))
+    assert record.values["activation_gradient/_root_.output_1/norm"] == pytest.approx(math.sqrt(6))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 
+import numba
 import pytest
 import torch
 from helpers.textbook import PLAIN, textbook
@@ -84,6 +87,21 @@ def test_any_view_is_read_right(name: str, together: bool) -> None:
             assert finished(rows.moments(2), row)["norm"] == pytest.approx(abs(float(expected)), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_is_converted_is_converted_part_by_part(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a copy takes no memory to speak of; parts are whole tokens, and the last is shorter."""
+    monkeypatch.setattr(running, "PART_ELEMENTS", 100)
+    tensor = normal(30, 130).to(dtype).T
+    parts = list(running.parts_in_order(tensor, features=30))
+    assert [part.numel() for part in parts] == [90] * 43 + [30]
+    assert torch.equal(torch.cat(parts), tensor.float().reshape(-1))
+    rows = RunningRows()
+    rows.add(0, tensor, Need.EVERYTHING)
+    rows.add_last_again(1)
+    for row in (0, 1):
+        assert_textbook(rows.moments(2), tensor, row)
+
+
 def test_more_rows_than_there_were_at_first() -> None:
     """Rows are added as sites turn up, in any order, and what was in them stays."""
     rows = RunningRows()
@@ -148,6 +166,38 @@ def test_without_numba_the_values_are_the_same(without_kernel: pytest.MonkeyPatc
     assert not caplog.records
     assert without == pytest.approx(with_numba, rel=1e-6, abs=1e-7)
     assert without != with_numba, "the second run used the kernel, too"
+
+
+@pytest.mark.parametrize("reason", ["switched off", "another numpy"])
+def test_a_numba_that_does_not_work_is_said(reason: str, without_kernel: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its just-in-time compiler may be switched off, for a debugger; or it does not go with the installed numpy."""
+    if reason == "switched off":
+        without_kernel.setattr(numba.config, "DISABLE_JIT", 1)
+    else:
+
+        class Refuses:
+            def find_spec(self, name: str, *_more: object) -> None:
+                if name == "numba":
+                    raise ImportError("Numba needs NumPy 2.2 or less.")
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+            without_kernel.delitem(sys.modules, name)
+        without_kernel.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
+    with caplog.at_level(logging.WARNING):
+        values = observed()
+    assert values["activation/0/norm"] > 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert ("NUMBA_DISABLE_JIT is set" if reason == "switched off" else "Numba needs NumPy 2.2 or less.") in message
+
+
+def test_rows_can_be_copied() -> None:
+    """A model that holds its monitor may be deep-copied in the middle of a step."""
+    rows = RunningRows()
+    rows.add(0, torch.ones(5), Need.EVERYTHING)
+    twin = copy.deepcopy(rows)
+    rows.add(0, torch.ones(7), Need.EVERYTHING)
+    assert float(twin.moments(1).elements[0]) == 5
+    assert pickle.loads(pickle.dumps(twin)).moments(1).squares[0] == 5
 
 
 def test_a_kernel_that_cannot_be_compiled_is_said_once(without_kernel: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

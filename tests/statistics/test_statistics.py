@@ -109,6 +109,17 @@ def test_magnitudes_thirty_orders_apart_in_one_tensor() -> None:
     assert_statistics_equal([x.view(-1, 1)])
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+@pytest.mark.parametrize("size", [3, PIECE_ELEMENTS + 1])
+def test_the_norm_of_what_is_infinite_is_infinite(bad: float, size: int) -> None:
+    """Whatever else is asked for: it is where a user looks for an overflow."""
+    x = normal(size)
+    x[size // 2] = bad
+    for needs in (Need.SQUARES, Need.SQUARES | Need.MEAN, Need.SQUARES | Need.DEVIATIONS, Need.SQUARES | Need.MAGNITUDE, Need.EVERYTHING):
+        assert finish("norm", measured([x], needs)) == math.inf
+        assert finish("rms", measured([x], needs)) == math.inf
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [10, PIECE_ELEMENTS + 1])
 def test_nonfinite_elements_are_counted_and_never_hidden(bad: float, size: int) -> None:

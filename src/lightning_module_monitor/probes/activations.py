@@ -147,5 +147,7 @@ class _GradientHook:
         self._probe = probe
         self._watch = watch
 
-    def __call__(self, gradient: Tensor) -> None:
-        self._probe.see_gradient(self._watch, gradient)
+    def __call__(self, gradient: Tensor | None) -> None:
+        # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+        if gradient is not None:
+            self._probe.see_gradient(self._watch, gradient)

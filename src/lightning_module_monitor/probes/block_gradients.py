@@ -176,8 +176,10 @@ class _GradientHook:
         """The backward pass in which the call was run again."""
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
-    def __call__(self, gradient: Tensor) -> None:
-        self._probe.see_gradient(self, gradient)
+    def __call__(self, gradient: Tensor | None) -> None:
+        # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+        if gradient is not None:
+            self._probe.see_gradient(self, gradient)
 
     def remove(self) -> None:
         """Take the hook off the output."""

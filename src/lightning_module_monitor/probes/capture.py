@@ -137,9 +137,10 @@ class CaptureProbe(Probe):
         if "activation_gradient" in watched.watches:
             self._tensor_hooks.add(tensor.register_hook(functools.partial(self._see_gradient, awaited)))
 
-    def _see_gradient(self, awaited: _Awaited, gradient: Tensor) -> None:
+    def _see_gradient(self, awaited: _Awaited, gradient: Tensor | None) -> None:
         # Returns nothing: what a tensor hook returns replaces the gradient.
-        if not self._counts_gradients:
+        # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+        if gradient is None or not self._counts_gradients:
             return
         try:
             self._number_repeated()

@@ -280,7 +280,8 @@ class Tracker:
         take = functools.partial(self._see_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
         if len(tensors) == 1:
             (tensor,) = tensors.values()
-            self._tensor_hooks.add(tensor.register_hook(lambda gradient: take([gradient])))
+            # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+            self._tensor_hooks.add(tensor.register_hook(lambda gradient: take([gradient]) if gradient is not None else None))
         else:
             self._tensor_hooks.add(register_multi_grad_hook(list(tensors.values()), take))
 

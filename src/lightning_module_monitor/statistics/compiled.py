@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, config, njit, types
 from numba.extending import intrinsic
+
+if config.DISABLE_JIT:
+    raise RuntimeError("NUMBA_DISABLE_JIT is set")
 
 CHUNK_ELEMENTS = 4096
 """16 KiB of float32."""
@@ -157,7 +160,9 @@ def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.nd
         mean = center + residual / num_elements
         chunk_row[MEAN] = mean
         chunk_row[DEVIATIONS] = max(deviations - residual * (residual / num_elements), 0.0)
-        chunk_row[SQUARES] = chunk_row[DEVIATIONS] + num_elements * mean * mean
+        # Of an infinite element the deviations are not a number, and the squares are infinite.
+        squares = chunk_row[DEVIATIONS] + num_elements * mean * mean
+        chunk_row[SQUARES] = squares if np.isfinite(squares) else _squares(chunk)
         chunk_row[MAGNITUDE] = magnitude
     elif needs & NEED_SQUARES:
         chunk_row[SQUARES] = _squares(chunk)

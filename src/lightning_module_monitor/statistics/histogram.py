@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.bins import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
-from lightning_module_monitor.statistics.running import compiled_histogram, in_order, takes
+from lightning_module_monitor.statistics.running import compiled_histogram, parts_in_order, takes
 
 FIRST_CAPACITY = 64
 ZERO_PLACE = 1 + NUM_BINS // 2
@@ -163,13 +164,17 @@ def _places_on(device: torch.device, exponent_bits: int) -> Tensor:
         return torch.from_numpy(places_of_codes(exponent_bits).reshape(-1)).to(device)
 
 
+def _kernel() -> ModuleType:
+    kernel = compiled_histogram()
+    assert kernel is not None
+    return kernel
+
+
 class CompiledRows:
     """Rows of counts of tensors that the compiled kernel reads."""
 
     def __init__(self) -> None:
-        kernel = compiled_histogram()
-        assert kernel is not None
-        self._kernel = kernel
+        kernel = _kernel()
         # A code of the kernel has no mantissa: of those that share it, it stands for subnormal numbers and NaN.
         self._place_of_code = np.ascontiguousarray(places_of_codes(FORMATS[torch.float32].exponent_bits)[1].reshape(-1))
         self._lanes = np.empty((kernel.LANES, kernel.NUM_CODES), dtype=np.uint32)
@@ -179,8 +184,11 @@ class CompiledRows:
     def add(self, row: int, tensor: Tensor) -> None:
         """Count a tensor that ``takes`` is true of."""
         self._grow_to(row)
-        tensor = in_order(tensor)
-        self._kernel.count(tensor.data_ptr(), tensor.numel(), self._place_of_code, self._lanes, self._rows, row, self._latest)
+        total = np.zeros_like(self._latest)
+        for part in parts_in_order(tensor):
+            _kernel().count(part.data_ptr(), part.numel(), self._place_of_code, self._lanes, self._rows, row, self._latest)
+            total += self._latest
+        self._latest = total
 
     def add_last_again(self, row: int) -> None:
         """Count the tensor that was added last in one more row."""

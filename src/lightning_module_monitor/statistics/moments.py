@@ -267,6 +267,10 @@ def moments_of_pieces(figures: Figures, length: Tensor, features: int) -> Moment
     # Multiplied twice: the square of a large float64 scale is infinite, and zero times infinite is not zero.
     deviations = (figures.get("deviations", nothing) - residual * residual_mean).clamp(min=0.0) * scale * scale
     squares = figures["squares"] * scale * scale if "squares" in figures else deviations + length * mean * mean
+    if "maximum" in figures:
+        # Of an infinite element the deviations are not a number, and the squares are infinite.
+        has_infinity = figures["maximum"].isinf() | figures["minimum"].isinf()
+        squares = torch.where(has_infinity & ~figures["maximum"].isnan(), torch.inf, squares)
     token_norm = figures.get("token_norm", nothing) * scale
     return Moments(
         elements=length,

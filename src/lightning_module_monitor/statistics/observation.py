@@ -21,6 +21,9 @@ from lightning_module_monitor.statistics.moments import Moments, Need, moments_o
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types whose storage is where their elements are."""
+
 OWN, BASE, CURRENT, PRODUCT = range(4)
 """Rows of one watch in the table, from its first on: of what is watched; of what that is relative to (the reference, of a
 difference); of the model's tensor of a difference, and of the product of both tensors."""
@@ -395,4 +398,17 @@ def _strided(tensor: Tensor) -> Tensor:
         raise ValueError("it is on the meta device, and has no data")
     if tensor.is_nested:
         return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    if type(tensor) in PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_memory(tensor):
+        raise ValueError("its memory was given back")
+    return tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether all elements lie in the tensor's storage: a program that streams weights may have shrunk it. Reading on ends the process."""
+    if tensor.is_contiguous():
+        last = tensor.numel()
+    else:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -20,6 +21,8 @@ from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
 FIRST_CAPACITY = 256
+PART_ELEMENTS = 1 << 16
+"""Elements that are converted to float32 at a time: a copy of them stays in the cache."""
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _messages = logging.getLogger(__name__)
@@ -29,14 +32,26 @@ _messages = logging.getLogger(__name__)
 def kernel() -> ModuleType | None:
     """The compiled kernel; ``None`` where numba is not installed, or does not work."""
     try:
-        from lightning_module_monitor.statistics import compiled
-    except ImportError:
-        return None
+        with _quiet(logging.getLogger("numba")):
+            from lightning_module_monitor.statistics import compiled
     except Exception as error:
-        # No place for numba's cache, say, or a processor that it does not know.
-        _messages.warning("The compiled kernel is not used (%s: %s); monitoring costs more without it.", type(error).__name__, error)
+        # Not installed, which is all right; or no place for its cache, a numpy or a processor that it does not know.
+        if not (isinstance(error, ModuleNotFoundError) and error.name in ("numba", "llvmlite")):
+            _messages.warning("The compiled kernel is not used (%s: %s); monitoring costs more without it.", type(error).__name__, error)
         return None
     return compiled
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Numba tells each step of its compiler to a program whose root logger wants everything; unless it was asked to, it does not."""
+    level = logger.level
+    if level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @functools.cache
@@ -51,8 +66,16 @@ def compiled_histogram() -> ModuleType | None:
 
 def takes(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for."""
-    # A subclass may hold its elements elsewhere, and a float64's square may leave float64.
-    return tensor.is_cpu and tensor.dtype in DTYPES and type(tensor) in (Tensor, nn.Parameter) and kernel() is not None
+    # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; while torch.jit traces, sizes are no
+    # numbers; a float64's square may leave float64.
+    return (
+        tensor.is_cpu
+        and tensor.dtype in DTYPES
+        and type(tensor) in (Tensor, nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and torch._C._get_tracing_state() is None
+        and kernel() is not None
+    )
 
 
 def takes_difference(difference: Difference, needs: int) -> bool:
@@ -63,6 +86,12 @@ def takes_difference(difference: Difference, needs: int) -> bool:
     return difference.shift is None or difference.shift.shape == difference.tensor.shape[-1:]
 
 
+def _kernel() -> ModuleType:
+    compiled = kernel()
+    assert compiled is not None
+    return compiled
+
+
 class RunningRows:
     """Moments of numbered rows, up to date at any time.
 
@@ -71,10 +100,9 @@ class RunningRows:
     """
 
     def __init__(self) -> None:
-        compiled = kernel()
-        assert compiled is not None
-        self._kernel = compiled
         self._rows = _identity(FIRST_CAPACITY)
+        self._whole = _identity(1)
+        """A row for a tensor that is read part by part."""
         self._latest = np.empty(NUM_FIELDS)
         """Moments of the tensor that was added last."""
 
@@ -82,8 +110,15 @@ class RunningRows:
         """Merge all elements of a tensor, which has at least one, into a row."""
         if row >= len(self._rows):
             self._grow(row)
-        tensor = in_order(tensor)
-        self._kernel.add(tensor.data_ptr(), tensor.numel(), _features(tensor, needs), needs, self._rows, row, self._latest)
+        features = _features(tensor, needs)
+        if _is_in_order(tensor):
+            _kernel().add(tensor.data_ptr(), tensor.numel(), features, needs, self._rows, row, self._latest)
+            return
+        self._whole[:] = _identity(1)
+        for part in parts_in_order(tensor, features):
+            _kernel().add(part.data_ptr(), part.numel(), features, needs, self._whole, 0, self._latest)
+        self._latest[:] = self._whole[0]
+        _kernel().merge(self._latest, self._rows, row)
 
     def add_difference(self, row: int, difference: Difference) -> None:
         """Merge the squares of a difference that :func:`takes_difference` is true of into a row."""
@@ -92,13 +127,13 @@ class RunningRows:
         tensor, other, shift = difference.tensor, difference.other, difference.shift
         addresses = tensor.data_ptr(), 0 if other is None else other.data_ptr(), 0 if shift is None else shift.data_ptr()
         features = tensor.shape[-1] if tensor.dim() else 1
-        self._kernel.add_difference(*addresses, tensor.numel(), features, self._rows, row, self._latest)
+        _kernel().add_difference(*addresses, tensor.numel(), features, self._rows, row, self._latest)
 
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""
         if row >= len(self._rows):
             self._grow(row)
-        self._kernel.merge(self._latest, self._rows, row)
+        _kernel().merge(self._latest, self._rows, row)
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
         """Like :meth:`add` for many tensors that exist at the same time, by one call for all of the same needs."""
@@ -106,13 +141,13 @@ class RunningRows:
         for row, tensor, needs in rows:
             if _is_in_order(tensor):
                 by_needs[needs].append((row, tensor.data_ptr(), tensor.numel(), _features(tensor, needs)))
-            else:  # one by one, so that no two copies are there at a time
+            else:
                 self.add(row, tensor, needs)
         for needs, tensors in by_needs.items():
             highest = max(row for row, *_ in tensors)
             if highest >= len(self._rows):
                 self._grow(highest)
-            self._kernel.add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
+            _kernel().add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
 
     def moments(self, num_rows: int) -> Moments:
         """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
@@ -131,14 +166,22 @@ def _identity(num_rows: int) -> np.ndarray:
 
 def _is_in_order(tensor: Tensor) -> bool:
     """Whether the elements lie in memory as float32, one after the other: not negated by a flag, nor zeros without memory."""
-    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and tensor.data_ptr() != 0
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
-def in_order(tensor: Tensor) -> Tensor:
-    """The tensor itself if its elements lie in memory as float32, one after the other; else a copy of which that is true."""
+def parts_in_order(tensor: Tensor, features: int = 1) -> Iterator[Tensor]:
+    """The elements in memory as float32, one after the other: the tensor itself if they lie so already, else copies, part by part.
+
+    Args:
+        tensor: Any that :func:`takes` is true of.
+        features: A part is a multiple of so many elements.
+    """
     if _is_in_order(tensor):
-        return tensor
-    return tensor.detach().resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        yield tensor.detach().view(-1)
+        return
+    flat = tensor.detach().resolve_neg().reshape(-1)
+    for part in flat.split(max(1, PART_ELEMENTS // features) * features):
+        yield part.to(torch.float32, copy=True)
 
 
 def _features(tensor: Tensor, needs: int) -> int:
