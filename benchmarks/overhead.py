@@ -4,11 +4,14 @@ Seven statistics (mean, std, norm, min, max, var, abs_mean) of every activation,
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --workloads W2 --steps 200 --skip-peers
+
+On W1 also the forward pass of a reference, alone and with the refined coordinate check.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib.util
 import platform
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.statistics import running, table
 
 WARM_UP_STEPS = 5
@@ -55,7 +58,10 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 """The statistics by the name that the engine knows, as functions for the tool that has none built in."""
 
 PLAIN, IDLE, OURS, FLOOR = "plain", "idle", "ours", "floor"
+REFERENCE, RCC = "reference forward", "reference + RCC"
 IDLE_TARGET = 0.01
+RCC_TARGET = 1.25
+"""Forward passes that the check may cost beyond that of the reference."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -208,6 +214,9 @@ class Observer:
     def begin(self, step: int) -> None:
         """Before the forward pass."""
 
+    def before_forward(self, inputs: Tensor) -> None:
+        """Right before the forward pass, with what the model will get."""
+
     def before_update(self) -> None:
         """After the backward pass, before the optimizer moves the parameters."""
 
@@ -290,6 +299,69 @@ class Floor(Observer):
             handle.remove()
 
 
+class ReferenceForward(Observer):
+    """The forward pass of a reference, and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.reference = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def before_forward(self, inputs: Tensor) -> None:
+        self.reference(inputs)
+
+
+class CoordinateCheck(ReferenceForward):
+    """A reference and the refined coordinate check by our engine."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.monitor = ModuleMonitor()
+        self.monitor.set_module(model)
+        self.monitor.set_reference_module(self.reference)
+        self.check = RefinedCoordinateCheck(self.monitor)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.check.refined_coordinate_check()
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        return 0 if record is None else len(record.values) - 1
+
+    def close(self) -> None:
+        self.monitor.close()
+
+
+class PeerCheck(ReferenceForward):
+    """A reference and the refined coordinate check by torch-module-monitor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch_module_monitor
+        from torch_module_monitor.refined_coordinate_check import RefinedCoordinateCheck as Check
+
+        super().__init__(model)
+        self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
+        self.monitor.set_module(model)
+        self.monitor.set_reference_module(self.reference)
+        self.check: Any = Check(self.monitor)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.check.refined_coordinate_check()
+
+    def end(self) -> int:
+        self.monitor.end_step()
+        return len(self.monitor.get_step_metrics())
+
+    def close(self) -> None:
+        self.monitor.activation_hooks.remove_all_hooks()
+        self.check.rcc_forward_hooks.remove_all_hooks()
+
+
 class TorchModuleMonitor(Observer):
     """torch-module-monitor, with the same statistics as functions."""
 
@@ -358,6 +430,8 @@ class Variant:
     attach: Callable[[nn.Module], Observer]
     package: str = ""
     """Import name of the peer that is needed, if any; its distribution has the same name with dashes."""
+    workloads: tuple[str, ...] = ("W1", "W2", "W3")
+    """Where it is measured."""
 
 
 VARIANTS = (
@@ -366,6 +440,9 @@ VARIANTS = (
     Variant(OURS, "our engine, seven statistics, finished on the host", partial(Engine, every_n_steps=1)),
     Variant("ours, eager", "the same without the extra fast: torch's own operations", EagerEngine),
     Variant(FLOOR, "one norm of each tensor", Floor),
+    Variant(REFERENCE, "the forward pass of a reference, alone", ReferenceForward, workloads=("W1",)),
+    Variant(RCC, "reference and refined coordinate check, all terms and norms", CoordinateCheck, workloads=("W1",)),
+    Variant("torch-module-monitor, RCC", "its refined coordinate check", PeerCheck, "torch_module_monitor", workloads=("W1",)),
     Variant("torch-module-monitor", "the same seven statistics", TorchModuleMonitor, "torch_module_monitor"),
     Variant(
         "wandb.watch",
@@ -408,6 +485,7 @@ class Lane:
         inputs, classes = batch
         self.step += 1
         self.observer.begin(self.step)
+        self.observer.before_forward(inputs)
         loss = F.cross_entropy(self.model(inputs).flatten(0, -2), classes.flatten())
         loss.backward()
         self.observer.before_update()
@@ -516,7 +594,7 @@ def measure(workload: Workload, variants: Sequence[Variant], num_steps: int) -> 
     """Train all variants side by side, a step of each in a round, and count in a last round."""
     torch.manual_seed(SEED)
     batches = [workload.make_batch() for _ in range(NUM_BATCHES)]
-    lanes = [Lane(variant, workload) for variant in variants]
+    lanes = [Lane(variant, workload) for variant in variants if workload.name in variant.workloads]
     result = Result(workload, {lane.variant.name: [] for lane in lanes})
     try:
         for step in range(WARM_UP_STEPS):
@@ -607,6 +685,10 @@ def target_line(result: Result) -> str:
         (f"host reads {extra.host_reads}, target 0", extra.host_reads == 0),
         (f"idle {percent(idle)}, target under +{IDLE_TARGET:.0%}", idle < IDLE_TARGET),
     ]
+    if RCC in result.seconds:
+        forward = result.added(REFERENCE)
+        passes = (result.added(RCC) - forward) / forward
+        checks.append((f"RCC {passes:.2f} forward passes, target at most {RCC_TARGET}", passes <= RCC_TARGET))
     return f"{result.workload.name}: " + "; ".join(f"{text}: {'met' if is_met else 'MISSED'}" for text, is_met in checks)
 
 
@@ -698,7 +780,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.workloads:
         print(f"{name}: {WORKLOADS[name].description}", file=sys.stderr, flush=True)
         results.append(measure(WORKLOADS[name], variants, options.steps))
-    rows = [row(result, variant) for result in results for variant in variants]
+    rows = [row(result, variant) for result in results for variant in variants if variant.name in result.seconds]
     for result in results:
         print_table(f"{result.workload.name}: {result.workload.description}", [cells for cells in rows if cells[0] == result.workload.name])
     for variant in variants:

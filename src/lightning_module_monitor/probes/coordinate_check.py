@@ -26,7 +26,7 @@ from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import UNWATCHED
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.layers import Layer, layer_of
-from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norm
+from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import Call, ReferenceProbe, named_inputs
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
@@ -114,7 +114,6 @@ class _Unit:
     """A watch for each alignment, of the ratio of the norms of term and input."""
     begun: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
     """Arguments and random states of calls that are not over, of a module that may draw numbers or overwrite its input."""
-    has_operator_norms: bool = False
 
     def wish(self, kind: str, site: str | None = None) -> list[Wish]:
         """The wish for a term, at the module's own site or a further output's or input's."""
@@ -172,6 +171,16 @@ class CoordinateCheckProbe(Probe):
                 before = UncopiedHook(functools.partial(self._before_forward, unit))
                 self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.add(module.register_forward_hook(UncopiedHook(functools.partial(self._after_forward, unit)), with_kwargs=True))
+        try:
+            with _exactly(self._twins.reference.device()):
+                self._see_weights()
+        except MonitorError:
+            raise
+        except Exception as error:
+            for unit in self._units:
+                for kind in (OPERATOR_NORM, ALIGNMENT):
+                    if kind in unit.watched.watches:
+                        self._observation.fail(unit.watched.watches[kind], unit.watched.site.module, error)
 
     def end_micro_batch(self) -> None:
         """Forget the calls that an error has ended."""
@@ -222,7 +231,6 @@ class CoordinateCheckProbe(Probe):
                 with _exactly(self._twins.reference.device()):
                     self._see_outputs(unit, output, again, call)
                     self._see_inputs(unit, named_inputs(args, kwargs), call)
-                    self._see_weight(unit)
         except MonitorError:
             raise
         except Exception as error:
@@ -332,21 +340,26 @@ class CoordinateCheckProbe(Probe):
         if vectors is not None:
             self._observation.observe_for(vectors, aligned)
 
-    def _see_weight(self, unit: _Unit) -> None:
-        """Take the operator norms, once a step: in its first forward pass, with the weight as it is before the optimizer moves it."""
-        layer = unit.layer
-        asked, watch = self._operator_norm_watch(unit)
-        names = set(asked) | {_ALIGNED[name] for name in unit.alignment}
-        if layer is None or unit.has_operator_norms or not names:
-            return
-        unit.has_operator_norms = True
-        site, weight = unit.watched.site.name, layer.weight(unit.twin)
-        if "update" in names:
-            norm = operator_norm(Difference(layer.weight(unit.watched.site.module), weight).computed())
-            self._observation.add_result(watch, UserFunction("update", float, "mean"), norm, 1)
-        if "reference" in names:
-            norm = self._operator_norms.of_reference(site, weight)
-            self._observation.add_result(watch, UserFunction("reference", float, "mean"), norm, 1)
+    @torch.no_grad()
+    def _see_weights(self) -> None:
+        """Take the operator norms: before the step's first forward pass, with the weights that it will use."""
+        updates: dict[str, Difference] = {}
+        references: dict[str, Tensor] = {}
+        watches: dict[str, Watch] = {}
+        for unit in self._units:
+            asked, watch = self._operator_norm_watch(unit)
+            names = set(asked) | {_ALIGNED[name] for name in unit.alignment}
+            if unit.layer is None or not names:
+                continue
+            site, own = unit.watched.site.name, unit.layer.weight(unit.twin)
+            watches[site] = watch
+            if "reference" in names:
+                references[site] = own
+            if "update" in names:
+                updates[site] = Difference(unit.layer.weight(unit.watched.site.module), own)
+        for name, norms in (("update", operator_norms(updates)), ("reference", self._operator_norms.of_reference(references))):
+            for site, norm in norms.items():
+                self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
 
     def _operator_norm_watch(self, unit: _Unit) -> tuple[Iterable[str], Watch]:
         """The norms that are asked for, and the watch of them; one of its own where only alignments are."""

@@ -9,8 +9,13 @@ it.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from lightning_module_monitor.statistics.difference import Difference
 
 NUM_STEPS = 5
 """Products with the matrix, and with its transpose."""
@@ -26,6 +31,10 @@ TOLERANCE = 0.05
 Too large it is never, but for rounding."""
 
 
+MAX_ELEMENTS = 1 << 20
+"""Elements of the matrices that are worked on together: 4 MiB of float32."""
+
+
 class OperatorNorms:
     """Norms by site. The reference's are computed once."""
 
@@ -36,29 +45,47 @@ class OperatorNorms:
         """Forget the reference's norms: there is another reference."""
         self._of_reference.clear()
 
-    def of_reference(self, site: str, weight: Tensor) -> Tensor:
-        """The norm of a weight that stays what it is; see :func:`operator_norm`."""
-        if site not in self._of_reference:
-            self._of_reference[site] = operator_norm(weight)
-        return self._of_reference[site]
+    def of_reference(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The norms of weights that stay what they are, by site; see :func:`operator_norms`."""
+        missing = {site: Difference(weight) for site, weight in weights.items() if site not in self._of_reference}
+        self._of_reference |= operator_norms(missing)
+        return {site: self._of_reference[site] for site in weights}
 
 
-def operator_norm(weight: Tensor) -> Tensor:
-    """The largest singular value, without a host read.
+def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
+    """The largest singular values of several weights, or differences of weights, without a host read.
 
     Args:
-        weight: Matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``; float32 or float64.
+        weights: By site: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
 
     Returns:
-        The largest of any of the matrices, float64, shape ``()``; within :data:`TOLERANCE`.
+        By site the largest of any of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
     """
-    if weight.dim() == 1:
-        return weight.abs().max().double()
+    norms: dict[str, Tensor] = {}
+    alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
+    for site, weight in weights.items():
+        tensor = weight.tensor
+        if tensor.dim() == 1:
+            norms[site] = weight.computed().abs().max().double()
+        else:
+            alike[tensor.shape, tensor.dtype, tensor.device].append(site)
+    for (shape, _dtype, _device), sites in alike.items():
+        # Those of one shape share their operations: small ones cost more to start than to do.
+        at_once = max(1, MAX_ELEMENTS // shape.numel())
+        for start in range(0, len(sites), at_once):
+            part = sites[start : start + at_once]
+            computed = [weights[site].computed() for site in part]
+            found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed))
+            norms.update(zip(part, found.view(len(part), -1).amax(1), strict=True))
+    return norms
+
+
+def _operator_norms(matrices: Tensor) -> Tensor:
+    """The operator norm of each matrix, float64, shape ``(groups,)``."""
     # Squares of a very small update would leave the range.
-    smallest, largest = torch.aminmax(weight)
+    smallest, largest = torch.aminmax(matrices)
     scale = torch.maximum(largest, smallest.neg())
-    small = _bidiagonal(weight, torch.where(scale > 0, scale, 1.0).reciprocal())
-    return _norm_of_small(small).amax().double() * scale.double()
+    return _norm_of_small(_bidiagonal(matrices, torch.where(scale > 0, scale, 1.0).reciprocal())).double() * scale.double()
 
 
 def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:

@@ -261,10 +261,12 @@ class Observation:
         scalars = [value for _key, part in parts for value in part.values]
         shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts)
         values = self._finish(shares)
+        arrived = others[: len(scalars)].tolist()
         start = 0
         for key, part in parts:
             end = start + len(part.values)
-            values[key] = part.merge(others[start:end])
+            # A single result is what it is merged to, unless it was computed from nothing.
+            values[key] = arrived[start] if end == start + 1 and part.weights != [0] else part.merge(others[start:end])
             start = end
         values.update(dict.fromkeys(self._failed, float("nan")))
         rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long().numpy()
