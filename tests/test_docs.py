@@ -67,7 +67,7 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     model = Model()
     names: dict[str, Any] = {"Trainer": quiet_trainer, "model": model, "batches": loader(), "loss_fn": F.cross_entropy}
-    wanted = ("ModuleMonitorCallback()", "load_store(trainer", "ModuleMonitor(rules=", "with track(", "coordinate_check(")
+    wanted = ("ModuleMonitorCallback()", "load_store(trainer", "ModuleMonitor(rules=", "with track(", "coordinate_check(lambda")
     first, store, loop, raw, width_check = map(snippet, wanted)
     exec(first, names)  # the README is ours
     assert names["trainer"].global_step == 100
@@ -82,6 +82,10 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "'parameter/head.weight/largest'" in printed
     exec(raw, names)  # as above
     assert capsys.readouterr().out == "head False torch.Size([4, 3])\nhead True torch.Size([4, 3])\n"
+    exec(snippet("RefinedCoordinateCheck(monitor)"), names)  # as above
+    found = names["monitor"].get_step_metrics()
+    assert found["rcc_effective_update/head.weight/rms"] > 0
+    assert 0 < found["rcc_alignment/head/effective"] <= 1.05
     exec(width_check, {"MyModule": WideMlp, "batches": gaussian_batches()})  # as above
     assert "Exponents of width against mup: widths 128, 256, 512; 4 seeds, 1 step" in capsys.readouterr().out
 
@@ -180,15 +184,25 @@ def test_yaml_of_the_readme(tmp_path: Path) -> None:
 
         val_dataloader = train_dataloader
 
-    (block,) = snippets("yaml")
+    block, compared = snippets("yaml")
     (tmp_path / "readme.yaml").write_text(block)
+    (tmp_path / "compared.yaml").write_text(compared)
     flags = {"max_steps": 3, "accelerator": "cpu", "logger": "false", "default_root_dir": tmp_path, "limit_val_batches": 0}
     quiet = {"enable_progress_bar": "false", "enable_checkpointing": "false", "enable_model_summary": "false"}
-    args = ["fit", f"--config={tmp_path / 'readme.yaml'}", *(f"--trainer.{name}={value}" for name, value in (flags | quiet).items())]
-    cli = LightningCLI(Net, args=args, seed_everything_default=1, save_config_callback=None)
-    (callback,) = [one for one in cli.trainer.callbacks if isinstance(one, ModuleMonitorCallback)]  # type: ignore[attr-defined]
-    assert callback.last_record is not None
-    keys = set(callback.last_record.values)
+
+    def keys_of(file: str) -> set[str]:
+        args = ["fit", f"--config={tmp_path / file}", *(f"--trainer.{name}={value}" for name, value in (flags | quiet).items())]
+        cli = LightningCLI(Net, args=args, seed_everything_default=1, save_config_callback=None)
+        (callback,) = [one for one in cli.trainer.callbacks if isinstance(one, ModuleMonitorCallback)]  # type: ignore[attr-defined]
+        assert callback.last_record is not None
+        return set(callback.last_record.values)
+
+    assert {
+        "activation_difference/model.layers.0/cosine",
+        "parameter_difference/model.layers.0.weight/ratio",
+        "rcc_propagating_update/model.layers.3.weight/rms",
+    } <= keys_of("compared.yaml")
+    keys = keys_of("readme.yaml")
     for expected in (
         "activation/model.layers.0/zero_fraction",
         "activation_gradient/model.layers.3/rms",

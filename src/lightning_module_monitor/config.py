@@ -28,13 +28,15 @@ class Rule:
     Attributes:
         kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
             ``gradient_before_clip``, ``update``, ``attention_entropy``, ``attention_relative_entropy``,
-            ``attention_max_logit``, ``attention_sink``.
+            ``attention_max_logit``, ``attention_sink``; with a reference ``activation_difference``,
+            ``parameter_difference``, and those of the coordinate check, ``rcc_...``.
         sites: Pattern or patterns (``re.fullmatch``) of module names, for kinds of parameters of parameter names.
         exclude: Pattern or patterns of names that are left out, with all that is inside of such a module.
         types: Classes, or import paths of classes, of which the module (of a parameter: the module that owns it) must be.
         leaf_modules: Only modules without children.
-        statistics: One name or several of ``STATISTICS``.
-        functions: Function of the tensor, or torchmetrics object, by the name that it gets in the key.
+        statistics: One name or several of ``STATISTICS``; of ``rcc_operator_norm`` and ``rcc_alignment`` names of their values.
+        functions: Function of the tensor (of a difference: of the model's and the reference's), or torchmetrics object, by the
+            name that it gets in the key.
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
@@ -46,7 +48,7 @@ class Rule:
     types: str | type[nn.Module] | list[str | type[nn.Module]] | None = None
     leaf_modules: bool = False
     statistics: str | list[str] = field(default_factory=list)
-    functions: dict[str, Metric | Callable[[Tensor], Any]] = field(default_factory=dict)
+    functions: dict[str, Metric | Callable[..., Any]] = field(default_factory=dict)
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
 

@@ -531,3 +531,20 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
             assert all(0 < value <= 1 + TOLERANCE for value in alignments)
             assert len(alignments) == (5 if step else 0)
     assert checked == 29 * 3
+
+
+@pytest.mark.parametrize("name", ["linear", "linear without bias"])
+def test_histograms_of_terms_count_every_element(name: str) -> None:
+    """At both sites; where both are the same tensor it is counted for both."""
+    run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "hist"]), Rule(kinds="rcc_alignment")])
+    run.monitor.begin_step(1)
+    with run.monitor.no_monitor():
+        run.reference(*run.x0[0])
+    output = run.module(*run.x[0])
+    found = run.monitor.end_step()
+    assert found is not None
+    for kind in TERMS:
+        size = run.x[0][0].numel() if "input" in kind else output.numel()
+        for site in ("_root_", "_root_.weight"):
+            assert int(found.histograms[f"{kind}/{site}/hist"].counts.sum()) == size, (kind, site)
+    assert not any("alignment" in key for key in found.histograms)

@@ -25,6 +25,7 @@ from lightning_module_monitor import (
     ModuleMonitorCallback,
     MonitorMixin,
     Record,
+    RefinedCoordinateCheck,
     Rule,
     Stash,
     Statistic,
@@ -56,6 +57,9 @@ def callback() -> Trainer:
         module="model",
         exclude=[".*dropout.*"],
         rules=rules,
+        reference="init",
+        rcc=True,
+        save_reference=False,
         attention=True,
         gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
         capture=Capture(sites="model.head", steps=[0, 100], kinds=["activation", "gradient"]),
@@ -87,6 +91,22 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.monitor_gradients(before_clip=True)
         record = monitor.end_step()
     return record.values if record is not None else {}
+
+
+def compared(model: nn.Module, reference: nn.Module) -> None:
+    """The reference and the coordinate check in a plain loop."""
+    monitor = ModuleMonitor(cpu_offload=True)
+    monitor.set_module(model)
+    monitor.set_reference_module(reference)
+    monitor.add_activation_difference_metric("cosine")
+    monitor.add_parameter_difference_metric("largest", lambda current, other: (current - other).abs().max())
+    check = RefinedCoordinateCheck(monitor, statistics=("rms", "token_norm"))
+    with monitor.running_reference():
+        reference(torch.ones(1))
+    check.refined_coordinate_check()
+    has_one: bool = monitor.has_reference_module()
+    if has_one:
+        monitor.remove_reference_module()
 
 
 def gains(blocks: nn.ModuleList, loss: Tensor) -> list[float | None]:

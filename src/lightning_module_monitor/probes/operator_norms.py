@@ -83,9 +83,9 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
 def _operator_norms(matrices: Tensor) -> Tensor:
     """The operator norm of each matrix, float64, shape ``(groups,)``."""
     # Squares of a very small update would leave the range.
-    smallest, largest = torch.aminmax(matrices)
-    scale = torch.maximum(largest, smallest.neg())
-    return _norm_of_small(_bidiagonal(matrices, torch.where(scale > 0, scale, 1.0).reciprocal())).double() * scale.double()
+    scale = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
+    small = _bidiagonal(matrices, torch.where(scale > 0, scale, 1.0).reciprocal())
+    return _norm_of_small(small).double() * scale.double().flatten()
 
 
 def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:

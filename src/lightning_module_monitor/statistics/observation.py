@@ -148,7 +148,8 @@ class Observation:
         measured = 0
         for watch, part in wishes:
             needs = watch.base_needs if part == BASE else watch.needs
-            if needs and not needs & ~measured:
+            # A row that no histogram was asked for gets none.
+            if needs and not needs & ~measured and not (needs ^ measured) & Need.HISTOGRAM:
                 self._table.add_last_again(self._row(watch) + part)
             elif needs:
                 if isinstance(tensor, Difference):
@@ -172,7 +173,7 @@ class Observation:
         """
         current, reference = _strided(current), _strided(reference)
         difference = Difference(current, reference)
-        if watch.statistics:
+        if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
                 self._table.add_difference(row + OWN, difference, watch.needs)
