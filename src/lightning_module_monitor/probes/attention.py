@@ -61,6 +61,10 @@ class _Watching:
     is_attention: bool
     """Whether its forward is that of ``nn.MultiheadAttention``, whose call is seen by the hook."""
 
+    def can_attend(self) -> bool:
+        """Whether there can be attention within it: not in a layer of torch's own without children."""
+        return self.is_attention or not self.is_of_torch or next(self.watched.site.module.children(), None) is not None
+
     @classmethod
     def of(cls, watched: WatchedModule) -> _Watching:
         forward = getattr(watched.site.module.forward, "__func__", None)
@@ -84,7 +88,8 @@ class AttentionProbe(Probe):
 
     def __init__(self, watched: Sequence[WatchedModule], observation: Observation, head_name: HeadName, say: Callable[[str], None]) -> None:
         self._by_name = {one.site.name: one for one in watched}
-        self._watched = [_Watching.of(one) for one in watched if any(KINDS[kind].of_heads for kind in one.watches)]
+        of_heads = [_Watching.of(one) for one in watched if any(KINDS[kind].of_heads for kind in one.watches)]
+        self._watched = [one for one in of_heads if one.can_attend()]
         self._observation = observation
         self._head_name = head_name
         self._say = say

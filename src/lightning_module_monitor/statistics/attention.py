@@ -151,7 +151,8 @@ class _Hiding(NamedTuple):
     @classmethod
     def of_causal(cls, positions: range, num_keys: int, dtype: torch.dtype, device: torch.device) -> _Hiding:
         rows = torch.arange(positions.start, positions.stop, positions.step, device=device).unsqueeze(1)
-        return cls.of_mask((torch.arange(num_keys, device=device) <= rows)[None, None], dtype)
+        hides = torch.arange(num_keys, device=device) > rows
+        return cls(hides.to(dtype).mul_(-HIDDEN)[None, None], hides[None, None])
 
     def __and__(self, other: _Hiding) -> _Hiding:
         return _Hiding(self.bias + other.bias, self.hides | other.hides)

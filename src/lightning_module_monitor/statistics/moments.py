@@ -291,7 +291,8 @@ def moments_of_pieces(figures: Figures, length: Tensor, features: int) -> Moment
 def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
     """Moments of the rows of a matrix, of those elements of it that count.
 
-    It all happens in float64, at once for all rows: for many short rows, of which some elements may have to be left out.
+    It happens at once for all rows, in float64 where anything would be lost: for many short rows, of which some elements may have
+    to be left out.
 
     Args:
         values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token of its own.
@@ -301,13 +302,14 @@ def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
     Returns:
         Moments of shape ``(rows,)``, on the device of ``values``.
     """
-    values = values.double()
+    if needs & ~(Need.MEAN | Need.EXTREMES):
+        values = values.double()
     kept = torch.where(counts, values, 0.0)
-    elements = counts.sum(1).double()
+    elements = counts.sum(1, dtype=torch.float64)
     nothing = torch.zeros_like(elements)
     found = dict.fromkeys(Moments._fields, nothing) | {"elements": elements, "tokens": elements}
     if needs & (Need.MEAN | Need.DEVIATIONS):
-        found["mean"] = kept.sum(1) / elements.clamp(min=1.0)
+        found["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
     if needs & Need.DEVIATIONS:
         found["deviations"] = torch.where(counts, values - found["mean"].unsqueeze(1), 0.0).square().sum(1)
     if needs & Need.SQUARES:
@@ -315,8 +317,8 @@ def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
     if needs & (Need.MAGNITUDE | Need.TOKENS):
         found["magnitude"] = found["token_norm"] = found["token_rms"] = kept.abs().sum(1)
     if needs & Need.EXTREMES:
-        found["maximum"] = torch.where(counts, values, -torch.inf).amax(1)
-        found["minimum"] = torch.where(counts, values, torch.inf).amin(1)
+        found["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
+        found["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
     if needs & Need.ZEROS:
         found["zeros"] = (counts & (values == 0)).sum(1).double()
     if needs & Need.NONFINITE:
