@@ -470,9 +470,28 @@ class ModuleMonitor:
             watched = self._told_attention(self._sites, site, self._window)
             self._window.attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
         elif all(module is not one for one in self._module.modules()):
-            what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
-            names = [one.name for one in self._sites.modules]
-            raise ValueError(f"{what} is none of the {len(names)} modules that are watched{nearest(str(module), names)}")
+            raise ValueError(_none_of(module, "that are watched", [one.name for one in self._sites.modules]))
+
+    def monitor_reference_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
+        """Take in a call of the reference's, to compare the model's own with; like :meth:`monitor_attention`.
+
+        Under :meth:`no_monitor` too, which the reference runs under.
+
+        Raises:
+            ValueError: If there is no reference, or it has no such module.
+        """
+        if self._reference is None:
+            raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
+        if self._window is None or self._sites is None:
+            return
+        live = module if isinstance(module, str) else self._reference.model_of(module)
+        site = None if live is None else self._sites.module_site(live)
+        if site is not None:
+            call = RawCall((), arguments, output)
+            watched = self._window.attention.watched(site)
+            self._window.attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
+        elif not isinstance(live, nn.Module):
+            raise ValueError(_none_of(module, "of the reference", [one.name for one in self._sites.modules]))
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
@@ -786,6 +805,12 @@ def check_prefix(prefix: str, label: str = "prefix") -> str:
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
+
+
+def _none_of(module: nn.Module | str, which: str, names: Sequence[str]) -> str:
+    """What is said of a module that is not there."""
+    what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
+    return f"{what} is none of the {len(names)} modules {which}{nearest(str(module), names) if isinstance(module, str) else ''}"
 
 
 def _check_own_key(key: str) -> str:

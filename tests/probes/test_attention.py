@@ -669,8 +669,69 @@ def test_by_hand_of_a_module_that_is_not_there() -> None:
             monitor_scaled_dot_product_attention(monitor, "attention", x, x, x)
         with pytest.raises(ValueError, match="This Linear is none of the 2 modules"):
             monitor_scaled_dot_product_attention(monitor, nn.Linear(1, 1), x, x, x)
-        with pytest.raises(NotImplementedError, match="is_reference is true"):
+        with pytest.raises(ValueError, match="There is no reference"):
             monitor_scaled_dot_product_attention(monitor, model["attn"], x, x, x, is_reference=True)
         found = monitor.end_step()
     assert found is not None
     assert found.values == {"monitor/errors": 0.0}
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_is_reference_compares_the_tensors_of_heads(cpu_offload: bool) -> None:
+    """Two micro-batches, the reference first, under ``no_monitor``; what it did that the model did not come to is forgotten."""
+    torch.manual_seed(0)
+    model, reference = nn.ModuleDict({"attn": nn.Linear(4, 4)}), nn.ModuleDict({"attn": nn.Linear(4, 4)})
+    inputs = [heads(2, 3, 5, 4), heads(4, 3, 5, 4, seed=1)]
+    found, expected = {}, {}
+    with ModuleMonitor(cpu_offload=cpu_offload) as monitor:
+        monitor.add_activation_difference_metric("norm")
+        monitor.add_activation_difference_metric("distance", lambda current, other: (current - other).abs().sum(), ".*", torch.sum)
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        for x in inputs:
+            with monitor.no_monitor(), torch.no_grad():
+                y = reference["attn"](x)
+                for _call in range(2):
+                    monitor_scaled_dot_product_attention(monitor, reference["attn"], y, x, x, activation=2 * y, is_reference=True)
+            z = model["attn"](x)
+            monitor_scaled_dot_product_attention(monitor, model["attn"], z, x, x, activation=2 * z)
+            monitor.after_micro_batch()
+        with pytest.raises(ValueError, match="This Linear is none of the 2 modules of the reference"):
+            monitor_scaled_dot_product_attention(monitor, model["attn"], z, z, z, is_reference=True)
+        monitor.end_step()
+        found = monitor.get_step_metrics()
+    changes = [(model["attn"](x) - reference["attn"](x)).detach().double() for x in inputs]
+    for head in range(3):
+        of_head = torch.cat([change[:, head].flatten() for change in changes])
+        for name, factor in {"query": 1, "key": 0, "value": 0, "activation": 2}.items():
+            expected[f"activation_difference/attn.head_{head}.{name}/norm"] = factor * float(of_head.norm())
+            expected[f"activation_difference/attn.head_{head}.{name}/distance"] = factor * float(of_head.abs().sum())
+    values = {key: value for key, value in found.items() if ".head_" in key and key.startswith("activation_difference")}
+    assert values == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert found["monitor/errors"] == 0
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_attention_of_the_reference_is_not_the_models(follows: bool) -> None:
+    """It runs beside the model, and its modules once more for the coordinate check: none of that is seen."""
+    model = Calls(lambda x: model.parts[0](x, x, x)[0], nn.MultiheadAttention(8, 2))
+    reference, x = copy.deepcopy(model), heads(5, 3, 8)
+    reference.call = lambda x: reference.parts[0](2 * x, x, x)[0]
+    rules = [ALL, Rule(kinds=["rcc_output", "rcc_propagating_update", "activation_difference"], statistics="rms")]
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=follows)
+        monitor.begin_step(0)
+        if not follows:
+            with monitor.no_monitor():
+                reference(x)
+        model(x).sum().backward()
+        monitor.after_micro_batch()
+        found = monitor.end_step()
+    assert found is not None
+    assert any(key.startswith("rcc_output") for key in found.values)
+    alone = record(model, x)
+    assert {key: value for key, value in found.values.items() if key.startswith("attention")} == {
+        key: value for key, value in alone.values.items() if key.startswith("attention")
+    }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,9 @@ FIGURES: Mapping[str, Callable[[AttentionFigures], Tensor]] = {
 
 NEEDED_KEYS = {"attention_relative_entropy": 2}
 """How many keys a token must see to count, where it is not one: of one key there is nothing to choose."""
+
+KINDS_OF_TENSORS = ("activation", "activation_difference")
+"""The kinds that the tensors of heads are of."""
 
 READERS: Mapping[Callable[..., Any], Reader] = {
     F.scaled_dot_product_attention: read_scaled_dot_product_attention,
@@ -101,6 +105,8 @@ class AttentionProbe(Probe):
         self._num_above = 0
         """How many modes lay above ours when it was taken off."""
         self._last: _Seen | None = None
+        self._of_reference: defaultdict[str, deque[dict[str, Tensor]]] = defaultdict(deque)
+        """Tensors of heads by name, of calls of the reference's that the model has not come to, by site."""
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -110,14 +116,15 @@ class AttentionProbe(Probe):
             self._hooks.add(module.register_forward_hook(_LeaveHook(self, one), with_kwargs=True, always_call=True))
 
     def end_micro_batch(self) -> None:
-        """Forget the call that was seen last."""
+        """Forget the call that was seen last, and what the model did not come to."""
         self._last = None
+        self._of_reference.clear()
 
     def close(self) -> None:
         """Take every hook off, and the mode, which Ctrl-C in a forward leaves on."""
         self._hooks.close()
         self._running.clear()
-        self._last = None
+        self.end_micro_batch()
         self._switch()
 
     def watched(self, site: ModuleSite) -> WatchedModule:
@@ -138,22 +145,45 @@ class AttentionProbe(Probe):
             return
         try:
             with torch.no_grad():
-                heads = read(call, "activation" in watched.watches)
+                heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))
                 if not self._was_seen(watched, heads, by_hand):
                     self._measure(watched, heads)
                     self._see_heads(watched, heads)
         except MonitorError:
             raise
         except Exception as error:
-            # What cannot be read (a tensor of a functorch transform, say) is no reason for training to end.
-            for kind, watch in watched.watches.items():
-                if KINDS[kind].of_heads:
-                    self._observation.fail(watch, call.output, error)
+            self._fail(watched, call, error)
+
+    def see_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
+        """Keep the tensors of the heads of a call of the reference's until the model comes to it, if that is wanted.
+
+        Args:
+            watched: The module of the model whose sibling it belongs to.
+            read: Makes heads of it.
+            call: What was called, and what came of it.
+            to_host: Whether they wait in the memory of the host.
+        """
+        if "activation_difference" not in watched.watches or self.is_suspended:
+            return
+        try:
+            with torch.no_grad():
+                tensors = self._tensors(watched, read(call, True))
+                self._of_reference[watched.site.name].append(
+                    {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
+                )
+        except Exception as error:
+            self._fail(watched, call, error)
 
     def see_innermost(self, read: Reader, call: RawCall) -> None:
         """Take in a call of the watched module that is running."""
         if self._running:
             self.see(self._running[-1].watched, read, call)
+
+    def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
+        """What cannot be read (a tensor of a functorch transform, say) is no reason for training to end."""
+        for kind, watch in watched.watches.items():
+            if KINDS[kind].of_heads:
+                self._observation.fail(watch, call.output, error)
 
     def _was_seen(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
         """Whether the call that came last was this one, told by hand and seen, or seen and told by hand."""
@@ -185,17 +215,23 @@ class AttentionProbe(Probe):
         self._observation.observe_rows(watches, rows, counting)
 
     def _see_heads(self, watched: WatchedModule, call: AttentionCall) -> None:
-        """Take in the tensors of every head, as activations."""
-        watch = watched.watches.get("activation")
-        if watch is None:
-            return
+        """Take in the tensors of every head, as activations, and their differences from the reference's."""
+        activation, difference = (watched.watches.get(kind) for kind in KINDS_OF_TENSORS)
+        if activation is not None:
+            self._observation.observe_all((activation.at(name), one) for name, one in self._tensors(watched, call))
+        waiting = self._of_reference[watched.site.name]
+        if difference is not None and waiting:
+            of_reference = waiting.popleft()
+            for name, one in self._tensors(watched, call):
+                if name in of_reference:
+                    self._observation.observe_pair(difference.at(name), one, of_reference[name].to(one.device))
+
+    def _tensors(self, watched: WatchedModule, call: AttentionCall) -> Iterator[tuple[str, Tensor]]:
+        """Query, key, value and output of every head, with their names."""
         tensors = {"query": call.query, "key": call.key, "value": call.value, "activation": call.output}
-        self._observation.observe_all(
-            (watch.at(self._head_name(watched.site.name, f"head_{head}.{name}")), of_head)
-            for name, tensor in tensors.items()
-            if tensor is not None
-            for head, of_head in enumerate(tensor.unbind(1))
-        )
+        for name, tensor in tensors.items():
+            for head, of_head in enumerate(() if tensor is None else tensor.detach().unbind(1)):
+                yield self._head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
     def enter(self, one: _Watching) -> None:
         """The forward of a watched module begins."""

@@ -55,6 +55,10 @@ class Reference:
         """The sibling of a module; ``None`` if it is outside of what there is a sibling of."""
         return self._twins.get(module)
 
+    def model_of(self, module: nn.Module) -> nn.Module | None:
+        """The module of the model that one of the reference's is the sibling of; ``None`` if it is none of them."""
+        return next((live for live, twin in self._twins.items() if twin is module), None)
+
     def parameter(self, site: ParameterSite) -> Tensor | None:
         """The sibling of a parameter; ``None`` as for :meth:`twin`."""
         twin = self._twins.get(site.owner)

@@ -43,17 +43,16 @@ def monitor_scaled_dot_product_attention(  # noqa: PLR0917  # torch's own argume
         scale: Factor of the logits; ``None`` is one over the square root of ``features``.
         enable_gqa: Whether several heads of the query share one of key and value.
         activation: What attention returned, shape ``(..., heads, queries, value_features)``.
-        is_reference: Whether it is the attention of the reference module, which is not compared yet.
+        is_reference: Whether ``module`` is one of the reference's, which runs before the model. Nothing is recorded of it, but by rules
+            and metrics of ``activation_difference`` that match the model's module the difference of the tensors of each head.
 
     Raises:
-        ValueError: If the model has no such module.
-        NotImplementedError: For ``is_reference``.
+        ValueError: If there is no such module.
     """
-    if is_reference:
-        raise NotImplementedError("is_reference is true, and attention is not yet compared with a reference's; leave that call out.")
     # Of three dimensions the first is that of the heads, and not of the batch.
     query, key, value = (one if one.dim() > 3 else one.unsqueeze(0) for one in (query, key, value))
     if activation is not None and activation.dim() == 3:
         activation = activation.unsqueeze(0)
     options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    monitor.monitor_attention(module, {"query": query, "key": key, "value": value, **options}, activation)
+    tell = monitor.monitor_reference_attention if is_reference else monitor.monitor_attention
+    tell(module, {"query": query, "key": key, "value": value, **options}, activation)
