@@ -46,7 +46,8 @@ from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES,
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 Function = Callable[[Tensor], Any]
 PairFunction = Callable[[Tensor, Tensor], Any]

@@ -20,7 +20,7 @@ from lightning_module_monitor.probes import coordinate_check
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
-from lightning_module_monitor.statistics.observation import Watch
+from lightning_module_monitor.statistics.watch import Watch
 
 
 @dataclass(frozen=True)

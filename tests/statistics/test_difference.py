@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
 
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
 

@@ -20,9 +20,10 @@ from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.statistics import compiled_histogram, running
 from lightning_module_monitor.statistics import histogram as histograms
 from lightning_module_monitor.statistics.moments import Need
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.table import Table
+from lightning_module_monitor.statistics.watch import Watch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

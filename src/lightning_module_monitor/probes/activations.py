@@ -11,7 +11,8 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule, observe_or_fail
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 OutputName = Callable[[str, Path], str]
 """Gives the name of a further output: from the module's site and the path to the output."""

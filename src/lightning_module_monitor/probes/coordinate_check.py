@@ -33,8 +33,9 @@ from lightning_module_monitor.random_states import RandomStates, unchanged_rando
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.observation import BASE, OWN, Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"

@@ -13,7 +13,8 @@ from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 KIND = "activation_difference"
 

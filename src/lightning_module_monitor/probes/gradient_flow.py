@@ -11,7 +11,8 @@ from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
 from lightning_module_monitor.probes.probe import observe_or_fail
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 KIND = "gradient_flow"
 

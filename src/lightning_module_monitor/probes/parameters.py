@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.probes.probe import Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
 

@@ -14,7 +14,8 @@ from lightning_module_monitor.probes.gradient_flow import norm_watch
 from lightning_module_monitor.probes.probe import observe_or_fail
 from lightning_module_monitor.standalone.gain_report import GainReport, gain_report
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Transition, summary, transitions
-from lightning_module_monitor.statistics.observation import Observation, Watch
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
 
 NOTHING_YET = (
     "No gradients recorded: no backward pass has reached any of the blocks. Call backward() on a loss of a forward pass "

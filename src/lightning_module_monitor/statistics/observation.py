@@ -7,98 +7,21 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
-from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, moments_of_rows
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
+from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types whose storage is where their elements are."""
-
-OWN, BASE, CURRENT, PRODUCT = range(4)
-"""Rows of one watch in the table, from its first on: of what is watched; of what that is relative to (the reference, of a
-difference); of the model's tensor of a difference, and of the product of both tensors."""
-
-
-@dataclass
-class Watch:
-    """What is wanted of one kind at one site, by all rules together."""
-
-    kind: str
-    site: str
-    stage: str = TRAIN
-    prefix: str = ""
-    statistics: dict[str, Statistic] = field(default_factory=dict)
-    histograms: dict[str, None] = field(default_factory=dict)
-    """Names of the histograms: none, or the one that ``STATISTICS`` has."""
-    functions: dict[str, UserFunction] = field(default_factory=dict)
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
-    further: dict[str, Watch] = field(default_factory=dict)
-    """The same wish for the module's further outputs, by site."""
-    alone: Watch | None = None
-    """The same wish for the module's weight alone, where that is a site of its own."""
-
-    @functools.cached_property
-    def needs(self) -> int:
-        """What its statistics are finished from, bits of ``Need``."""
-        histogram = Need.HISTOGRAM if self.histograms else 0
-        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), histogram)
-
-    @functools.cached_property
-    def base_needs(self) -> int:
-        """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
-        needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
-        return needs | (Need.SQUARES if self.is_paired else 0)
-
-    @functools.cached_property
-    def is_paired(self) -> bool:
-        """Whether any statistic is of two tensors."""
-        return any(one.paired for one in self.statistics.values())
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """How many rows it has in the table."""
-        return 4 if self.is_paired else 2 if self.base_needs else 1
-
-    @functools.cached_property
-    def statistic_keys(self) -> list[str]:
-        """Keys of the statistics, in order."""
-        return [self.key(name) for name in self.statistics]
-
-    @functools.cached_property
-    def histogram_keys(self) -> list[str]:
-        """Keys of the histograms."""
-        return [self.key(name) for name in self.histograms]
-
-    def keys(self) -> list[str]:
-        """The key of every number: statistic and function; a function that returns a dict has others instead."""
-        return self.statistic_keys + [self.key(name) for name in self.functions]
-
-    def planned_keys(self) -> list[str]:
-        """The keys of numbers that are known before the first step: not those of results that may yet turn out to be dicts."""
-        plain = [one for one in self.functions.values() if isinstance(one.aggregate, str) and not isinstance(one.function, Metric)]
-        return self.statistic_keys + [self.key(one.name) for one in plain]
-
-    def key(self, statistic: str) -> str:
-        """The key of one value."""
-        return Key(self.kind, self.site, fit_for_loggers(statistic, MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
-
-    def at(self, site: str) -> Watch:
-        """The same wish for another site, a further output of the module: always the same object."""
-        if site not in self.further:
-            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, self.statistics, self.histograms, self.functions)
-        return self.further[site]
-
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""
