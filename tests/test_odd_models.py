@@ -60,10 +60,17 @@ def cyclic(y: Tensor) -> dict[str, Any]:
     return output
 
 
-@pytest.mark.parametrize("build", [Unset, cyclic], ids=["unset field", "cycle"])
-def test_an_output_that_cannot_be_taken_apart_ends_nothing(build: Any) -> None:
+def test_a_field_that_is_not_set_is_no_output() -> None:
+    """The fields that are set have their values."""
+    record = observe(Returns(Unset), torch.ones(2, 4))
+    assert record.values["activation/_root_.output_a/rms"] == record.values["activation/inner/rms"] > 0
+    assert record.values["monitor/errors"] == 0
+    assert not any("output_b" in key for key in record.values)
+
+
+def test_an_output_that_cannot_be_taken_apart_ends_nothing() -> None:
     """The module's values are NaN, the others' are there, and the failure is counted."""
-    record = observe(Returns(build), torch.ones(2, 4))
+    record = observe(Returns(cyclic), torch.ones(2, 4))
     assert math.isnan(record.values["activation/_root_/rms"])
     assert record.values["activation/inner/rms"] > 0
     assert record.values["monitor/errors"] > 0

@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +40,23 @@ class Pair(NamedTuple):
 
     left: Any
     right: Any
+
+
+@dataclass
+class Half:
+    """A dataclass that is made without one of its fields."""
+
+    left: Tensor
+    right: Tensor = field(init=False)
+
+
+class Two(tuple[Tensor, Tensor]):
+    """A tuple that is made from something else than its elements."""
+
+    __slots__ = ()
+
+    def __new__(cls, left: Tensor, right: Tensor) -> Two:
+        return super().__new__(cls, (left, right))
 
 
 class Model(nn.Module):
@@ -218,6 +235,28 @@ def test_gradients_of_every_structure_are_kept(structure: str) -> None:
     gradient_of_a, gradient_of_b = take(stash.value)
     assert torch.equal(gradient_of_a, torch.full((4, 2), 5.0))
     torch.testing.assert_close(gradient_of_b, 7 * b.detach())
+
+
+def test_a_field_that_is_not_set_is_no_output() -> None:
+    """Neither a reason for the forward pass to end; the other fields have their values and gradients."""
+    module = Returns(lambda a, _b: Half(a))
+    with track(module, include="^$") as tracker:
+        output = module(torch.randn(4, 6))
+        (5 * output.left).sum().backward()
+    assert torch.equal(tracker[0].value.left, output.left)
+    assert torch.equal(tracker[1].value.left, torch.full((4, 2), 5.0))
+    assert not any(hasattr(stash.value, "right") for stash in tracker)
+
+
+def test_a_tuple_that_cannot_be_made_again_is_kept_as_a_plain_one() -> None:
+    """Its class takes something else than the elements."""
+    module = Returns(Two)
+    with track(module, include="^$") as tracker:
+        left, right = module(torch.randn(4, 6))
+        (5 * left.sum() + 7 * right.sum()).backward()
+    assert all(type(stash.value) is tuple for stash in tracker)
+    assert torch.equal(tracker[0].value[1], right)
+    assert torch.equal(tracker[1].value[1], torch.full((4, 2), 7.0))
 
 
 def test_an_output_that_the_loss_does_not_use_has_none() -> None:

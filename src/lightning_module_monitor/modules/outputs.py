@@ -59,15 +59,15 @@ def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noq
         function: Gets every leaf: a tensor, and whatever else is no container.
 
     Returns:
-        Containers of the same types, but a plain dict for every mapping. A dataclass and a named tuple are not initialized
-        again: they hold what the function returned, whatever it is.
+        Containers of the same types, but a plain dict for every mapping, and a plain tuple or list where its class is not made
+        from elements. A dataclass and a named tuple are not initialized again: they hold what the function returned, whatever it is.
     """
     if isinstance(output, Mapping):
         return {name: map_leaves(part, function) for name, part in output.items()}
     if isinstance(output, tuple) and hasattr(output, "_make"):
         return output._make(map_leaves(part, function) for part in output)
     if isinstance(output, tuple | list):
-        return type(output)([map_leaves(part, function) for part in output])
+        return _of_class(type(output), [map_leaves(part, function) for part in output])
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         mapped = copy.copy(output)
         for name, part in parts(output):
@@ -93,15 +93,15 @@ def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: A
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(copied(part, memo) for part in value))
     if isinstance(value, tuple | list):
-        return type(value)(copied(part, memo) for part in value)
+        return _of_class(type(value), [copied(part, memo) for part in value])
     if isinstance(value, dict):
         clone = copy.copy(value)
         clone.update((name, copied(part, memo)) for name, part in value.items())
         return clone
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, copied(getattr(value, field.name), memo))
+        for name, part in parts(value):
+            object.__setattr__(twin, str(name), copied(part, memo))
         return twin
     return value
 
@@ -129,4 +129,13 @@ def parts(output: object) -> Iterator[tuple[Hashable, object]]:
     elif isinstance(output, tuple | list):
         yield from enumerate(output)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from ((field.name, getattr(output, field.name)) for field in dataclasses.fields(output))
+        names = [field.name for field in dataclasses.fields(output)]
+        yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # one may have been left unset
+
+
+def _of_class(wanted: type[tuple[Any, ...]] | type[list[Any]], elements: list[Any]) -> tuple[Any, ...] | list[Any]:
+    """A tuple or list of a class; a plain one where the class is made from something else than its elements."""
+    try:
+        return wanted(elements)
+    except TypeError:
+        return tuple(elements) if issubclass(wanted, tuple) else elements

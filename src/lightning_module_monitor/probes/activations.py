@@ -89,7 +89,7 @@ class ActivationProbe(Probe):
         except MonitorError:
             raise
         except Exception as error:
-            # An output that cannot be taken apart (an attribute that was never set, say) is no reason for training to end.
+            # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
             self._last_activation = _NONE_YET
             for kind in KINDS:
                 if kind in watched.watches:
