@@ -5,7 +5,8 @@ Seven statistics (mean, std, norm, min, max, var, abs_mean) of every activation,
     python benchmarks/overhead.py
     python benchmarks/overhead.py --workloads W2 --steps 200 --skip-peers
 
-On W1 also the forward pass of a reference, alone and with the refined coordinate check.
+On W1 also the forward pass of a reference, alone and with the refined coordinate check; and attention, head by head, beside one forward
+pass of all attention without the fused kernel.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
+from lightning_module_monitor.config import attention_rules
 from lightning_module_monitor.statistics import running, table
 
 WARM_UP_STEPS = 5
@@ -59,9 +62,12 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 
 PLAIN, IDLE, OURS, FLOOR = "plain", "idle", "ours", "floor"
 REFERENCE, RCC = "reference forward", "reference + RCC"
+UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 IDLE_TARGET = 0.01
 RCC_TARGET = 1.25
 """Forward passes that the check may cost beyond that of the reference."""
+ATTENTION_TARGET = 1.0
+"""Forward passes of attention, not fused, that watching it may cost."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -362,6 +368,34 @@ class PeerCheck(ReferenceForward):
         self.check.rcc_forward_hooks.remove_all_hooks()
 
 
+class UnfusedAttention(Observer):
+    """Every call of attention once more, without a graph and without the fused kernel, and nothing else."""
+
+    def __init__(self, _model: nn.Module) -> None:
+        self.fused = F.scaled_dot_product_attention
+        self.patch = mock.patch.object(F, "scaled_dot_product_attention", self._attend)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            self.fused(*args, **kwargs)
+        return self.fused(*args, **kwargs)
+
+    def begin(self, step: int) -> None:
+        self.patch.start()
+
+    def end(self) -> int:
+        self.patch.stop()
+        return 0
+
+
+class WatchedAttention(Engine):
+    """Our engine with the rules of ``attention: true`` alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(rules=attention_rules())
+        self.monitor.set_module(model)
+
+
 class TorchModuleMonitor(Observer):
     """torch-module-monitor, with the same statistics as functions."""
 
@@ -442,6 +476,8 @@ VARIANTS = (
     Variant(FLOOR, "one norm of each tensor", Floor),
     Variant(REFERENCE, "the forward pass of a reference, alone", ReferenceForward, workloads=("W1",)),
     Variant(RCC, "reference and refined coordinate check, all terms and norms", CoordinateCheck, workloads=("W1",)),
+    Variant(UNFUSED, "all attention once more, not fused and without a graph", UnfusedAttention, workloads=("W1",)),
+    Variant(ATTENTION, "attention: true: four figures of every head", WatchedAttention, workloads=("W1",)),
     Variant("torch-module-monitor, RCC", "its refined coordinate check", PeerCheck, "torch_module_monitor", workloads=("W1",)),
     Variant("torch-module-monitor", "the same seven statistics", TorchModuleMonitor, "torch_module_monitor"),
     Variant(
@@ -689,6 +725,11 @@ def target_line(result: Result) -> str:
         forward = result.added(REFERENCE)
         passes = (result.added(RCC) - forward) / forward
         checks.append((f"RCC {passes:.2f} forward passes, target at most {RCC_TARGET}", passes <= RCC_TARGET))
+    if ATTENTION in result.seconds:
+        passes = result.added(ATTENTION) / result.added(UNFUSED)
+        checks.append(
+            (f"attention {passes:.2f} forward passes of it, not fused, target at most {ATTENTION_TARGET:g}", passes <= ATTENTION_TARGET)
+        )
     return f"{result.workload.name}: " + "; ".join(f"{text}: {'met' if is_met else 'MISSED'}" for text, is_met in checks)
 
 
