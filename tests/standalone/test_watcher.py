@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_row_1_layers_by_type() -> None:
         TorchWatcher(model, run, track_layers=["Linear"])  # type: ignore[list-item]  # refused
 
 
+def test_row_1_one_class_and_one_statistic_need_no_list() -> None:
+    """As in rules."""
+    model, runs = Plain(), [Run(), Run()]
+    one: Any = {"track_layers": nn.Linear, "tensor_stats": "norm"}
+    for run, options in zip(runs, (one, {name: [value] for name, value in one.items()}), strict=True):
+        with TorchWatcher(model, run, **options) as watcher:
+            model(torch.ones(2, 6)).sum().backward()
+            watcher.watch(0)
+            model.zero_grad()
+    assert runs[0].logged == runs[1].logged
+    assert activations(runs[0].logged[0][1], "norm").keys() == {"fc", "head"}
+
+
 def test_row_1_steps_that_are_not_watched_have_no_hook_on_a_layer() -> None:
     """With ``every_n_steps`` they dispatch what they dispatch without a watcher; values are those of the steps that are."""
 
@@ -264,8 +278,9 @@ def test_row_4_names() -> None:
         for prefix in ("train", "validation", None):
             model(torch.randn(2, 6))
             watcher.watch(0, prefix=prefix)
-        with pytest.raises(ConfigError, match=r"'a b/debug/inside' cannot stand in a key"):
-            watcher.watch(0, prefix="a b")
+        for wrong in ("a b", 5, ["train"]):
+            with pytest.raises(ConfigError, match=rf"prefix {re.escape(repr(wrong))} cannot stand in a key"):
+                watcher.watch(0, prefix=wrong)  # type: ignore[arg-type]  # what the test is about
     for (_step, values), before in zip(run.logged, ("train/", "validation/", ""), strict=True):
         assert f"{before}debug/inside/activation/fc/mean" in values
         assert all(key.startswith(f"{before}debug/inside/") for key in values)

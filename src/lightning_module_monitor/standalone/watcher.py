@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
@@ -50,8 +50,8 @@ class TorchWatcher:
         model: The model. It has to be called as a whole: ``model(x)``.
         run: Any object with ``log_metrics(values, step)``, as every Lightning logger has. A TensorBoard or W&B logger gets histograms,
             too.
-        track_layers: Classes of the layers to watch, and whose parameters; ``None`` for all.
-        tensor_stats: Names in ``STATISTICS``, to which you may add.
+        track_layers: Class or classes of the layers to watch, and whose parameters; ``None`` for all.
+        tensor_stats: One or several names in ``STATISTICS``, to which you may add; ``None`` for ``mean``.
         base_namespace: Put before every key.
         every_n_steps: Which steps may be asked about, by the numbers that ``watch`` gets: every n-th, a list, ``"log"``, or a
             function of the step. On others there are no hooks on the layers, and ``watch`` does nothing.
@@ -65,8 +65,8 @@ class TorchWatcher:
         self,
         model: nn.Module,
         run: TakesMetrics,
-        track_layers: Sequence[type[nn.Module]] | None = None,
-        tensor_stats: Sequence[str] | None = None,
+        track_layers: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+        tensor_stats: str | Sequence[str] | None = None,
         base_namespace: str = "model_internals",
         *,
         every_n_steps: Schedule = 1,
@@ -74,11 +74,10 @@ class TorchWatcher:
     ) -> None:
         if not callable(getattr(run, "log_metrics", None)):
             raise ConfigError(f"run is a {type(run).__name__}; expected an object with log_metrics(values, step), e.g. a Lightning logger.")
-        statistics = ["mean"] if tensor_stats is None else list(tensor_stats)
         rule = Rule(
             kinds=["activation", "activation_gradient", "parameter", "gradient"],
-            statistics=statistics,
-            types=None if track_layers is None else list(track_layers),
+            statistics="mean" if tensor_stats is None else _one_or_listed(tensor_stats),
+            types=None if track_layers is None else _one_or_listed(track_layers),
         )
         self.model = model
         self.run = run
@@ -122,7 +121,8 @@ class TorchWatcher:
         Raises:
             ConfigError: If the prefix cannot stand in a key.
         """
-        namespace = check_prefix("/".join(part for part in (prefix, self.base_namespace) if part))
+        before = "" if prefix is None else check_prefix(prefix)
+        namespace = check_prefix("/".join(part for part in (before, self.base_namespace) if part))
         if not (self.model.training or self._watches_evaluation):
             self._say_once("watch() was called in evaluation mode, and evaluation is False; nothing is logged.")
             return
@@ -299,6 +299,11 @@ def _close(hooks: HookSet, *modes: _Mode) -> None:
     hooks.close()
     for mode in modes:
         mode.close()
+
+
+def _one_or_listed(wish: ValueT | Sequence[ValueT]) -> ValueT | list[ValueT]:
+    """A name or a class as it is; of several a list, whatever they came in."""
+    return list(wish) if isinstance(wish, Iterable) and not isinstance(wish, str) else wish
 
 
 def _chosen(by_key: Mapping[str, ValueT], wanted: Mapping[str, bool], namespace: str) -> dict[str, ValueT]:
