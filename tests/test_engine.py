@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -463,6 +464,131 @@ def test_gradients_of_an_inner_autograd_grad_do_not_count_between_backward_phase
         record = monitor.end_step()
     assert record is not None
     assert record.values["activation_gradient/_root_/norm"] == pytest.approx(2**0.5)
+
+
+def test_the_constructor_has_the_names_that_people_know(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of torch-module-monitor: every third step, names as the user makes them, no head, problems said to the user's logger."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError("never")
+
+    monitor = ModuleMonitor(
+        monitor_step_fn=lambda step: step % 3 == 0,
+        format_module_name_fn=lambda name: f"net.{name}",
+        excluded_modules_regex=r"net\.head",
+        logger=logging.getLogger("of.the.user"),
+        cpu_offload=True,
+    )
+    monitor.add_activation_metric("mean", None, r"net\.bo")
+    monitor.add_activation_metric("fails", fails)
+    model = nn.Sequential()
+    model.body, model.head = nn.Linear(2, 2), nn.Linear(2, 2)  # type: ignore[assignment]  # named children
+    with monitor, caplog.at_level(logging.WARNING):
+        monitor.set_module(model)
+        steps = []
+        for step in range(5):
+            if monitor.begin_step(step):
+                steps.append(step)
+            model(torch.ones(1, 2))
+            monitor.end_step()
+        values = monitor.get_step_metrics()
+    assert steps == [0, 3]
+    assert values.keys() == {"activation/net.body/mean", "activation/net.body/fails", "activation/net./fails", "monitor/errors"}
+    assert {record.name for record in caplog.records} == {"of.the.user"}
+
+
+def test_hooks_come_off_by_close_and_with() -> None:
+    """In the middle of a step too; a monitor that was closed takes another module."""
+
+    def hooks(model: nn.Module) -> int:
+        return sum(len(part._forward_hooks) for part in model.modules())
+
+    monitor, model = ModuleMonitor(rules=[Rule(kinds="activation", statistics="mean")]), make("mlp")
+    monitor.set_module(model)
+    monitor.begin_step(0)
+    assert hooks(model) > 0
+    monitor.close()
+    monitor.close()
+    assert hooks(model) == 0
+    with monitor:
+        monitor.set_module(model)
+        monitor.begin_step(1)
+        assert hooks(model) > 0
+    assert hooks(model) == 0
+
+
+def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None:
+    """``re.match``, all arguments by name; a custom aggregation gets what every micro-batch gave, one after the other."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    seen = []
+
+    def widest(results: Tensor) -> Tensor:
+        seen.append(tuple(results.shape))
+        return results.max() - results.min()
+
+    with ModuleMonitor() as monitor:
+        name, function = "width", lambda x: x * 2.0
+        monitor.add_activation_metric(metric_name=name, metric_fn=function, metric_regex="0", metric_aggregation_fn=widest)
+        for add in (monitor.add_parameter_metric, monitor.add_gradient_metric):
+            add(metric_name=name, metric_fn=function, metric_regex="0")
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        inputs = torch.randn(3, 2), torch.randn(5, 2)
+        for x in inputs:
+            model(x).sum().backward()
+            monitor.after_micro_batch()
+        monitor.monitor_parameters()
+        monitor.monitor_gradients()
+        monitor.end_step()
+        values = monitor.get_step_metrics()
+    first = model.get_submodule("0")
+    outputs = torch.cat([first(x) for x in inputs]).detach()
+    expected = {"activation/0/width": 2 * float(outputs.max() - outputs.min()), "monitor/errors": 0}
+    for name, parameter in first.named_parameters():
+        assert parameter.grad is not None
+        expected[f"parameter/0.{name}/width"] = 2 * float(parameter.detach().mean())
+        expected[f"gradient/0.{name}/width"] = 2 * float(parameter.grad.mean())
+    assert values == pytest.approx(expected, rel=1e-6)
+    assert [math.prod(shape) for shape in seen] == [8 * 3]
+
+
+def test_a_frozen_parameter_has_no_gradient_and_nothing_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Elsewhere that is a warning for each of them at every step."""
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING), ModuleMonitor() as monitor:
+        monitor.add_gradient_metric("norm")
+        monitor.add_parameter_metric("norm")
+        monitor.set_module(model)
+        for step in range(2):
+            monitor.begin_step(step)
+            model(torch.ones(1, 2)).sum().backward()
+            monitor.monitor_gradients(before_clip=True)
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            monitor.end_step()
+        keys = monitor.get_step_metrics().keys()
+    assert {key for key in keys if key.startswith("gradient")} == {
+        f"{kind}/1.{name}/norm" for kind in ("gradient", "gradient_before_clip") for name in ("weight", "bias")
+    }
+    assert "parameter/0.weight/norm" in keys
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+def test_no_wrapper_is_in_a_name(wrapper: str) -> None:
+    """Around the whole, around a part, and around both; a name that only looks like one stays."""
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        outside = nn.Module()
+        setattr(outside, wrapper, module)
+        return outside
+
+    model = nn.ModuleDict({"block": wrapped(nn.Sequential(nn.Linear(2, 2))), f"my{wrapper}": nn.Linear(2, 2)})
+    for root in (model, wrapped(model)):
+        with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm", exclude=".*bias")) as monitor:
+            monitor.set_module(root)
+            sites = {key.split("/")[1] for key in monitor.planned_keys() if not key.startswith("monitor/")}
+        assert sites == {"_root_", "block", "block.0", "block.0.weight", f"my{wrapper}", f"my{wrapper}.weight"}
 
 
 def test_engine_misuse_is_told() -> None:

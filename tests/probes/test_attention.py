@@ -620,6 +620,39 @@ def test_monitor_scaled_dot_product_attention_row_of_the_table() -> None:
     assert values == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_by_hand_all_arguments_under_their_names(is_causal: bool) -> None:
+    """Grouped queries, a scale of the user's, a causal or an additive mask; dropout does not touch the weights."""
+    query, key, value = heads(2, 6, 5, 4), heads(2, 3, 7, 4, seed=1), heads(2, 3, 7, 2, seed=2)
+    bias = heads(6, 1, 7, seed=3).masked_fill(heads(6, 1, 7, seed=4) > 1, -math.inf)
+    with ModuleMonitor(rules=[ALL, Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(model := nn.Identity())
+        monitor.begin_step(0)
+        monitor_scaled_dot_product_attention(
+            monitor=monitor,
+            module=model,
+            query=query,
+            key=key,
+            value=value,
+            attn_mask=None if is_causal else bias,
+            dropout_p=0.9,
+            is_causal=is_causal,
+            scale=0.3,
+            enable_gqa=True,
+            activation=None,
+            is_reference=False,
+        )
+        found = monitor.end_step()
+    assert found is not None
+    expected = truth(query, key, bias=None if is_causal else bias, is_causal=is_causal, scale=0.3)
+    assert_values(found, expected_values("_root_", expected))
+    for head in range(6):
+        of_head = {"query": query[:, head], "key": key[:, head // 2], "value": value[:, head // 2]}
+        for name, tensor in of_head.items():
+            assert found.values[f"activation/_root_.head_{head}.{name}/max"] == float(tensor.max())
+    assert not any("activation/" in name and name.endswith(".activation/max") for name in found.values)
+
+
 @pytest.mark.parametrize("first", ["by hand", "seen"])
 def test_a_call_that_is_told_and_seen_counts_once(first: str) -> None:
     """In either order; two different calls count twice."""

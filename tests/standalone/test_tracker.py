@@ -647,7 +647,7 @@ def test_to_frame_has_name_type_grad_and_the_statistic() -> None:
     assert of_head["type"] == "torch.nn.modules.linear.Linear"
     assert of_head["std"] == pytest.approx(float(next(stash.value for stash in tracker if stash.name == "head").std()))
     assert frame["std"].notna().all()  # of dataclasses and integers, too
-    assert list(tracker.to_frame(torch.linalg.vector_norm, "norm").columns)[-1] == "norm"
+    assert list(tracker.to_frame(stat=torch.linalg.vector_norm, stat_name="norm").columns)[-1] == "norm"
     assert list(tracker.to_frame(lambda tensor: tensor.abs().max()).columns)[-1] == "value"
     assert list(Tracker().to_frame().columns) == ["name", "type", "grad", "std"]
     with track(module.head, stash_value=str) as tracker:
