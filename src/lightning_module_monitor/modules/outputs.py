@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Path = tuple[Hashable, ...]
@@ -74,6 +75,22 @@ def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noq
             object.__setattr__(mapped, str(name), map_leaves(part, function))  # also of a frozen one
         return mapped
     return function(output)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
+
+    Args:
+        tensor: Any tensor; one that is not wrapped is returned as it is.
+
+    Returns:
+        Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        inside: Tensor = functorch.get_unwrapped(tensor)
+        tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
+    return tensor
 
 
 def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with

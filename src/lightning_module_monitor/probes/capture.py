@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, unwrapped
 from lightning_module_monitor.probes.parameters import difference
 from lightning_module_monitor.probes.probe import Probe, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import RawTensor
@@ -195,6 +195,6 @@ class _Awaited:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the same device that belongs to nobody else; of a sparse tensor with its zeros."""
-    tensor = tensor.detach()
+    """A copy on the same device that belongs to nobody else; of a sparse tensor with its zeros, of a mapped one all samples."""
+    tensor = unwrapped(tensor).detach()
     return tensor.clone() if tensor.layout is torch.strided else tensor.to_dense()

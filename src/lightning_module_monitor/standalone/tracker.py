@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
-from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts
+from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts, unwrapped
 
 if TYPE_CHECKING:
     import pandas
@@ -90,8 +90,11 @@ def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
 
 
 def default_stash_value(tensor: Tensor) -> Tensor:
-    """A copy of the tensor on the CPU, detached. Of a tensor on an accelerator, the program waits for it."""
-    return tensor.detach().to("cpu", copy=True)
+    """A copy of the tensor on the CPU, detached. Of a tensor on an accelerator, the program waits for it.
+
+    Of one that ``torch.func.vmap`` maps over, the tensor of all samples, shape ``(samples, ...)``.
+    """
+    return unwrapped(tensor).detach().to("cpu", copy=True)
 
 
 def default_stash(event: Event, stash_value: StashValueFn) -> Stash:
