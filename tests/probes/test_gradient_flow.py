@@ -140,6 +140,14 @@ def test_blocks_by_a_containers_name_a_list_and_a_pattern() -> None:
         sites("parts", module="body")
 
 
+def test_the_model_itself_is_a_container() -> None:
+    """Of the name that it has in keys; those within its blocks are no blocks."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)), nn.Tanh())
+    found = observe(model, backward(model, batch(5)), "_root_")
+    assert list(gains(found)) == ["0-1", "1-2"]
+    assert gains(found) == gains(observe(model, backward(model, batch(5)), ["0", "1", "2"]))
+
+
 def test_one_module_under_two_names() -> None:
     """By a pattern of both, by a list that names it twice, and by a list of one name for both calls."""
     model = Deep()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.modules.names import ROOT
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -55,7 +56,7 @@ def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[s
         containers = [other for other, one in by_name.items() if isinstance(one, CONTAINERS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
         raise ConfigError(f"{label} {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
-    return [child for child in by_name if child.rpartition(".")[0] == name]
+    return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]
 
 
 def _listed(wish: Sequence[str], by_name: Mapping[str, nn.Module], label: str) -> list[str]:
