@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
         except Exception as error:
             if self._on_error == "raise":
                 raise
-            self._abandon_step()
+            self._lose_step()
             name = event.__name__
             if (name, type(error)) not in self._said:
                 self._said.add((name, type(error)))
@@ -435,6 +436,7 @@ class ModuleMonitorCallback(Callback):
 
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.set_module(pl_module)
+        self.monitor.distributed = trainer.world_size > 1
         planned = self._planned_keys()
         if not self.monitor.has_wishes():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
@@ -565,6 +567,14 @@ class ModuleMonitorCallback(Callback):
             return
         # Raw tensors are for the file, and may be large.
         self.last_record = dataclasses.replace(record, tensors=())
+        if trainer.is_global_zero:
+            self._write(trainer, record)
+        if self._callback_metrics:
+            # On every rank: what decides by them decides alike everywhere.
+            CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
+
+    def _write(self, trainer: Trainer, record: Record) -> None:
+        """Write a record to the store and the loggers."""
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
@@ -575,8 +585,6 @@ class ModuleMonitorCallback(Callback):
             self._files.write(record)
             self.store_path = str(self._files.path)
         self._loggers.write(record)
-        if self._callback_metrics:
-            CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
 
     def _open_files(self, trainer: Trainer) -> RunFiles:
         """The store of this run, and what is beside it: the one that it goes on in, without the steps that are run again, or a new one."""
@@ -599,17 +607,18 @@ class ModuleMonitorCallback(Callback):
             return Path(self._store_option)
         return _run_directory(trainer) / "monitor.h5"
 
-    def _abandon_step(self) -> None:
+    def _lose_step(self) -> None:
         """Go on without monitoring what is left of this step."""
         self._silence.close()
         self._update_hooks.close()
-        self.monitor.abandon()
+        self.monitor.lose()
 
     def _close(self) -> None:
         """Take every hook off and close the sinks; a second call does no harm."""
         if self._refusal is not None:
             return
-        self._abandon_step()
+        self._silence.close()
+        self._update_hooks.close()
         self._in_step = False
         self.monitor.close()
         self._loggers = None
@@ -662,8 +671,9 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
         ConfigError: Says what is not supported and what to do.
     """
     remedy = "Leave the callback out of this run."
-    if trainer.world_size > 1:
-        raise ConfigError(f"This run has {trainer.world_size} processes, and values are not yet reduced over them. {remedy}")
+    if trainer.world_size > 1 and type(trainer.strategy) not in (DDPStrategy, ModelParallelStrategy):
+        expected = "expected strategy ddp (and its kin ddp_spawn, ddp_notebook) or ModelParallelStrategy"
+        raise ConfigError(f"{type(trainer.strategy).__name__} keeps parameters in a way that is not measured; {expected}. {remedy}")
     if not pl_module.automatic_optimization:
         raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, which is not yet monitored. {remedy}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:

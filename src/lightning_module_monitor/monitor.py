@@ -42,12 +42,15 @@ from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
+from lightning_module_monitor.processes import process_ranks
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.window import Window
 
 Function = Callable[[Tensor], Any]
 PairFunction = Callable[[Tensor, Tensor], Any]
@@ -69,32 +72,6 @@ class Due(NamedTuple):
     rules: tuple[int, ...]
     """Numbers of the rules."""
     gradient_flow: bool
-
-
-class Window:
-    """The time in which one step, or one validation loop, is observed: its probes and what they saw."""
-
-    def __init__(self, step: int, stage: str, observation: Observation, attention: AttentionProbe, others: Sequence[Probe]) -> None:
-        self.step = step
-        self.stage = stage
-        self.observation = observation
-        self.attention = attention
-        self.probes = (*others, attention)
-
-    def set_open(self, is_open: bool) -> None:
-        """Whether what happens from now on is observed."""
-        for probe in self.probes:
-            probe.is_open = is_open
-
-    def set_suspended(self, is_suspended: bool) -> None:
-        """Whether a loop of another stage runs in the middle of the step."""
-        for probe in self.probes:
-            probe.is_suspended = is_suspended
-
-    def close(self) -> None:
-        """Take every hook off and forget every tensor."""
-        for probe in self.probes:
-            probe.close()
 
 
 class ModuleMonitor:
@@ -131,6 +108,8 @@ class ModuleMonitor:
         history: Number of records that are kept in memory.
         cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
             takes less of its memory and more time.
+        distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
+            those of all ranks together. Every rank then has every record.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
@@ -152,6 +131,7 @@ class ModuleMonitor:
         on_error: str = "warn",
         history: int = 1000,
         cpu_offload: bool = False,
+        distributed: bool = False,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
@@ -170,6 +150,7 @@ class ModuleMonitor:
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._on_error = on_error
         self._cpu_offload = cpu_offload
+        self.distributed = distributed
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
@@ -182,6 +163,8 @@ class ModuleMonitor:
         self._sites: Sites | None = None
         self._chain: Chain | None = None
         self._plans: dict[tuple[str, Due], Plan] = {}
+        self._exchanges: dict[tuple[str, Due], Exchange] = {}
+        """How what all ranks have seen is brought together, by the plan that says what may be seen."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
         self._window: Window | None = None
@@ -413,12 +396,15 @@ class ModuleMonitor:
         Raises:
             ValueError: If no module was set.
         """
+        if self._window is not None:
+            self.lose()
+            self._finish()
         self.abandon()
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         due, is_captured = self._due(step), self._is_captured(step)
         if any(due) or is_captured:
-            self._open(self._plan(due, TRAIN), step, TRAIN, self.capture_plan() if is_captured else None)
+            self._open(due, step, TRAIN, self.capture_plan() if is_captured else None)
         return any(due) or is_captured
 
     def begin_backward(self) -> None:
@@ -466,10 +452,10 @@ class ModuleMonitor:
         """
         if self._window is None or self._silenced or self._sites is None or self._module is None:
             return
-        site = self._sites.module_site(module)
-        if site is not None:
-            watched = self._told_attention(self._sites, site, self._window)
-            self._window.attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
+        site, attention = self._sites.module_site(module), self._window.attention
+        if site is not None and attention is not None:
+            watched = self._told_attention(self._sites, site, attention, self._window.stage)
+            attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
         elif all(module is not one for one in self._module.modules()):
             raise ValueError(_none_of(module, "that are watched", [one.name for one in self._sites.modules]))
 
@@ -486,11 +472,11 @@ class ModuleMonitor:
         if self._window is None or self._sites is None:
             return
         live = module if isinstance(module, str) else self._reference.model_of(module)
-        site = None if live is None else self._sites.module_site(live)
-        if site is not None:
+        site, attention = None if live is None else self._sites.module_site(live), self._window.attention
+        if site is not None and attention is not None:
             call = RawCall((), arguments, output)
-            watched = self._window.attention.watched(site)
-            self._window.attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
+            watched = attention.watched(site)
+            attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
         elif not isinstance(live, nn.Module):
             raise ValueError(_none_of(module, "of the reference", [one.name for one in self._sites.modules]))
 
@@ -498,7 +484,8 @@ class ModuleMonitor:
         """End one of several micro-batches of a step."""
         if self._window is not None:
             for probe in self._window.probes:
-                probe.end_micro_batch()
+                with self._guard("micro-batch", self._window.observation):
+                    probe.end_micro_batch()
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished.
@@ -530,12 +517,13 @@ class ModuleMonitor:
         """
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
-        plan = self._plan(self._everything(), stage)
+        everything = self._everything()
+        plan = self._plan(everything, stage)
         if self._window is not None:
             self._window.set_open(False)
             self._window.set_suspended(True)
         self._suspended.append(self._window)
-        self._open(plan, step, stage)
+        self._open(everything, step, stage)
         return bool(plan.modules)
 
     def end_stage(self) -> Record | None:
@@ -564,8 +552,14 @@ class ModuleMonitor:
             self._silenced -= 1
             self._set_open()
 
+    def lose(self) -> None:
+        """An error: what is open gives no record when it ends, which it must all the same, for other ranks wait for that."""
+        for window in (self._window, *self._suspended):
+            if window is not None:
+                window.lose()
+
     def abandon(self) -> None:
-        """Close the step, and what it suspended, without a record: what an error left open."""
+        """Close the step, and what it suspended, at once and without a record; other ranks are not told."""
         for window in (self._window, *self._suspended):
             if window is not None:
                 window.close()
@@ -580,6 +574,7 @@ class ModuleMonitor:
         self._watched = frozenset()
         _monitors.pop(self._number, None)
         self._plans.clear()
+        self._exchanges.clear()
         self._told_plans.clear()
         self._said.clear()
 
@@ -656,6 +651,7 @@ class ModuleMonitor:
                 self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         self._rules.append(rule)
         self._plans.clear()
+        self._exchanges.clear()
 
     def _everything(self) -> Due:
         return Due(tuple(range(len(self._rules))), self._gradient_flow is not None)
@@ -680,11 +676,14 @@ class ModuleMonitor:
             plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
         return plan
 
-    def _open(self, plan: Plan, step: int, stage: str, captured: Plan | None = None) -> None:
+    def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         assert self._sites is not None
+        plan = self._plan(due, stage)
         observation = Observation(self._trouble)
+        exchange = self._exchange(due, stage)
+        self._window = Window(step, stage, observation, exchange)
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters, observation, self._reference),
+            ParameterProbe(plan.parameters, observation, self._reference, 0 if exchange is None else exchange.ranks.index),
             ActivationProbe(plan.modules, observation, self._sites.further_name, self._say_once),
         ]
         if plan.chain is not None:
@@ -695,20 +694,27 @@ class ModuleMonitor:
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
         attention = AttentionProbe(plan.modules, observation, self._sites.head_name, self._say_once)
-        self._window = Window(step, stage, observation, attention, probes)
+        self._window.attach(attention, probes)
         self._set_open()
-        for probe in self._window.probes:
-            probe.attach()
 
-    def _told_attention(self, sites: Sites, site: ModuleSite, window: Window) -> WatchedModule:
+    def _exchange(self, due: Due, stage: str) -> Exchange | None:
+        """What brings all ranks together; ``None`` where this is the only one."""
+        ranks = process_ranks() if self.distributed else None
+        if ranks is None:
+            return None
+        if (stage, due) not in self._exchanges:
+            self._exchanges[stage, due] = Exchange(ranks, self._plan(due, stage).all_watches())
+        return self._exchanges[stage, due]
+
+    def _told_attention(self, sites: Sites, site: ModuleSite, attention: AttentionProbe, stage: str) -> WatchedModule:
         """What is wanted of a call that is told by hand: what the rules say, and where none is about attention the mean entropy."""
-        watched = window.attention.watched(site)
+        watched = attention.watched(site)
         if any(KINDS[kind].of_heads for rule in self._rules for kind in rule.kinds):
             return watched
-        if window.stage not in self._told_plans:
+        if stage not in self._told_plans:
             rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
-            self._told_plans[window.stage] = sites.plan([rule], stage=window.stage, prefix=self._prefix)
-        told = next(one for one in self._told_plans[window.stage].modules if one.site is site)
+            self._told_plans[stage] = sites.plan([rule], stage=stage, prefix=self._prefix)
+        told = next(one for one in self._told_plans[stage].modules if one.site is site)
         return Watched(site, {**told.watches, **watched.watches})
 
     def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
@@ -734,8 +740,8 @@ class ModuleMonitor:
                 with self._guard(what, self._window.observation):
                     tell(probe)
 
-    def _finish(self) -> Record:
-        """Close the window and finish what it saw."""
+    def _finish(self) -> Record | None:
+        """Close the window and finish what it saw; ``None`` if an error has spoiled that, on any rank."""
         assert self._window is not None
         window, self._window = self._window, None
         tensors: list[RawTensor] = []
@@ -746,9 +752,11 @@ class ModuleMonitor:
             window.close()
         values: dict[str, float] = {}
         with self._guard("values", window.observation):
-            values = window.observation.collect()
+            values = window.observation.collect(window.exchange)
             for probe in window.probes:
                 probe.derive(values)
+        if window.observation.is_lost:
+            return None
         values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)

@@ -38,6 +38,10 @@ class Plan:
         of_modules = [one for watch in of_modules for one in (watch, watch.alone) if one is not None]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
+    def all_watches(self) -> list[Watch]:
+        """Those of the rules, and of the gradient flow."""
+        return self.watches() + ([] if self.chain is None else list(self.chain.watches))
+
     def knows_all_keys(self) -> bool:
         """Whether there is no function whose keys are not known before its first result."""
         return not self.has_heads() and all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.modules.shards import is_sharded, own_part
 from lightning_module_monitor.probes.probe import Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.statistics.observation import Observation
@@ -17,16 +18,17 @@ from lightning_module_monitor.statistics.watch import Watch
 
 @dataclass
 class ParameterProbe(Probe):
-    """Reads parameters at the moments that it is told, under ``torch.no_grad``."""
+    """Reads parameters at the moments that it is told, under ``torch.no_grad``: of every tensor what is this rank's to count."""
 
     watched: Sequence[WatchedParameter]
     observation: Observation
     reference: Reference | None = None
+    rank: int = 0
     _before: list[tuple[Watch, ParameterSite, Tensor]] = field(default_factory=list)
 
     def see_parameters(self) -> None:
         """Take in the parameters, and keep a copy of those whose update is asked for."""
-        self.observation.observe_all((watch, parameter) for _site, watch, parameter in self._wanted("parameter"))
+        self._observe([(watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter")])
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
             for site, watch, parameter in self._wanted("parameter_difference"):
@@ -42,25 +44,38 @@ class ParameterProbe(Probe):
             kind: ``gradient`` or ``gradient_before_clip``.
         """
         gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind))
-        self.observation.observe_all((watch, gradient) for watch, gradient in gradients if gradient is not None)
+        self._observe([(watch, gradient) for watch, gradient in gradients if gradient is not None])
 
     def see_updates(self) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
         before, self._before = self._before, []
-        self.observation.observe_base((watch, copy) for watch, _site, copy in before)
-        self.observation.observe_all(
-            (watch, difference(parameter.detach(), copy)) for watch, site, copy in before if (parameter := site.tensor()) is not None
-        )
-
-    def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
-        try:
-            self.observation.observe_pair(watch, parameter.detach(), twin.detach().to(parameter.device))
-        except Exception as error:
-            self.observation.fail(watch, parameter, error)
+        self.observation.observe_base(self._own([(watch, copy) for watch, _site, copy in before]))
+        pairs = ((watch, site.tensor(), copy) for watch, site, copy in before)
+        self._observe([(watch, difference(parameter.detach(), copy)) for watch, parameter, copy in pairs if parameter is not None])
 
     def close(self) -> None:
         """Forget the copies."""
         self._before = []
+
+    def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
+        self.observation.measure_all(self._own(pairs))
+        for watch, tensor in pairs:
+            # A function gets the whole; to put it together all ranks are needed.
+            whole = tensor if not watch.functions or not is_sharded(tensor) else tensor.full_tensor()
+            if self.rank == 0:
+                self.observation.call_functions(watch, whole)
+
+    def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
+        parts = ((watch, own_part(tensor, self.rank)) for watch, tensor in pairs)
+        return [(watch, part) for watch, part in parts if part is not None]
+
+    def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
+        try:
+            own = own_part(parameter.detach(), self.rank)
+            if own is not None:
+                self.observation.observe_pair(watch, own, twin.detach().to(own.device))
+        except Exception as error:
+            self.observation.fail(watch, parameter, error)
 
     def _wanted(self, kind: str) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
         for watched in self.watched:

@@ -17,7 +17,7 @@ Three things keep float32 figures equal to the float64 textbook formula:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +96,10 @@ class Moments(NamedTuple):
         zeros = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
         return cls(*[zeros] * len(cls._fields))._replace(maximum=zeros - torch.inf, minimum=zeros + torch.inf)
 
+    def to(self, device: torch.device) -> Moments:
+        """The same on a device."""
+        return Moments(*(field.to(device) for field in self))
+
     def rows(self, index: Tensor) -> Moments:
         """The rows that ``index``, int64 of shape ``(selected,)``, names, in its order."""
         return Moments(*(field[index] for field in self))
@@ -137,6 +141,19 @@ class Moments(NamedTuple):
             token_norm=total(self.token_norm),
             token_rms=total(self.token_rms),
         )
+
+
+def joined(parts: Iterable[Moments]) -> Moments:
+    """Rows one after the other."""
+    return Moments(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
+
+def merged(shares: Sequence[Moments], num_rows: int, device: torch.device) -> Moments:
+    """Shares of the same rows, all on one device, together; where nothing but empty tensors was seen there is no share."""
+    if len(shares) == 1:
+        return shares[0]
+    together = joined([*shares, Moments.of_nothing(num_rows).to(device)])
+    return together.merge(torch.arange(num_rows, device=device).repeat(len(shares) + 1), num_rows)
 
 
 @dataclass(frozen=True)

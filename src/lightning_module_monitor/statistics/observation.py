@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,8 +15,10 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.exchange import Exchange, Share
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
-from lightning_module_monitor.statistics.moments import Moments, Need, moments_of_rows
+from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
+from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch
@@ -45,6 +48,8 @@ class Observation:
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
         self.num_errors = 0
+        self.is_lost = False
+        """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
         self.histograms: dict[str, Histogram] = {}
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
@@ -119,16 +124,24 @@ class Observation:
         If one of them cannot be read, none of their values is known.
         """
         seen = list(pairs)
+        self.measure_all(seen)
+        for watch, tensor in seen:
+            self.call_functions(watch, tensor)
+
+    def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
+        """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
+        seen = list(pairs)
         try:
-            strided = [(watch, _strided(tensor)) for watch, tensor in seen]
-            self._table.add_all((self._row(watch), tensor, watch.needs) for watch, tensor in strided if watch.needs)
+            self._table.add_all((self._row(watch), _strided(tensor), watch.needs) for watch, tensor in seen if watch.needs)
         except Exception:
             for watch, _tensor in seen:
                 self._give_up(watch)
             raise
-        for watch, tensor in strided:
-            if watch.functions:
-                self._call_functions(watch, tensor)
+
+    def call_functions(self, watch: Watch, tensor: Tensor) -> None:
+        """Give a tensor to the functions, and to nothing else."""
+        if watch.functions:
+            self._call_functions(watch, _strided(tensor))
 
     def observe_rows(self, watches: Sequence[Watch], values: Tensor, counts: Tensor) -> None:
         """Take in a short tensor for each of several watches, of which not every element has to count.
@@ -169,22 +182,30 @@ class Observation:
             TypeError: If it is neither tensor nor number.
         """
         key = watch.key(function.name)
+        watch.functions.setdefault(function.name, function)
         if key not in self._results:
             self._results[key] = (watch, function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
-    def collect(self) -> dict[str, float]:
+    def collect(self, exchange: Exchange | None = None) -> dict[str, float]:
         """Finish everything, :attr:`histograms` too: one transfer per device.
+
+        Args:
+            exchange: Brings what all ranks have seen together, on each of which this is called; ``None`` where there is one.
 
         Returns:
             Value by key. A site that was not seen is absent; what could not be computed is NaN.
         """
+        return self._collect() if exchange is None else self._collect_together(exchange)
+
+    def _collect(self) -> dict[str, float]:
         parts = self._finished_parts()
         counted = [row for row in self._rows.values() if self._watches[row].histograms]
         counts = self._table.collect_histograms(counted)
         scalars = [value for _key, part in parts for value in part.values]
         shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts)
-        values = self._finish(shares)
+        watches = [(self._watches[row], row) for row in self._rows.values()]
+        values = finished(watches, merged(shares, len(self._watches), torch.device("cpu")))
         arrived = others[: len(scalars)].tolist()
         start = 0
         for key, part in parts:
@@ -192,11 +213,47 @@ class Observation:
             # A single result is what it is merged to, unless it was computed from nothing.
             values[key] = arrived[start] if end == start + 1 and part.weights != [0] else part.merge(others[start:end])
             start = end
-        values.update(dict.fromkeys(self._failed, float("nan")))
-        rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long().numpy()
-        histograms = {key: Histogram(row) for i, row in zip(counted, rows, strict=True) for key in self._watches[i].histogram_keys}
-        self.histograms = {key: histogram for key, histogram in histograms.items() if key not in self._uncounted}
-        return values
+        rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
+        self._set_histograms((self._watches[i], row) for i, row in zip(counted, rows, strict=True))
+        return values | dict.fromkeys(self._failed, float("nan"))
+
+    def _collect_together(self, exchange: Exchange) -> dict[str, float]:
+        together = exchange.bring_together(self._share(exchange.ranks.device), self._could_not_tell)
+        for watch in together.failed:
+            self._give_up(watch)
+        self._failed.update(together.failed_keys)
+        self.num_errors, self.is_lost = together.num_errors, together.is_lost
+        values = finished(together.rows, together.moments) | together.values
+        for key, part in self._parts_together(together.unfinished, exchange.ranks):
+            values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
+        self._set_histograms(together.counted)
+        return values | dict.fromkeys(self._failed, float("nan"))
+
+    def _share(self, device: torch.device) -> Share:
+        """What this rank has seen, on the device where the ranks meet."""
+        num_rows = len(self._watches)
+        moments = merged([share.to(device) for share in self._table.collect(num_rows)], num_rows, device)
+        counted = [row for row in self._rows.values() if self._watches[row].histograms]
+        counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
+        for share in self._table.collect_histograms(counted):
+            counts[:-1] += share.to(device)
+        watches = [self._watches[row] for row in self._rows.values()]
+        return Share(
+            watches=[*watches, *(watch for watch, *_rest in (*self._results.values(), *self._metrics.values()))],
+            rows={self._watches[row].identity: row for row in self._rows.values()},
+            moments=joined([moments, Moments.of_nothing(1).to(device)]),
+            counted={self._watches[row].identity: place for place, row in enumerate(counted)},
+            counts=counts,
+            results={key: results for key, (_watch, _name, results) in self._results.items()},
+            metrics={key: metric for key, (_watch, _name, metric) in self._metrics.items()},
+            failed=frozenset(self._failed | self._uncounted),
+            num_errors=self.num_errors,
+            is_lost=self.is_lost,
+        )
+
+    def _set_histograms(self, counted: Iterable[tuple[Watch, Tensor]]) -> None:
+        by_key = {key: Histogram(row.numpy()) for watch, row in counted for key in watch.histogram_keys}
+        self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
 
     def _row(self, watch: Watch) -> int:
         """First row of a watch in the table."""
@@ -205,26 +262,6 @@ class Observation:
             row = self._rows[id(watch)] = len(self._watches)
             self._watches += [watch] * watch.num_rows
         return row
-
-    def _finish(self, shares: list[Moments]) -> dict[str, float]:
-        """Statistics of every row that was seen; rows with the same statistics are finished together."""
-        if not self._rows:
-            return {}
-        num_rows = len(self._watches)
-        moments = _merged(shares, num_rows)
-        groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-        for row in self._rows.values():
-            if self._watches[row].statistics:
-                groups[tuple(self._watches[row].statistics)].append(row)
-        values: dict[str, float] = {}
-        for rows in groups.values():
-            index = torch.tensor(rows, device="cpu")
-            first = self._watches[rows[0]]
-            parts = [moments.rows(index + part) for part in range(first.num_rows)]
-            finished = torch.stack([one.finish(*_taken_by(one, parts)) for one in first.statistics.values()], dim=1)
-            keys = itertools.chain.from_iterable(self._watches[row].statistic_keys for row in rows)
-            values.update(zip(keys, finished.flatten().tolist(), strict=True))
-        return values
 
     def _call_functions(self, watch: Watch, *tensors: Tensor) -> None:
         """Call every function with one tensor, or with both of a pair."""
@@ -262,6 +299,30 @@ class Observation:
                 metric.reset()
         return parts
 
+    def _parts_together(self, functions: Sequence[tuple[Watch, UserFunction]], ranks: Ranks) -> list[tuple[str, Results]]:
+        """As :meth:`_finished_parts`, of what all ranks have; on every rank, in the same order, whatever this one has."""
+        own = {
+            key: torch.cat(one.values).cpu() for key, (_watch, _name, one) in self._results.items() if not isinstance(one.aggregate, str)
+        }
+        is_gathered = any(not isinstance(function.function, Metric) for _watch, function in functions)
+        gathered = ranks.gather(own) if is_gathered else []
+        parts: list[tuple[str, Results]] = []
+        for watch, function in functions:
+            name, key = function.name, watch.key(function.name)
+            if isinstance(function.function, Metric):
+                with undisturbed(ranks.device):
+                    metric = self._metrics[key][2] if key in self._metrics else function.function.clone().to(ranks.device)
+                    parts += self._parts(watch, name, functools.partial(_computed, name, metric))
+                    metric.reset()
+            else:
+                results = Results(function.aggregate, [values[key] for values in gathered if key in values])
+                parts += self._parts(watch, name, functools.partial(results.parts, name))
+        return parts
+
+    def _could_not_tell(self, watch: Watch, error: Exception) -> None:
+        self._give_up(watch)
+        self._on_trouble(watch, "telling other ranks", "what turned up on this one", error)
+
     def _parts(self, watch: Watch, name: str, compute: Callable[[], Mapping[str, Results]]) -> list[tuple[str, Results]]:
         try:
             return [(watch.key(part), results) for part, results in compute().items()]
@@ -285,6 +346,28 @@ class Observation:
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
 
 
+def finished(watches: Iterable[tuple[Watch, int]], moments: Moments) -> dict[str, float]:
+    """Statistics by key; watches with the same statistics are finished together.
+
+    Args:
+        watches: Each with its first row.
+        moments: Of all rows, on the host.
+    """
+    groups: defaultdict[tuple[str, ...], list[tuple[Watch, int]]] = defaultdict(list)
+    for watch, row in watches:
+        if watch.statistics:
+            groups[tuple(watch.statistics)].append((watch, row))
+    values: dict[str, float] = {}
+    for members in groups.values():
+        index = torch.tensor([row for _watch, row in members], device="cpu")
+        first = members[0][0]
+        parts = [moments.rows(index + part) for part in range(first.num_rows)]
+        columns = torch.stack([one.finish(*_taken_by(one, parts)) for one in first.statistics.values()], dim=1)
+        keys = itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)
+        values.update(zip(keys, columns.flatten().tolist(), strict=True))
+    return values
+
+
 def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
     """The moments that a statistic is finished from."""
     if statistic.paired:
@@ -293,15 +376,10 @@ def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:
-    return by_part(name, metric.compute())
-
-
-def _merged(shares: list[Moments], num_rows: int) -> Moments:
-    """The rows of all devices together; where nothing but empty tensors was seen there is no share."""
-    if len(shares) == 1:
-        return shares[0]
-    together = Moments(*(torch.cat(parts) for parts in zip(*shares, Moments.of_nothing(num_rows), strict=True)))
-    return together.merge(torch.arange(num_rows, device="cpu").repeat(len(shares) + 1), num_rows)
+    with warnings.catch_warnings():
+        # Of several ranks only some may have had tensors for it.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
+        return by_part(name, metric.compute())
 
 
 def _describe(seen: object) -> str:

@@ -18,6 +18,9 @@ OWN, BASE, CURRENT, PRODUCT = range(4)
 difference); of the model's tensor of a difference, and of the product of both tensors."""
 
 
+Identity = tuple[str, ...]
+
+
 @dataclass
 class Watch:
     """What is wanted of one kind at one site, by all rules together."""
@@ -36,6 +39,13 @@ class Watch:
     """The same wish for the module's further outputs, by site."""
     alone: Watch | None = None
     """The same wish for the module's weight alone, where that is a site of its own."""
+    origin: Watch | None = None
+    """The watch that this is a further one of."""
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What tells it from all others, on every rank alike."""
+        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms
 
     @functools.cached_property
     def needs(self) -> int:
@@ -56,7 +66,7 @@ class Watch:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """How many rows it has in the table."""
+        """How many rows it has in the table, once it is there."""
         return 4 if self.is_paired else 2 if self.base_needs else 1
 
     @functools.cached_property
@@ -85,5 +95,6 @@ class Watch:
     def at(self, site: str) -> Watch:
         """The same wish for another site, a further output of the module: always the same object."""
         if site not in self.further:
-            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, self.statistics, self.histograms, self.functions)
+            wish = self.statistics, self.histograms, self.functions
+            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, *wish, origin=self)
         return self.further[site]

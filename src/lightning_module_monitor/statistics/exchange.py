@@ -1,0 +1,291 @@
+"""From what each rank has seen to what all have seen together: the same rows in the same order on every rank.
+
+A step is two collectives and, from an accelerator, one transfer. Rows and results are laid out by a directory that all ranks
+have alike: what the rules want, and what turned up later (a further output, a head of attention) on any of them. When something
+turns up for the first time, its rank tells the others, and that step is exchanged once more. What cannot be told by numbers
+alone (torchmetrics objects, aggregates of the user's) is synchronized after the two, on all ranks in the directory's order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.statistics.functions import Results, UserFunction
+from lightning_module_monitor.statistics.moments import Moments
+from lightning_module_monitor.statistics.ranks import Merged, Ranks, merge_over_ranks
+from lightning_module_monitor.statistics.table import transfer
+from lightning_module_monitor.statistics.watch import Identity, Watch
+
+
+@dataclass
+class Share:
+    """What one rank has seen in a step, on the device where the ranks meet."""
+
+    watches: list[Watch]
+    """All that anything is known of."""
+    rows: Mapping[Identity, int]
+    """First row of those that have moments."""
+    moments: Moments
+    """Shape ``(rows + 1,)``; the last are those of an empty tensor."""
+    counted: Mapping[Identity, int]
+    """Row of those that have a histogram."""
+    counts: Tensor
+    """Float64, shape ``(counted rows + 1, NUM_COUNTS)``; the last row is zero."""
+    results: Mapping[str, Results]
+    """What functions gave, by key."""
+    metrics: Mapping[str, Metric]
+    """Torchmetrics objects that got tensors, by key."""
+    failed: frozenset[str]
+    """Keys of what could not be computed."""
+    num_errors: int
+    is_lost: bool
+    """Whether an error has ended the monitoring of this step."""
+
+
+class Together(NamedTuple):
+    """What all ranks have seen in a step, on the host, the same on every rank."""
+
+    rows: list[tuple[Watch, int]]
+    """Watches that moments were taken for, each with its first row."""
+    moments: Moments
+    counted: list[tuple[Watch, Tensor]]
+    """Watches that a histogram was taken for, with the counts, int64, shape ``(NUM_COUNTS,)``."""
+    values: dict[str, float]
+    """What named aggregates make of the results of functions, by key."""
+    unfinished: list[tuple[Watch, UserFunction]]
+    """Functions with results, on any rank, that an aggregate of the user's or a torchmetrics object makes a value of."""
+    failed: list[Watch]
+    """Of these nothing is known."""
+    failed_keys: list[str]
+    """Nor of these functions."""
+    num_errors: int
+    is_lost: bool
+
+
+class Directory:
+    """What is exchanged, in an order that every rank has alike.
+
+    Args:
+        watches: What the rules want.
+    """
+
+    def __init__(self, watches: Iterable[Watch]) -> None:
+        self.watches: dict[Identity, Watch] = {}
+        self.functions: list[tuple[Watch, UserFunction]] = []
+        self.add(watches)
+
+    def add(self, watches: Iterable[Watch]) -> None:
+        """Put watches at the end."""
+        for watch in watches:
+            if watch.identity not in self.watches:
+                self.watches[watch.identity] = watch
+                self.functions += [(watch, function) for function in watch.functions.values()]
+
+    def unknown(self, watches: Iterable[Watch]) -> list[Watch]:
+        """Those that are not in it."""
+        return [watch for watch in watches if watch.identity not in self.watches]
+
+    def learn(self, told: Sequence[bytes]) -> None:
+        """Add what ranks have told, in their order."""
+        for message in told:
+            for watch in pickle.loads(message):
+                # Where this rank has the rule, it has what cannot be sent: the functions themselves.
+                known = self.watches.get(watch.origin.identity) if watch.origin is not None else None
+                self.add([watch if known is None else known.at(watch.site)])
+
+
+def message_of(watches: Sequence[Watch], failed: Callable[[Watch, Exception], None]) -> bytes:
+    """Watches as they are told to other ranks; one that cannot be sent is said to have failed, and left out."""
+    sent = []
+    for watch in watches:
+        origin = None if watch.origin is None else _plain(watch.origin)
+        plain = dataclasses.replace(_plain(watch), origin=origin)
+        try:
+            pickle.dumps(plain)
+        except Exception as error:
+            failed(watch, error)
+        else:
+            sent.append(plain)
+    return pickle.dumps(sent)
+
+
+def _plain(watch: Watch) -> Watch:
+    """A watch without what belongs to this process."""
+    aggregates = {name: function.aggregate for name, function in watch.functions.items()}
+    named = {name: UserFunction(name, float, one if isinstance(one, str) else _unknown_here) for name, one in aggregates.items()}
+    return Watch(watch.kind, watch.site, watch.stage, watch.prefix, watch.statistics, watch.histograms, named)
+
+
+def _unknown_here(_values: Tensor) -> float:
+    """Stands for an aggregate of the user's that only other ranks have."""
+    raise ValueError("its aggregate is not known on this rank; expected every rank to record it")
+
+
+class Exchange:
+    """Brings the shares of all ranks together, step by step.
+
+    Args:
+        ranks: The processes that train together.
+        watches: What the rules want.
+    """
+
+    def __init__(self, ranks: Ranks, watches: Iterable[Watch]) -> None:
+        self.ranks = ranks
+        self.directory = Directory(watches)
+
+    def bring_together(self, share: Share, failed: Callable[[Watch, Exception], None]) -> Together:
+        """Exchange a step.
+
+        Args:
+            share: What this rank has seen.
+            failed: Told of a watch that other ranks cannot be told of.
+        """
+        untold: set[Identity] = set()
+        while True:
+            unknown = [watch for watch in self.directory.unknown(share.watches) if watch.identity not in untold]
+            together = self._exchanged(share, bool(unknown))
+            if together is not None:
+                return together
+            message = message_of(unknown, failed)
+            self.directory.learn(self.ranks.gather(message))
+            untold.update(watch.identity for watch in self.directory.unknown(unknown))
+
+    def _exchanged(self, share: Share, has_more: bool) -> Together | None:
+        """What all ranks have together; ``None`` if any of them has more than the directory knows."""
+        directory, device = self.directory, self.ranks.device
+        watches = list(directory.watches.values())
+        results = _results(share, directory, device)
+        flags = [flag for watch in watches for flag in (watch.identity in share.rows, _has_failed(share, watch))]
+        for watch, function in directory.functions:
+            key = watch.key(function.name)
+            flags += [key in share.results or key in share.metrics, key in share.failed]
+        flags += [has_more, share.is_lost]
+        of_watches = [place for watch in watches for place in _places(share, watch)]
+        counted = [watch for watch in watches if watch.histograms]
+        of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
+        merged = merge_over_ranks(
+            share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device)),
+            torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
+            torch.cat(
+                [
+                    share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)].flatten(),
+                    results.totals,
+                    results.weights,
+                    torch.tensor([share.num_errors], dtype=torch.float64, device=device),
+                ]
+            ),
+            self.ranks,
+        )
+        return _read(_on_host(merged), directory, counted)
+
+
+def _places(share: Share, watch: Watch) -> list[int]:
+    """The rows of a watch; those of an empty tensor for what was not seen."""
+    nothing = len(share.moments.elements) - 1
+    first = share.rows.get(watch.identity)
+    return [nothing] * watch.num_rows if first is None else list(range(first, first + watch.num_rows))
+
+
+def _has_failed(share: Share, watch: Watch) -> bool:
+    return any(key in share.failed for key in (*watch.statistic_keys, *watch.histogram_keys))
+
+
+class _Results(NamedTuple):
+    """What named aggregates of functions are merged from, each float64, shape ``(functions,)``."""
+
+    extremes: Tensor
+    nan: Tensor
+    totals: Tensor
+    weights: Tensor
+
+
+def _results(share: Share, directory: Directory, device: torch.device) -> _Results:
+    """Results of this rank by function, all of them by a few operations."""
+    scalars: list[Tensor] = []
+    weights: list[float] = []
+    index: list[int] = []
+    for number, (watch, function) in enumerate(directory.functions):
+        results = share.results.get(watch.key(function.name))
+        if results is not None and isinstance(results.aggregate, str):
+            scalars += results.values
+            # A sum weighs nothing; of a minimum the negative is the largest.
+            weights += results.weights
+            index += [number] * len(results.values)
+    size = len(directory.functions)
+    aggregates = [function.aggregate for _watch, function in directory.functions]
+    is_mean = torch.tensor([one == "mean" for one in aggregates], dtype=torch.bool, device=device)
+    sign = torch.tensor([-1.0 if one == "min" else 1.0 for one in aggregates], dtype=torch.float64, device=device)
+    places = torch.tensor(index, dtype=torch.int64, device=device)
+    values = torch.stack([one.to(device) for one in scalars]) if scalars else torch.empty(0, dtype=torch.float64, device=device)
+    weight = torch.tensor(weights, dtype=torch.float64, device=device)
+    nothing = torch.zeros(size, dtype=torch.float64, device=device)
+    is_nan = values.isnan()
+    least = torch.full_like(nothing, -torch.inf)
+    return _Results(
+        extremes=least.scatter_reduce(0, places, (values * sign[places]).masked_fill(is_nan, -torch.inf), "amax"),
+        nan=nothing.scatter_reduce(0, places, is_nan.double(), "amax"),
+        totals=nothing.index_add(0, places, torch.where(is_mean[places], values * weight, values)),
+        weights=nothing.index_add(0, places, weight),
+    )
+
+
+def _on_host(merged: Merged) -> Merged:
+    """By one transfer."""
+    moments, largest, summed = torch.stack(merged.moments), merged.largest, merged.summed
+    arrived = transfer(torch.cat([moments.flatten(), largest, summed]))
+    of_rows, largest, summed = arrived.split([moments.numel(), largest.numel(), summed.numel()])
+    return Merged(Moments(*of_rows.view_as(moments)), largest, summed)
+
+
+def _read(merged: Merged, directory: Directory, counted: Sequence[Watch]) -> Together | None:
+    """Take what arrived apart, in the order in which it was put together."""
+    watches, num_functions = list(directory.watches.values()), len(directory.functions)
+    of_watches, of_functions, more, lost, extremes, nan = merged.largest.split(
+        [2 * len(watches), 2 * num_functions, 1, 1, num_functions, num_functions]
+    )
+    if more:
+        return None
+    seen, failed = of_watches.view(-1, 2).bool().T.tolist()
+    called, raised = of_functions.view(-1, 2).bool().T.tolist()
+    counts, totals, weights, num_errors = merged.summed.split([len(counted) * NUM_COUNTS, num_functions, num_functions, 1])
+    firsts, row = [], 0
+    for watch in watches:
+        firsts.append(row)
+        row += watch.num_rows
+    rows = [(watch, first) for watch, first, is_seen in zip(watches, firsts, seen, strict=True) if is_seen]
+    has_rows = {watch.identity for watch, _first in rows}
+    finished = {
+        "mean": (totals / weights).tolist(),
+        "sum": totals.tolist(),
+        "max": torch.where(nan > 0, torch.nan, extremes).tolist(),
+        "min": torch.where(nan > 0, torch.nan, -extremes).tolist(),
+    }
+    with_results = [one for one, is_called in zip(enumerate(directory.functions), called, strict=True) if is_called]
+    return Together(
+        rows=rows,
+        moments=merged.moments,
+        counted=[
+            (watch, row_of_counts)
+            for watch, row_of_counts in zip(counted, counts.view(-1, NUM_COUNTS).long(), strict=True)
+            if watch.identity in has_rows
+        ],
+        values={
+            watch.key(function.name): finished[function.aggregate][number]
+            for number, (watch, function) in with_results
+            if isinstance(function.aggregate, str) and not isinstance(function.function, Metric)
+        },
+        unfinished=[one for _number, one in with_results if isinstance(one[1].function, Metric) or not isinstance(one[1].aggregate, str)],
+        failed=[watch for watch, has_failed in zip(watches, failed, strict=True) if has_failed],
+        failed_keys=[watch.key(one.name) for (watch, one), has_raised in zip(directory.functions, raised, strict=True) if has_raised],
+        num_errors=int(num_errors),
+        is_lost=bool(lost),
+    )

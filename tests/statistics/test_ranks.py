@@ -1,0 +1,99 @@
+"""Merging over ranks: the same as merging all their tensors in one place, for any number of ranks and any magnitudes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ranks import Meeting
+from helpers.textbook import PLAIN, textbook
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_module_monitor import STATISTICS, Statistic
+from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.ranks import Merged, merge_over_ranks
+from lightning_module_monitor.statistics.table import Table, to_host
+
+
+def moments_of(rows: list[list[Tensor]]) -> Moments:
+    """Moments of several rows, each of several tensors."""
+    table = Table()
+    for row, tensors in enumerate(rows):
+        for tensor in tensors:
+            table.add(row, tensor, Need.EVERYTHING)
+    shares = to_host(table.collect(len(rows)), [])[0]
+    return shares[0] if shares else Moments.of_nothing(len(rows))
+
+
+def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
+    """Every rank gets, by two collectives, the textbook value of every statistic over the tensors of all."""
+    meeting: Meeting[Merged] = Meeting(len(rows_by_rank))
+    mine = torch.arange(3.0, dtype=torch.float64)
+    merged = meeting.run(lambda rank: merge_over_ranks(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
+    assert meeting.calls == ["max", "sum"]
+    assert all(torch.equal(one.largest, mine * (len(merged) - 1)) and torch.equal(one.summed, mine * len(merged)) for one in merged)
+    results = [one.moments for one in merged]
+    for result in results:
+        for row in range(len(rows_by_rank[0])):
+            tensors = [tensor for rows in rows_by_rank for tensor in rows[row]]
+            whole = torch.cat([tensor.double().reshape(-1, 4) for tensor in tensors]) if tensors else None
+            for name in PLAIN:
+                statistic = STATISTICS[name]
+                assert isinstance(statistic, Statistic)
+                value = float(statistic.finish(result)[row])
+                if whole is None:
+                    assert value == 0.0 if name in ("norm", "nonfinite_count") else value != value, name  # noqa: PLR0124  # NaN
+                    continue
+                scale = textbook("abs_mean", whole) if name == "mean" else 0.0
+                assert value == pytest.approx(textbook(name, whole), rel=1e-9, abs=1e-9 * scale, nan_ok=True), name
+    assert all(torch.equal(torch.stack(results[0]).nan_to_num(), torch.stack(one).nan_to_num()) for one in results)
+
+
+def numbers(seed: int, rows: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+    """Normally distributed, shape ``(rows, 4)``."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)) * scale + mean
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("scale", "mean"), [(1.0, 0.0), (1.0, 1e5), (1e30, 0.0), (1e-30, 0.0), (0.0, 3.0)])
+def test_all_ranks_get_the_statistics_of_all_elements(num_ranks: int, scale: float, mean: float) -> None:
+    """Uneven shares, too."""
+    assert_merged([[[numbers(10 * rank + call, 3 + 500 * rank, scale, mean) for call in range(2)]] for rank in range(num_ranks)])
+
+
+def test_a_row_that_only_some_ranks_have() -> None:
+    """A module that runs on one rank only, an empty tensor, a row that nobody has: rows do not mix."""
+    one, two = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
+    assert_merged([[[one], [], [], [two]], [[], [two], [], [torch.empty(0, 4)]], [[], [], [], [one, two]]])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
+    """Also where the collective drops NaN."""
+    spoiled = numbers(3, 6)
+    spoiled[2, 1] = bad
+    clean = [[numbers(4, 5)]]
+    nothing = torch.empty(0, dtype=torch.float64)
+    for order in ([clean, [[spoiled]]], [[[spoiled]], clean]):
+        meeting: Meeting[Merged] = Meeting(2)
+        for merged in meeting.run(lambda rank, rows=order: merge_over_ranks(moments_of(rows[rank.index]), nothing, nothing, rank)):
+            result = merged.moments
+            assert float(result.nonfinite[0]) == 1
+            assert not torch.stack([result.mean, result.deviations, result.squares, result.magnitude]).isfinite().any()
+            assert not (result.maximum.isfinite() & result.minimum.isfinite()).any()
+            assert bool(result.maximum.isnan()) == (bad != bad)  # noqa: PLR0124  # NaN
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    elements=st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=60),
+    owners=st.lists(st.integers(0, 2), min_size=15, max_size=15),
+)
+def test_any_split_over_ranks_is_the_whole(elements: list[float], owners: list[int]) -> None:
+    """Tokens of four elements, dealt out to three ranks in any way."""
+    tokens = torch.tensor(elements[: len(elements) // 4 * 4]).view(-1, 4)
+    dealt: list[list[Tensor]] = [[], [], []]
+    for token, owner in zip(tokens, owners, strict=False):
+        dealt[owner].append(token)
+    assert_merged([[tensors] for tensors in dealt])
