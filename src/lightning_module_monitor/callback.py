@@ -37,6 +37,7 @@ from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import TRAIN, Record
+from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
@@ -218,6 +219,8 @@ class ModuleMonitorCallback(Callback):
         self._update_hooks = HookSet()
         self._silence = ExitStack()
         """Holds what keeps the monitor silent: the further closures of an optimizer, a loop without training."""
+        self._redirected: list[RedirectedCalls] = []
+        """Of the step, and of the loop that interrupts it."""
         self._in_step = False
         self._took_gradients = False
         self._first_step: int | None = None
@@ -300,6 +303,8 @@ class ModuleMonitorCallback(Callback):
             self._set_module(trainer, pl_module)
         if self._uses_reference():
             self._prepare_reference(trainer, pl_module)
+        if not trainer.is_global_zero:
+            return
         if self._dry_run:
             keys, histograms, captured = self.monitor.planned_keys(), self.monitor.planned_histograms(), self.monitor.capture_plan()
             print(forecast(self.monitor.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
@@ -330,6 +335,7 @@ class ModuleMonitorCallback(Callback):
             self._in_step = True
             self._took_gradients = False
             if self.monitor.begin_step(step):
+                self._watch_redirected_calls(trainer, pl_module)
                 for optimizer in trainer.optimizers:
                     watch_update(optimizer, self._before_update, self._after_update, self._update_hooks)
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
@@ -375,6 +381,8 @@ class ModuleMonitorCallback(Callback):
             return
         self._in_step = False
         self._update_hooks.close()
+        if self._redirected:
+            self._redirected.pop().close()
         self._silence.close()
         if not self._took_gradients:
             self.monitor.monitor_gradients()
@@ -435,8 +443,8 @@ class ModuleMonitorCallback(Callback):
         return bool(wanted & self._stages)
 
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.monitor.set_module(pl_module)
         self.monitor.distributed = trainer.world_size > 1
+        self.monitor.set_module(pl_module)
         planned = self._planned_keys()
         if not self.monitor.has_wishes():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
@@ -551,11 +559,19 @@ class ModuleMonitorCallback(Callback):
                 # Outside of fit this is the first event after `configure_model`.
                 self._set_module(trainer, pl_module)
             self.monitor.begin_stage(STAGES[stage], _step(trainer))
+            self._watch_redirected_calls(trainer, pl_module)
         else:
             self._silence.enter_context(self.monitor.no_monitor())
 
+    def _watch_redirected_calls(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where the strategy wraps the module, what calls the wrapper is no call of the module."""
+        if trainer.strategy.model is not pl_module:
+            self._redirected.append(RedirectedCalls(pl_module, self.monitor))
+
     def _end_stage(self) -> Record | None:
         """End the monitored loop; what a module's own hooks do until the loop ends is of no stage."""
+        if self._redirected and self.monitor.is_in_stage():
+            self._redirected.pop().close()
         record = self.monitor.end_stage()
         if record is not None:
             self._silence.enter_context(self.monitor.no_monitor())
@@ -610,6 +626,8 @@ class ModuleMonitorCallback(Callback):
     def _lose_step(self) -> None:
         """Go on without monitoring what is left of this step."""
         self._silence.close()
+        while self._redirected:
+            self._redirected.pop().close()
         self._update_hooks.close()
         self.monitor.lose()
 
@@ -618,6 +636,8 @@ class ModuleMonitorCallback(Callback):
         if self._refusal is not None:
             return
         self._silence.close()
+        while self._redirected:
+            self._redirected.pop().close()
         self._update_hooks.close()
         self._in_step = False
         self.monitor.close()

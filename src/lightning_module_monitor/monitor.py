@@ -42,7 +42,7 @@ from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
-from lightning_module_monitor.processes import process_ranks
+from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -526,6 +526,10 @@ class ModuleMonitor:
         self._open(everything, step, stage)
         return bool(plan.modules)
 
+    def is_in_stage(self) -> bool:
+        """Whether a loop of another stage than training is monitored now."""
+        return bool(self._suspended)
+
     def end_stage(self) -> Record | None:
         """End the loop that was begun last, and go on with the step that it interrupted.
 
@@ -793,7 +797,9 @@ class ModuleMonitor:
             self._logger.warning("%s Said once; monitor/errors counts them.", message)
 
     def _say_once(self, message: str, level: int = logging.INFO) -> None:
-        if message not in self._said:
+        # What is no problem one of several ranks says.
+        is_for_us = level >= logging.WARNING or not self.distributed or is_first_process()
+        if is_for_us and message not in self._said:
             self._said.add(message)
             self._logger.log(level, message)
 

@@ -36,3 +36,8 @@ def process_ranks() -> ProcessRanks | None:
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return None
     return ProcessRanks()
+
+
+def is_first_process() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -270,7 +270,8 @@ class _EnterHook(ForwardHook):
         self._one = one
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
-        self._probe.enter(self._one)
+        if self._probe.is_open:
+            self._probe.enter(self._one)
 
 
 class _LeaveHook(ForwardHook):

@@ -1,0 +1,41 @@
+"""Every set of scenarios is run once, by whichever worker comes first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from helpers.launch import finish, results, start
+
+SCRIPT = Path(__file__).with_name("scenarios.py")
+
+
+@pytest.fixture(scope="session")
+def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str, list[str]], list[Any]]:
+    """Gives what one scenario returned on each rank; the first to ask runs all that are asked for together."""
+    own = tmp_path_factory.getbasetemp()
+    # Workers share the parent of their own folders; without workers that belongs to all runs.
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def run(num_ranks: int, scenario: str, together: list[str]) -> list[Any]:
+        folder = shared / f"distributed_{num_ranks}_{together[0]}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                said = finish(start(SCRIPT, num_ranks, folder, *together))
+                (folder / "said.txt").write_text("\n\n".join(said))
+        said_text = (folder / "said.txt").read_text()
+        try:
+            found = results(folder, scenario, num_ranks)
+        except FileNotFoundError:
+            pytest.fail(said_text[-6000:])
+        for one in found:
+            if isinstance(one, Exception):
+                pytest.fail(f"{one!r}\n{said_text[-6000:]}")
+        return found
+
+    return run

@@ -1,0 +1,102 @@
+"""DDP: every value is that of all ranks' elements together, each counted once, against raw tensors in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed.scenarios import EVERYTHING, SCENARIOS, data
+from helpers.textbook import PLAIN, histogram, textbook
+from helpers.training import Classifier
+from helpers.zoo import RawTensors, raw_tensors
+from torch import Tensor
+from torch.nn import functional as F
+
+RunScenarios = Callable[[int, str, list[str]], list[Any]]
+
+MODELS = [name.removeprefix("zoo_") for name in SCENARIOS if name.startswith("zoo_")]
+MICRO_BATCHES = 2
+
+
+def truth_of_step(model: str, step: int, result: dict[str, Any], num_ranks: int) -> RawTensors:
+    """Raw tensors of all ranks: from the weights that the step began with, and each rank's own micro-batches."""
+    module = Classifier(model)
+    module.load_state_dict(result["states"][step])
+    by_rank = [
+        raw_tensors(module.model, data(rank, num_ranks)[MICRO_BATCHES * step :][:MICRO_BATCHES], lambda y, t: F.cross_entropy(y, t) / 2)
+        for rank in range(num_ranks)
+    ]
+    raw: RawTensors = {}
+    for kind, site in {key: None for one in by_rank for key in one}:
+        tensors = [one[kind, site] for one in by_rank if (kind, site) in one]
+        name = "model" if site == "_root_" else f"model.{site}"
+        if kind == "parameter":
+            raw[kind, name] = tensors[0]
+        elif kind == "gradient":
+            raw["gradient_before_clip", name] = [torch.stack([one[0] for one in tensors]).sum(0) / num_ranks]
+        else:
+            raw[kind, name] = [tensor for one in tensors for tensor in one]
+    gradients = {site: one[0] for (kind, site), one in raw.items() if kind == "gradient_before_clip"}
+    total = torch.cat([one.flatten() for one in gradients.values()]).norm()
+    after = result["states"].get(step + 1, result["state"])
+    for site, gradient in gradients.items():
+        raw["gradient", site] = [gradient * min(1.0, 0.5 / float(total))]
+    for (kind, site), tensors in list(raw.items()):
+        if kind == "parameter":
+            raw["update", site] = [after[site].double() - tensors[0]]
+    return raw
+
+
+def whole(tensors: list[Tensor]) -> Tensor:
+    """All elements, a token a row where all tokens are of one size."""
+    rows = [tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1) for tensor in tensors]
+    return torch.cat(rows) if len({row.shape[1] for row in rows}) == 1 else torch.cat([row.reshape(-1) for row in rows])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Uneven micro-batches, accumulation without synchronization, clipping, shared and frozen layers, outputs of all shapes."""
+    by_rank = run_scenarios(num_ranks, f"zoo_{model}", [name for name in SCENARIOS if name.startswith("zoo_")])
+    result = by_rank[0]
+    assert [record.step for record in result["records"]] == [0, 1, 2]
+    for other in by_rank[1:]:
+        for one, two in zip(result["records"], other["records"], strict=True):
+            np.testing.assert_equal(one.values, two.values)
+    for record in result["records"]:
+        raw = truth_of_step(model, record.step, result, num_ranks)
+        expected = {
+            f"{kind}/{site}/{name}" for (kind, site), one in raw.items() for name in PLAIN if name in EVERYTHING and whole(one).numel()
+        }
+        recorded = {key for key in record.values if not key.startswith("monitor/") and not key.endswith("/ratio")}
+        assert {key for key in recorded if ".empty/" not in key} == expected
+        assert record.values["monitor/errors"] == 0
+        for (kind, site), tensors in raw.items():
+            elements = whole(tensors)
+            if not elements.numel():
+                continue
+            largest = float(elements.abs().max())
+            for name in (name for name in PLAIN if name in EVERYTHING):
+                # Gradients are summed by the reducer in an order of its own; an update is a difference of rounded weights.
+                close = {"rel": 1e-5, "abs": 1e-6 * largest} if kind.startswith("gradient") or kind == "update" else {"rel": 2e-6}
+                close = {**close, "abs": max(close.get("abs", 0.0), 1e-6 * textbook("abs_mean", elements))} if name == "mean" else close
+                value, truth = record.values[f"{kind}/{site}/{name}"], textbook(name, elements)
+                assert value == pytest.approx(truth, **close, nan_ok=True), (kind, site, name)
+            if kind in ("activation", "activation_gradient", "parameter"):
+                np.testing.assert_array_equal(record.histograms[f"{kind}/{site}/hist"].row, histogram(elements).row)
+            if kind == "update" and float(raw["parameter", site][0].norm()):
+                ratio = float(elements.norm() / raw["parameter", site][0].norm())
+                assert record.values[f"update/{site}/ratio"] == pytest.approx(ratio, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
+    by_rank = run_scenarios(num_ranks, "zoo_outputs", [name for name in SCENARIOS if name.startswith("zoo_")])
+    assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
+    assert any("Watching" in message for message in by_rank[0]["said"])
+    for other in by_rank[1:]:
+        assert (other["files"], other["said"]) == ([], [])
