@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,11 @@ from helpers.training import Classifier, trainer
 from helpers.zoo import batches
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
-from lightning_module_monitor import ModuleMonitorCallback, Record
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Record, Rule
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -104,16 +105,22 @@ def data(rank: int, world: int, **options: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(
-    folder: Path, module: LightningModule, callback: ModuleMonitorCallback, micro_batches: list[Any] | None = None, **options: Any
+    folder: Path,
+    module: LightningModule,
+    callback: ModuleMonitorCallback,
+    micro_batches: list[Any] | None = None,
+    more: Sequence[Callback] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Train by DDP, and return what there is to see of it."""
     keep = Keep(callback)
     defaults: dict[str, Any] = {"devices": WORLD, "strategy": DDPStrategy(find_unused_parameters=True), "use_distributed_sampler": False}
-    run = trainer(folder / f"rank_{RANK}", [callback, keep], **(defaults | options))
+    run = trainer(folder / f"rank_{RANK}", [callback, keep, *more], **(defaults | options))
     batches_of_rank: DataLoader[Any] = DataLoader(data(RANK, WORLD) if micro_batches is None else micro_batches, batch_size=None)
     with listening() as said:
         run.fit(module, batches_of_rank, batches_of_rank)
     return {
+        "folder": folder,
         "records": keep.records,
         "states": keep.states,
         "said": said,
@@ -125,9 +132,7 @@ def fit(
 EVERYTHING = ["mean", "std", "norm", "rms", "min", "max", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "token_rms", "hist"]
 
 
-def _rules() -> list[Any]:
-    from lightning_module_monitor import Rule
-
+def _rules() -> list[Rule]:
     kinds = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
     return [Rule(kinds=kinds, statistics=EVERYTHING), Rule(kinds="update", statistics="ratio")]
 
@@ -144,7 +149,211 @@ def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
     return scenario
 
 
-SCENARIOS: dict[str, Callable[[Path], Any]] = {f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")}
+class Attending(nn.Module):
+    """Attention, normalization, and a block that is called twice; nothing random, nothing that depends on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x.unsqueeze(-1))
+        normed = self.norm(h)
+        h = h + self.attention(normed, normed, normed)[0]
+        for block in (*self.blocks, self.blocks[0]):
+            h = h + torch.tanh(block(h))
+        prediction: Tensor = self.head(h.mean(1))
+        return prediction
+
+
+def everything() -> ModuleMonitorCallback:
+    """All kinds there are."""
+    rules = [
+        *_rules(),
+        Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine", "hist"]),
+        Rule(kinds=["attention_entropy", "attention_max_logit"], statistics=["mean", "max"]),
+        Rule(kinds="activation", functions={"mse": MeanSquaredErrorOfZero(), "third": third_moment}, sites="model.blocks.*"),
+        Rule(kinds=["activation", "parameter"], functions={"largest": largest}, aggregate="max", sites="model.head.*"),
+        Rule(kinds="activation", functions={"least": least}, aggregate="min", sites="model.head"),
+        Rule(kinds="activation", functions={"total": torch.sum}, aggregate="sum", sites="model.head"),
+        Rule(kinds="activation", functions={"spread": torch.flatten}, aggregate=spread, sites="model.head"),
+    ]
+    flow = GradientFlow(blocks="model.blocks")
+    return ModuleMonitorCallback(
+        every_n_steps=1, rules=rules, attention=True, gradient_flow=flow, reference="init", rcc=True, stages=["train", "validate"],
+        on_error="raise", callback_metrics=["(validation/)?activation/model.head/rms"],
+    )  # fmt: skip
+
+
+class MeanSquaredErrorOfZero(Metric):
+    """Mean of squares, by a state that torchmetrics synchronizes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("squares", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.squares += x.square().sum()
+        self.count += x.numel()
+
+    def compute(self) -> Tensor:
+        return self.squares / self.count
+
+
+def third_moment(x: Tensor) -> Tensor:
+    """A tensor of the input's shape."""
+    return x**3
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest element."""
+    return x.max()
+
+
+def least(x: Tensor) -> Tensor:
+    """The least element."""
+    return x.min()
+
+
+def spread(values: Tensor) -> dict[str, Tensor]:
+    """An aggregate of all values of a step."""
+    return {"low": values.quantile(0.25), "high": values.quantile(0.75)}
+
+
+FULL_BATCH = 12
+
+
+def even_data(rank: int, world: int, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """A rank's share of batches of twelve."""
+    whole = batches(*[FULL_BATCH] * steps, seed=3)
+    size = FULL_BATCH // world
+    return [(x[rank * size : (rank + 1) * size], y[rank * size : (rank + 1) * size]) for x, y in whole]
+
+
+def whole_and_parts(folder: Path) -> dict[str, Any]:
+    """All kinds there are, of batches that are shared out evenly: the same as of the whole batches in one process."""
+    torch.manual_seed(0)
+    module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
+    strategy = DDPStrategy() if WORLD > 1 else "auto"
+    options: dict[str, Any] = {"strategy": strategy, "max_epochs": 2, "limit_val_batches": 2}
+    return fit(folder, module, everything(), even_data(RANK, WORLD), **options)
+
+
+def unchanged(folder: Path) -> dict[str, Any]:
+    """Training with the callback, dropout and all, and without it."""
+    states = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        module = Classifier("transformer", torch.optim.AdamW)
+        callback = ModuleMonitorCallback(2, rules=_rules(), attention=True, reference="init", rcc=True, on_error="raise")
+        options: dict[str, Any] = {"devices": WORLD, "strategy": "ddp", "use_distributed_sampler": False, "accumulate_grad_batches": 2}
+        trainer(folder, [callback] if monitored else [], **options).fit(module, DataLoader(data(RANK, WORLD, steps=6), batch_size=None))
+        states.append({name: value.clone() for name, value in module.state_dict().items()} | {"random": torch.get_rng_state()})
+    return {"states": states, "seen": len(callback.last_record.values) if callback.last_record is not None else 0}
+
+
+class Branches(nn.Module):
+    """What runs depends on the rank and on the step: a tuple on the last rank only, a module and a head from a later step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Linear(6, 6)
+        self.only = nn.Linear(6, 6)
+        self.pair = Pairs()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.common(x)
+        if RANK == WORLD - 1:
+            h = h + self.only(h)
+            h = h + self.pair(h)[0]
+            if self.step > 0:
+                h = h + self.attention(h.unsqueeze(1), h.unsqueeze(1), h.unsqueeze(1))[0].squeeze(1)
+        self.step += 1
+        prediction: Tensor = self.head(h)
+        return prediction
+
+
+class Pairs(nn.Module):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x[:, :2] * 3
+
+
+def branches(folder: Path) -> dict[str, Any]:
+    """Modules, outputs and heads that only the last rank has: no rank waits, no rows mix; collectives are counted."""
+    torch.manual_seed(0)
+    model = Branches()
+    rules = [
+        Rule(kinds=["activation", "activation_gradient"], statistics=["mean", "norm", "hist"]),
+        Rule(
+            kinds="activation",
+            functions={"total": torch.sum, "metric": MeanSquaredErrorOfZero()},
+            aggregate="sum",
+            sites="model.(only|pair)",
+        ),
+        Rule(kinds="attention_entropy", statistics="mean"),
+    ]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, on_error="raise")
+    counts: list[list[str]] = []
+    end_step = callback.monitor.end_step
+
+    def counted() -> Record | None:
+        with counting_collectives() as calls:
+            record = end_step()
+        counts.append(calls)
+        return record
+
+    callback.monitor.end_step = counted  # type: ignore[method-assign]
+    module = Classifier(model, torch.optim.SGD, lr=0.1)
+    return fit(folder, module, callback, limit_val_batches=0) | {"collectives": counts}
+
+
+def one_rank_fails(folder: Path) -> dict[str, Any]:
+    """On the last rank a function raises in step 1, and the monitor itself in step 3: training goes on everywhere."""
+    step = 0
+
+    def fails(x: Tensor) -> Tensor:
+        if RANK == WORLD - 1 and step == 1:
+            raise ValueError("on purpose")
+        return x.mean()
+
+    rules = [Rule(kinds="activation", statistics="norm", functions={"fails": fails}, sites="model.layers.0")]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules)
+    begin_backward = callback.monitor.begin_backward
+
+    def broken() -> None:
+        if RANK == WORLD - 1 and step == 3:
+            raise RuntimeError("the monitor is broken, on purpose")
+        begin_backward()
+
+    callback.monitor.begin_backward = broken  # type: ignore[method-assign]
+
+    class Count(Callback):
+        def on_train_batch_end(self, *_args: Any) -> None:
+            nonlocal step
+            step += 1
+
+    torch.manual_seed(0)
+    module = Classifier("mlp", torch.optim.SGD, lr=0.1)
+    return fit(folder, module, callback, data(RANK, WORLD, steps=6, micro_batches=1), more=[Count()], limit_val_batches=0)
+
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
+    "whole_and_parts": whole_and_parts,
+    "unchanged": unchanged,
+    "branches": branches,
+    "one_rank_fails": one_rank_fails,
+}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -1,0 +1,133 @@
+"""The same training, in one process and in several: the same values, the same weights, two collectives a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import scenarios
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.record import Key
+
+RunScenarios = Callable[[int, str, list[str]], list[Any]]
+
+TOGETHER = ["whole_and_parts", "unchanged", "branches", "one_rank_fails"]
+
+LOCAL_LOSS = ("activation_gradient",)
+"""Kinds that are of each rank's own loss, a mean over its share of the batch."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
+    whole = scenarios.whole_and_parts(tmp_path)
+    by_rank = run_scenarios(num_ranks, "whole_and_parts", TOGETHER)
+    for result in by_rank:
+        assert len(result["records"]) == len(whole["records"]) == 8
+        for one, other in zip(whole["records"], result["records"], strict=True):
+            assert one.step == other.step
+            assert one.values.keys() == other.values.keys()
+            for key, value in one.values.items():
+                expected = value * expected_factor(key, num_ranks)
+                # The smallest differences of a step are sums of rounding errors: they are compared by the size of the largest.
+                is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/"))
+                if is_rounding and key.endswith("zero_fraction"):
+                    continue
+                near = 2e-5 if is_rounding else 1e-6
+                assert other.values[key] == pytest.approx(expected, rel=5e-4 if is_rounding else 1e-4, abs=near, nan_ok=True), key
+            assert one.histograms.keys() == other.histograms.keys()
+            for key, histogram in one.histograms.items():
+                assert histogram.row.sum() == other.histograms[key].row.sum(), key
+    values = by_rank[0]["records"][-1].values
+    assert {Key.parse(key).kind for result in by_rank[:1] for record in result["records"] for key in record.values} >= {
+        "activation", "activation_gradient", "gradient", "update", "activation_difference", "parameter_difference", "rcc_effective_update",
+        "rcc_alignment", "rcc_operator_norm", "attention_entropy", "gradient_flow",
+    }  # fmt: skip
+    assert values["validation/monitor/errors" if "validation/monitor/errors" in values else "monitor/errors"] == 0
+
+
+def expected_factor(key: str, num_ranks: int) -> float:
+    """What a value of the whole batch is multiplied by on ranks, each of which has the mean loss of its own share."""
+    parts = Key.parse(key)
+    if parts.kind not in LOCAL_LOSS or parts.statistic in ("zero_fraction", "nonfinite_count"):
+        return 1.0
+    return float(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
+    for result in run_scenarios(num_ranks, "unchanged", TOGETHER):
+        plain, monitored = result["states"]
+        assert result["seen"] > 100
+        assert plain.keys() == monitored.keys()
+        assert all(torch.equal(plain[name], monitored[name]) for name in plain)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A module, a second output, and from step 1 on heads of attention: two collectives a step, more only where something is new."""
+    by_rank = run_scenarios(num_ranks, "branches", TOGETHER)
+    alone = {"activation/model.only/norm", "activation/model.pair.output_1/mean", "activation/model.pair.output_1/hist"}
+    for result in by_rank:
+        keys = [{*record.values, *record.histograms} for record in result["records"]]
+        assert all(alone <= one for one in keys)
+        assert "attention_entropy/model.attention.head_1/mean" not in keys[0]
+        assert all("attention_entropy/model.attention.head_1/mean" in one for one in keys[1:])
+        assert all(math.isfinite(value) for record in result["records"] for value in record.values.values())
+        # Both ask torchmetrics, whose objects pay for themselves: a barrier and a gathering for each of their two states.
+        of_ours = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
+        assert [len(calls) for calls in of_ours] == [4, 4, 2, 2, 2, 2]
+        of_objects = [calls.count("all_gather_object") for calls in result["collectives"]]
+        assert of_objects == [1, 1, 0, 0, 0, 0]
+    for step, record in enumerate(by_rank[0]["records"]):
+        last = scenarios.data(num_ranks - 1, num_ranks)[step]
+        elements = len(last[0]) * 6
+        histogram = record.histograms["activation/model.only/hist"]
+        assert histogram.row.sum() == elements
+        common = sum(len(scenarios.data(rank, num_ranks)[step][0]) for rank in range(num_ranks)) * 6
+        assert record.histograms["activation/model.common/hist"].row.sum() == common
+        total = record.values["activation/model.pair/total"]
+        assert total == pytest.approx(2 / 3 * record.values["activation/model.pair.output_1/total"] + rest(by_rank[0], step, last[0]))
+
+
+def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
+    """Twice the sum of what the pair got, but for the first two columns."""
+    model = scenarios.Branches()
+    module = scenarios.Classifier(model)
+    module.load_state_dict(result["states"][step])
+    h = model.common(x)
+    h = h + model.only(h)
+    return float(2 * h[:, 2:].detach().sum())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
+    by_rank = run_scenarios(num_ranks, "one_rank_fails", TOGETHER)
+    for result in by_rank:
+        assert [record.step for record in result["records"]] == [0, 1, 2, 4, 5]
+        assert [record.values["monitor/errors"] for record in result["records"]] == [0, 1, 0, 0, 0]
+        values = [record.values["activation/model.layers.0/fails"] for record in result["records"]]
+        np.testing.assert_array_equal(np.isnan(values), [False, True, False, False, False])
+        assert all(record.values["activation/model.layers.0/norm"] > 0 for record in result["records"])
+    assert not any("on purpose" in message for message in by_rank[0]["said"])
+    assert sum("on purpose" in message for message in by_rank[-1]["said"]) == 2
+
+
+def test_the_store_has_what_all_ranks_have(run_scenarios: RunScenarios, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The file that rank 0 writes holds the records that every rank has."""
+    by_rank = run_scenarios(2, "whole_and_parts", TOGETHER)
+    assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
+    assert by_rank[1]["files"] == []
+    store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")
+    for key in ("activation/model.head/rms", "gradient/model.head.weight/norm", "rcc_effective_update/model.head/rms"):
+        recorded = {record.step: record.values[key] for record in by_rank[1]["records"] if key in record.values}
+        steps, values = store.series(key)
+        assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == recorded
