@@ -343,11 +343,11 @@ def test_a_model_that_cannot_be_monitored_is_refused(model: Callable[[], Lightni
     assert not [part for part in parts if part not in message], message
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until values are reduced over them, each would report its own."""
+def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a strategy of somebody's nobody knows which elements each rank has."""
     monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
     message = refusal(tmp_path, lambda: [ModuleMonitorCallback()])
-    assert message.startswith("This run has 2 processes")
+    assert message.startswith("SingleDeviceStrategy keeps parameters in a way that is not measured; expected strategy ddp")
 
 
 def test_a_gradient_scaler_is_refused(tmp_path: Path) -> None:
