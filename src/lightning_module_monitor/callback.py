@@ -444,6 +444,8 @@ class ModuleMonitorCallback(Callback):
 
     def _set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor.distributed = trainer.world_size > 1
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
         self.monitor.set_module(pl_module)
         planned = self._planned_keys()
         if not self.monitor.has_wishes():

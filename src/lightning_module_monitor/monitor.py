@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,13 @@ from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 from lightning_module_monitor.window import Window
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Function = Callable[[Tensor], Any]
 PairFunction = Callable[[Tensor, Tensor], Any]
@@ -109,7 +113,8 @@ class ModuleMonitor:
         cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
             takes less of its memory and more time.
         distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
-            those of all ranks together. Every rank then has every record.
+            those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
+            that share their input.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
@@ -131,7 +136,7 @@ class ModuleMonitor:
         on_error: str = "warn",
         history: int = 1000,
         cpu_offload: bool = False,
-        distributed: bool = False,
+        distributed: bool | DeviceMesh = False,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
@@ -150,7 +155,7 @@ class ModuleMonitor:
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._on_error = on_error
         self._cpu_offload = cpu_offload
-        self.distributed = distributed
+        self.distributed: bool | DeviceMesh = distributed
         wish = default_rules() if rules is None else as_tuple(rules)
         self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
@@ -191,6 +196,8 @@ class ModuleMonitor:
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
+        if not isinstance(self.distributed, bool) and self.distributed.size() > 1:
+            _check_tensor_parallel(self._rules)
         sites = Sites(module, self._within, self._exclude, self._format_name)
         for rule in self._rules:
             for kind in sites.check(rule):
@@ -703,7 +710,8 @@ class ModuleMonitor:
 
     def _exchange(self, due: Due, stage: str) -> Exchange | None:
         """What brings all ranks together; ``None`` where this is the only one."""
-        ranks = process_ranks() if self.distributed else None
+        same_input = None if isinstance(self.distributed, bool) else self.distributed
+        ranks = process_ranks(same_input) if self.distributed is not False else None
         if ranks is None:
             return None
         if (stage, due) not in self._exchanges:
@@ -798,7 +806,7 @@ class ModuleMonitor:
 
     def _say_once(self, message: str, level: int = logging.INFO) -> None:
         # What is no problem one of several ranks says.
-        is_for_us = level >= logging.WARNING or not self.distributed or is_first_process()
+        is_for_us = level >= logging.WARNING or self.distributed is False or is_first_process()
         if is_for_us and message not in self._said:
             self._said.add(message)
             self._logger.log(level, message)
@@ -820,6 +828,19 @@ def check_prefix(prefix: str, label: str = "prefix") -> str:
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
+
+
+def _check_tensor_parallel(rules: Iterable[ParsedRule]) -> None:
+    """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
+
+    Raises:
+        ConfigError: Names the rule.
+    """
+    for rule in rules:
+        names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+        if names:
+            why = "in tensor parallel training a rank may have parts of the tokens"
+            raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
 
 
 def _none_of(module: nn.Module | str, which: str, names: Sequence[str]) -> str:

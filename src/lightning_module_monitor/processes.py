@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 OPERATIONS = {"max": "MAX", "sum": "SUM"}
 
 
 class ProcessRanks:
-    """The ranks of the default process group, as :class:`~lightning_module_monitor.statistics.ranks.Ranks` describes them."""
+    """The ranks of the default process group, as :class:`~lightning_module_monitor.statistics.ranks.Ranks` describes them.
 
-    def __init__(self) -> None:
+    Args:
+        same_input: The mesh of the ranks that share their input with this one, in tensor parallel training.
+    """
+
+    def __init__(self, same_input: DeviceMesh | None = None) -> None:
         self.index: int = distributed.get_rank()
         backend = distributed.get_backend()
         # NCCL reduces only what is on the GPU of its rank.
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._same_input = same_input if same_input is not None and same_input.size() > 1 else None
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         """One collective, in place."""
         distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]))
         return tensor
+
+    def is_copy(self, numbers: Tensor) -> Tensor | None:
+        """Which numbers another rank counts: one collective, among the ranks that share their input."""
+        if self._same_input is None:
+            return None
+        parts = torch.stack([numbers.isnan().double(), numbers.masked_fill(numbers.isnan(), 0.0)])
+        both = torch.cat([parts, -parts])
+        distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=self._same_input.get_group())
+        return (both[:2] == -both[2:]).all(0) & (self._same_input.get_local_rank() > 0)
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks."""
@@ -31,11 +48,11 @@ class ProcessRanks:
         return everything
 
 
-def process_ranks() -> ProcessRanks | None:
+def process_ranks(same_input: DeviceMesh | None = None) -> ProcessRanks | None:
     """The ranks, where there is more than this process."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return None
-    return ProcessRanks()
+    return ProcessRanks(same_input)
 
 
 def is_first_process() -> bool:

@@ -6,6 +6,7 @@ Run as a script, by every rank: ``scenarios.py FOLDER NAME...``
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import sys
@@ -20,12 +21,19 @@ import torch
 from helpers.training import Classifier, trainer
 from helpers.zoo import batches
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.modules.shards import is_sharded
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -118,14 +126,14 @@ def fit(
     run = trainer(folder / f"rank_{RANK}", [callback, keep, *more], **(defaults | options))
     batches_of_rank: DataLoader[Any] = DataLoader(data(RANK, WORLD) if micro_batches is None else micro_batches, batch_size=None)
     with listening() as said:
-        run.fit(module, batches_of_rank, batches_of_rank)
+        run.fit(module, batches_of_rank, batches_of_rank if is_overridden("validation_step", module) else None)
     return {
         "folder": folder,
         "records": keep.records,
-        "states": keep.states,
+        "states": {step: state for step, state in keep.states.items() if not any(is_sharded(one) for one in state.values())},
         "said": said,
         "files": sorted(str(path.relative_to(folder)) for path in (folder / f"rank_{RANK}").rglob("*") if path.is_file()),
-        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "state": {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in module.state_dict().items()},
     }
 
 
@@ -347,12 +355,128 @@ def one_rank_fails(folder: Path) -> dict[str, Any]:
     return fit(folder, module, callback, data(RANK, WORLD, steps=6, micro_batches=1), more=[Count()], limit_val_batches=0)
 
 
+class Laid(LightningModule):
+    """A network whose parameters are laid out over ranks in ``configure_model``; in one process they are not.
+
+    Args:
+        lay: Lays the network out, given the mesh of Lightning's strategy.
+    """
+
+    def __init__(self, lay: Callable[[nn.Module, DeviceMesh], None]) -> None:
+        super().__init__()
+        self._lay = lay
+        self.network: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            torch.manual_seed(0)
+            self.network = Uneven()
+            if self.device_mesh is not None:
+                self._lay(self.network, self.device_mesh)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.network is not None
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Uneven(nn.Module):
+    """Weights of five rows and of one: over ranks some have fewer rows than others, and some have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.gate = nn.Linear(5, 1, bias=False)
+        self.up = nn.Linear(5, 12)
+        self.down = nn.Linear(12, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = h * torch.sigmoid(self.gate(h))
+        h = self.norm(self.down(torch.tanh(self.up(h))))
+        prediction: Tensor = self.head(h)
+        return prediction.full_tensor() if is_sharded(prediction) else prediction
+
+
+def fully_sharded(network: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 of every layer, and of the whole."""
+    for part in network.children():
+        fully_shard(part, mesh=mesh["data_parallel"])
+    fully_shard(network, mesh=mesh["data_parallel"])
+
+
+def tensor_parallel(network: nn.Module, mesh: DeviceMesh) -> None:
+    """A pair of layers by columns and rows, whose local slices are plain tensors."""
+    parallelize_module(network, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def laid_out_activations(network: nn.Module, mesh: DeviceMesh) -> None:
+    """The same, with activations that are themselves laid out over ranks, and a head whose output is."""
+    plan = {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+    }
+    parallelize_module(network, mesh["tensor_parallel"], plan)
+
+
+def both_ways(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Tensor parallel within a group of ranks, FSDP2 over the groups."""
+    tensor_parallel(network, mesh)
+    fully_sharded(network, mesh)
+
+
+def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> Callable[[Path], dict[str, Any]]:
+    """All kinds that need no reference, with functions of whole parameters."""
+
+    def scenario(folder: Path) -> dict[str, Any]:
+        rules = [*_rules(), Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last})]
+        if tensor_parallel > 1:
+            rules[0] = dataclasses.replace(rules[0], statistics=[name for name in EVERYTHING if not name.startswith("token")])
+        callback = ModuleMonitorCallback(
+            every_n_steps=1,
+            rules=rules,
+            gradient_flow=GradientFlow(blocks=["network.first", "network.up", "network.head"]),
+            on_error="raise",
+        )
+        strategy = ModelParallelStrategy(WORLD // tensor_parallel, tensor_parallel) if WORLD > 1 else "auto"
+        groups = WORLD // tensor_parallel if WORLD > 1 else 1
+        counts: list[list[str]] = []
+        end_step = callback.monitor.end_step
+
+        def counted() -> Record | None:
+            with counting_collectives() as calls:
+                record = end_step()
+            counts.append(calls)
+            return record
+
+        callback.monitor.end_step = counted  # type: ignore[method-assign]
+        options: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
+        micro_batches = even_data(RANK // tensor_parallel if WORLD > 1 else 0, groups)
+        return fit(folder, Laid(lay), callback, micro_batches, **options) | {"collectives": counts}
+
+    return scenario
+
+
+def second_to_last(x: Tensor) -> Tensor:
+    """A function that parts of a tensor do not tell of: of its last element and the one before."""
+    return x.flatten()[-1] - 2 * x.flatten()[-min(2, x.numel())]
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
+    "fully_sharded": laid(fully_sharded, 1),
+    "tensor_parallel": laid(tensor_parallel, 2),
+    "laid_out_activations": laid(laid_out_activations, 2),
+    "both_ways": laid(both_ways, 2),
 }
 
 

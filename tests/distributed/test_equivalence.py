@@ -23,33 +23,57 @@ LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
 
 
+def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) -> None:
+    """The records of ranks that share out the batches are those of one process that has them whole."""
+    assert len(result["records"]) == len(whole["records"])
+    for one, other in zip(whole["records"], result["records"], strict=True):
+        assert one.step == other.step
+        assert one.values.keys() == other.values.keys()
+        for key, value in one.values.items():
+            expected = value * expected_factor(key, num_shares)
+            # What is a difference of rounded numbers is as exact as these.
+            is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/"))
+            if is_rounding and key.endswith("zero_fraction"):
+                continue
+            near = 2e-5 if is_rounding else 1e-6
+            assert other.values[key] == pytest.approx(expected, rel=5e-4 if is_rounding else 1e-4, abs=near, nan_ok=True), key
+        assert one.histograms.keys() == other.histograms.keys()
+        for key, histogram in one.histograms.items():
+            assert histogram.row.sum() == other.histograms[key].row.sum(), key
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
     whole = scenarios.whole_and_parts(tmp_path)
+    assert len(whole["records"]) == 8
     by_rank = run_scenarios(num_ranks, "whole_and_parts", TOGETHER)
     for result in by_rank:
-        assert len(result["records"]) == len(whole["records"]) == 8
-        for one, other in zip(whole["records"], result["records"], strict=True):
-            assert one.step == other.step
-            assert one.values.keys() == other.values.keys()
-            for key, value in one.values.items():
-                expected = value * expected_factor(key, num_ranks)
-                # The smallest differences of a step are sums of rounding errors: they are compared by the size of the largest.
-                is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/"))
-                if is_rounding and key.endswith("zero_fraction"):
-                    continue
-                near = 2e-5 if is_rounding else 1e-6
-                assert other.values[key] == pytest.approx(expected, rel=5e-4 if is_rounding else 1e-4, abs=near, nan_ok=True), key
-            assert one.histograms.keys() == other.histograms.keys()
-            for key, histogram in one.histograms.items():
-                assert histogram.row.sum() == other.histograms[key].row.sum(), key
+        assert_same(whole, result, num_ranks)
     values = by_rank[0]["records"][-1].values
-    assert {Key.parse(key).kind for result in by_rank[:1] for record in result["records"] for key in record.values} >= {
+    assert {Key.parse(key).kind for record in by_rank[0]["records"] for key in record.values} >= {
         "activation", "activation_gradient", "gradient", "update", "activation_difference", "parameter_difference", "rcc_effective_update",
         "rcc_alignment", "rcc_operator_norm", "attention_entropy", "gradient_flow",
     }  # fmt: skip
     assert values["validation/monitor/errors" if "validation/monitor/errors" in values else "monitor/errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scenario", "num_ranks", "num_shares"),
+    [("fully_sharded", 2, 2), ("fully_sharded", 3, 3), ("tensor_parallel", 2, 1), ("laid_out_activations", 2, 1), ("both_ways", 4, 2)],
+)
+def test_parameters_that_are_laid_out_over_ranks(
+    scenario: str, num_ranks: int, num_shares: int, run_scenarios: RunScenarios, tmp_path: Path
+) -> None:
+    """FSDP2 and tensor parallel: even, uneven and empty shards, local slices, replicated activations; every element once."""
+    together = {2: ["fully_sharded", "tensor_parallel", "laid_out_activations"], 3: ["fully_sharded"], 4: ["both_ways"]}[num_ranks]
+    whole = scenarios.SCENARIOS[scenario](tmp_path)
+    for result in run_scenarios(num_ranks, scenario, together):
+        assert_same(whole, result, num_shares)
+        assert [calls.count("all_reduce") for calls in result["collectives"]] == [2 if num_shares == num_ranks else 3] * 3
+        assert all(record.values["monitor/errors"] == 0 for record in result["records"])
+        for name, value in whole["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
 def expected_factor(key: str, num_ranks: int) -> float:

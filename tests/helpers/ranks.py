@@ -70,5 +70,8 @@ class ThreadRank:
         stacked = torch.stack(self._meeting.exchange(self.index, how, tensor.clone()))
         return stacked.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0) if how == "max" else stacked.sum(0)
 
+    def is_copy(self, columns: Tensor) -> None:
+        """Every rank has input of its own."""
+
     def gather(self, one: Any) -> list[Any]:
         return self._meeting.exchange(self.index, "gather", one)

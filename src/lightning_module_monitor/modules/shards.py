@@ -34,11 +34,49 @@ def own_part(tensor: Tensor, rank: int) -> Tensor | None:
     """
     if not is_sharded(tensor):
         return tensor if rank == 0 else None
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    _check_reduced(tensor)
+    # Of several groups of ranks with the same tensor the one with rank 0 counts it.
+    is_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()
+    part: Tensor = tensor.to_local()
+    return None if is_elsewhere else part
+
+
+def has_parts_of_tokens(tensor: Tensor) -> bool:
+    """Whether the last dimension is laid out over ranks."""
+    return is_sharded(tensor) and any(placement.is_shard(tensor.dim() - 1) for placement in tensor.placements)
+
+
+def _is_copy(tensor: DTensor) -> bool:
+    """Whether this rank's elements are those of the first of the ranks that have them all."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    # No coordinate: this rank has no part of it.
+    return coordinate is None or any(
+        placement.is_replicate() and place > 0 for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )
+
+
+def _check_reduced(tensor: DTensor) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"its placements are {tensor.placements}; expected none that is still to be reduced over ranks")
-    is_copy = coordinate is None or any(
-        placement.is_replicate() and place for placement, place in zip(tensor.placements, coordinate, strict=True)
-    )
-    # Of several groups of ranks with the same tensor the one with rank 0 counts it.
-    return None if is_copy or not (mesh.mesh == 0).any() else tensor.to_local()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What a rank has of an activation that every rank of its mesh has a part of.
+
+    Args:
+        tensor: Any; a plain one is all there is. One that a collective is still under way for is waited for.
+
+    Returns:
+        A plain tensor: the local shard, which is empty where the same elements are the first rank's to count.
+
+    Raises:
+        ValueError: If its values are still to be reduced over ranks.
+    """
+    if type(tensor) is Tensor:
+        return tensor
+    if is_sharded(tensor):
+        _check_reduced(tensor)
+        local: Tensor = tensor.to_local().detach()
+        tensor = local[:0] if _is_copy(tensor) else local
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return tensor.trigger_wait() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor

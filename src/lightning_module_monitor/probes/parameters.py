@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.shards import is_sharded, own_part
+from lightning_module_monitor.modules.shards import has_parts_of_tokens, is_sharded, own_part
 from lightning_module_monitor.probes.probe import Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
+from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -66,8 +67,18 @@ class ParameterProbe(Probe):
                 self.observation.call_functions(watch, whole)
 
     def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
-        parts = ((watch, own_part(tensor, self.rank)) for watch, tensor in pairs)
-        return [(watch, part) for watch, part in parts if part is not None]
+        parts = []
+        for watch, tensor in pairs:
+            if (watch.needs | watch.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
+                watch.is_one_token = tensor.dim() == 1
+                if not watch.is_one_token:
+                    why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
+                    self.observation.fail(watch, tensor, ValueError(why))
+                    continue
+            part = own_part(tensor, self.rank)
+            if part is not None:
+                parts.append((watch, part))
+        return parts
 
     def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
         try:

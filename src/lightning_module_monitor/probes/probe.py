@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
+from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
@@ -81,7 +82,7 @@ def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor) -> b
     A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
     """
     try:
-        observation.observe(watch, tensor)
+        observation.observe(watch, local_part(tensor))
     except MonitorError:
         raise
     except Exception as error:

@@ -172,17 +172,13 @@ class Exchange:
         of_watches = [place for watch in watches for place in _places(share, watch)]
         counted = [watch for watch in watches if watch.histograms]
         of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
+        moments = share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device))
+        counts = share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)]
+        moments, counts, results = _without_copies(moments, counts, results, self.ranks)
         merged = merge_over_ranks(
-            share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device)),
+            moments,
             torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
-            torch.cat(
-                [
-                    share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)].flatten(),
-                    results.totals,
-                    results.weights,
-                    torch.tensor([share.num_errors], dtype=torch.float64, device=device),
-                ]
-            ),
+            torch.cat([counts.flatten(), results.totals, results.weights, torch.tensor([float(share.num_errors)], device=device)]),
             self.ranks,
         )
         return _read(_on_host(merged), directory, counted)
@@ -236,6 +232,21 @@ def _results(share: Share, directory: Directory, device: torch.device) -> _Resul
         totals=nothing.index_add(0, places, torch.where(is_mean[places], values * weight, values)),
         weights=nothing.index_add(0, places, weight),
     )
+
+
+def _without_copies(moments: Moments, counts: Tensor, results: _Results, ranks: Ranks) -> tuple[Moments, Tensor, _Results]:
+    """Leave out what ranks with the same input have alike: a replicated activation, say. Parts of one never are."""
+    columns = torch.stack(moments), counts.T, torch.stack(results)
+    is_copy = ranks.is_copy(torch.cat([one.flatten() for one in columns]))
+    if is_copy is None:
+        return moments, counts, results
+    parts = is_copy.split([one.numel() for one in columns])
+    of_rows, of_counts, of_results = (part.view_as(one).all(0) for part, one in zip(parts, columns, strict=True))
+    nothing = Moments.of_nothing(1).to(ranks.device)
+    kept = Moments(*(torch.where(of_rows, empty, field) for field, empty in zip(moments, nothing, strict=True)))
+    least = _Results(*(torch.full_like(one, -torch.inf if one is results.extremes else 0.0) for one in results))
+    kept_results = _Results(*(torch.where(of_results, empty, one) for one, empty in zip(results, least, strict=True)))
+    return kept, counts.masked_fill(of_counts.unsqueeze(1), 0.0), kept_results
 
 
 def _on_host(merged: Merged) -> Merged:

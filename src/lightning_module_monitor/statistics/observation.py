@@ -346,7 +346,7 @@ class Observation:
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
 
 
-def finished(watches: Iterable[tuple[Watch, int]], moments: Moments) -> dict[str, float]:
+def finished(watches: Sequence[tuple[Watch, int]], moments: Moments) -> dict[str, float]:
     """Statistics by key; watches with the same statistics are finished together.
 
     Args:
@@ -357,6 +357,7 @@ def finished(watches: Iterable[tuple[Watch, int]], moments: Moments) -> dict[str
     for watch, row in watches:
         if watch.statistics:
             groups[tuple(watch.statistics)].append((watch, row))
+    moments = _with_whole_tokens(moments, [row for watch, row in watches if watch.is_one_token])
     values: dict[str, float] = {}
     for members in groups.values():
         index = torch.tensor([row for _watch, row in members], device="cpu")
@@ -366,6 +367,19 @@ def finished(watches: Iterable[tuple[Watch, int]], moments: Moments) -> dict[str
         keys = itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)
         values.update(zip(keys, columns.flatten().tolist(), strict=True))
     return values
+
+
+def _with_whole_tokens(moments: Moments, rows: Sequence[int]) -> Moments:
+    """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
+    if not rows:
+        return moments
+    index = torch.tensor(rows, device="cpu")
+    norm = moments.squares[index].sqrt()
+    return moments._replace(
+        tokens=moments.tokens.index_fill(0, index, 1.0),
+        token_norm=moments.token_norm.index_copy(0, index, norm),
+        token_rms=moments.token_rms.index_copy(0, index, norm / moments.elements[index].sqrt()),
+    )
 
 
 def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:

@@ -29,6 +29,17 @@ class Ranks(Protocol):
             The same on every rank.
         """
 
+    def is_copy(self, numbers: Tensor) -> Tensor | None:
+        """Which numbers are another rank's to count, because all ranks that get the same input have the same.
+
+        Args:
+            numbers: This rank's, float64, shape ``(numbers,)``, on :attr:`device`.
+
+        Returns:
+            Boolean, of the same shape; ``None`` where every rank has input of its own. On the first of the ranks that share
+            their input all are false.
+        """
+
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks: for what is rare, or the user's own."""
 

@@ -39,6 +39,8 @@ class Watch:
     """The same wish for the module's further outputs, by site."""
     alone: Watch | None = None
     """The same wish for the module's weight alone, where that is a site of its own."""
+    is_one_token: bool = False
+    """Whether what is watched is a single token that several ranks have parts of; its norm is that of all elements."""
     origin: Watch | None = None
     """The watch that this is a further one of."""
 
