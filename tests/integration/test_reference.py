@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
@@ -324,6 +325,56 @@ def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
         callback = ModuleMonitorCallback(every_n_steps=2, rules=[rule], reference="init", on_error="raise")
         trainer(tmp_path, [callback], max_steps=4).fit(Counts("mlp"), loader(), loader(8))
         assert calls == expected
+
+
+class Noise(nn.Module):
+    """A parametrization that draws numbers."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+def parametrized(name: str) -> nn.Module:
+    """Two layers, of which one or both have a weight that is computed anew whenever it is read."""
+    layers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    if name == "spectral norm":
+        layers = layers.apply(lambda one: parametrizations.spectral_norm(one) if isinstance(one, nn.Linear) else one)
+    elif name == "weight norm":
+        parametrizations.weight_norm(layers[0])
+    else:
+        parametrize.register_parametrization(layers[0], name.removeprefix("noisy "), Noise())
+    return layers
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("name", ["spectral norm", "weight norm", "noisy weight", "noisy bias"])
+def test_a_parametrized_weight_is_read_and_nothing_moves(
+    name: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spectral norm moves two buffers whenever its weight is read, others draw numbers: not by the coordinate check."""
+    runs = []
+    for monitored in (False, True):
+        seed()
+        live, keep = Classifier(parametrized(name)), KeepLosses()
+        norm = torch.linalg.matrix_norm(copy.deepcopy(live.model)[2].weight, 2).item()  # type: ignore[index, union-attr]
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
+        records = KeepRecords(callback)
+        trainer(tmp_path, [callback, keep, records] if monitored else [keep], max_steps=4).fit(live, loader(), loader(8))
+        runs.append((keep, [*live.parameters(), *live.buffers()]))
+    (one, tensors), (other, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.random_states == other.random_states
+    assert all(torch.equal(a, b) for a, b in zip(tensors, monitored_tensors, strict=True))
+    first, *later = (record.values for record in records.records)
+    changes = ("_difference/", "_update/", "_change/", "rcc_operator_norm/model.2/update")
+    changed = [key for key in first if any(change in key for change in changes) and not key.endswith(("cosine", "ratio"))]
+    noisy = {f"rcc_operator_norm/model.0/{which}" for which in ("update", "reference")}
+    assert len(changed) > 20
+    assert [key for key in changed if first[key] != 0 and key not in noisy] == []
+    assert all(values["rcc_effective_update/model.2.weight/rms"] > 0 for values in later)
+    assert first["rcc_operator_norm/model.2/reference"] == pytest.approx(norm, rel=0.05)
+    assert "the reference has not run" not in caplog.text  # a weight that is read is no further call of its parametrization
+    assert "more often than the model" not in caplog.text
 
 
 class CannotBeCopied(Classifier):
