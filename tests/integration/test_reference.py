@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,42 +196,69 @@ class BuiltLate(Classifier):
             self.model = Classifier("mlp").model
 
 
-def model(random_seed: int, late: bool = False) -> LightningModule:
+class BuiltInSetup(Classifier):
+    """Makes its layers in setup, which comes after the callbacks' own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self.model, nn.Identity):
+            self.model = Classifier("mlp").model
+
+
+class BuiltBeforeSetup(Classifier):
+    """Has a setup, which makes no layers."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+MODELS = {
+    "in __init__": Classifier,
+    "in __init__, with a setup": BuiltBeforeSetup,
+    "in setup": BuiltInSetup,
+    "in configure_model": BuiltLate,
+}
+
+
+def model(random_seed: int, made: str = "in __init__") -> LightningModule:
     """A model that is not yet, or just now, initialized."""
     torch.manual_seed(random_seed)
-    return BuiltLate() if late else Classifier("mlp")
+    return MODELS[made]()
 
 
 @pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_resumed_run_compares_with_the_first_runs_initialization(late: bool, module: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["in __init__", "in setup", "in configure_model"])
+def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, module: str | None, tmp_path: Path) -> None:
     """Gone on with from other weights after step 3: every difference, term and norm is that of the uninterrupted run."""
-    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, late))
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, made))
     resumed = run(
-        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, late), str(tmp_path / "whole" / "step=3.ckpt")
+        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, made), str(tmp_path / "whole" / "step=3.ckpt")
     )
     assert sorted(whole) == [0, 1, 2, 3, 4, 5]
     assert sorted(resumed) == [3, 4, 5]
     assert len(compared(resumed[3])) > 50
     for step, values in resumed.items():
         assert compared(values) == compared(whole[step]), step
-    if not late:
-        assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
+    assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
 
 
-@pytest.mark.parametrize(("late", "what"), [(False, "a new initialization"), (True, "the checkpoint's weights")])
-def test_without_a_saved_reference_it_is_said(late: bool, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("made", MODELS)
+def test_without_a_saved_reference_it_is_said(made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """save_reference: false makes checkpoints smaller, and a resumed run says with what it compares."""
-    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, late))
-    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, late))
+    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, made))
+    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, made))
     path = tmp_path / "whole" / "step=3.ckpt"
     weights = sum(one.numel() * one.element_size() for one in Classifier("mlp").state_dict().values())
     assert (tmp_path / "saved" / "step=3.ckpt").stat().st_size - path.stat().st_size > weights
     assert not caplog.messages or "holds no reference" not in caplog.text
-    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, late), str(path))
+    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, made), str(path))
+    is_late = made in ("in setup", "in configure_model")
+    what = "the checkpoint's weights" if is_late else "a new initialization"
     assert f"The checkpoint holds no reference of this callback's: differences are from {what}" in caplog.text
     drift = resumed[3]["parameter_difference/model.layers.0.weight/norm"]
-    assert drift == 0 if late else drift > 1
+    assert drift == 0 if is_late else drift > 1
 
 
 def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp_path: Path) -> None:
@@ -383,13 +412,24 @@ class CannotBeCopied(Classifier):
         self.last = self.model(torch.zeros(1, 6))
 
 
+class PartCannotBeCopied(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.model.lock = threading.Lock()  # type: ignore[assignment]
+
+
+class Lazy(Classifier):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.LazyLinear(3)))
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__("mlp")
         self.automatic_optimization = False
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
+WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "kind without a reference": (
         {"rules": [Rule(kinds="activation_difference", statistics="norm")]},
         Classifier,
@@ -412,6 +452,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
         "reference is a Linear, and has no training_step; expected a",
     ),
     "deepcopy fails": ({"reference": "init"}, CannotBeCopied, r"reference is a copy of the model, and last cannot be copied .*Take it off"),
+    "deepcopy of a part fails": (
+        {"reference": "init", "module": "model"},
+        PartCannotBeCopied,
+        r"reference is a copy of the model, and model\.lock cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)",
+    ),
+    "no values yet": (
+        {"reference": "init", "module": "model"},
+        Lazy,
+        r"reference is a copy of the model, and model\.0\.weight has no values before the first batch. Run a batch through",
+    ),
     "manual optimization": (
         {"rcc": True},
         Manual,
@@ -457,6 +507,14 @@ def test_a_wrong_reference_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         trainer(tmp_path, [ModuleMonitorCallback(**options)], max_steps=1).fit(make_model(), loader(), loader(8))
     assert len(str(refused.value)) <= 300
+
+
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    """Also a dict of something else."""
+    path = str(tmp_path / "other.pt")
+    torch.save({0: torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"other.pt' holds a dict; expected a Lightning checkpoint or a state_dict"):
+        trainer(tmp_path, [ModuleMonitorCallback(reference=path)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
