@@ -117,7 +117,7 @@ class ModuleMonitorCallback(Callback):
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
-        reference: str | nn.Module | None = None,
+        reference: str | os.PathLike[str] | nn.Module | None = None,
         rcc: bool = False,
         save_reference: bool = True,
         attention: bool = False,
@@ -141,6 +141,7 @@ class ModuleMonitorCallback(Callback):
         self._attention = attention
         self._dry_run = dry_run
         self._module_name = module
+        reference = os.fspath(reference) if isinstance(reference, os.PathLike) else reference
         self._reference_source: str | nn.Module | None = INIT if reference is None and rcc is True else reference
         self._save_reference = save_reference
         self._reference: nn.Module | None = None

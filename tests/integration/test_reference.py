@@ -290,7 +290,8 @@ def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, 
         torch.save((other.model if module else other).state_dict(), path)  # type: ignore[union-attr]
     live = model(0)
     expected = [(a - b).detach().double().norm().item() for a, b in zip(live.parameters(), other.parameters(), strict=True)]
-    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=path, module=module), live)
+    given: Any = Path(path) if form == "checkpoint" else path
+    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=given, module=module), live)
     norms = [value for key, value in found[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
     assert norms == pytest.approx(expected, rel=1e-6)
     checkpoint = str(tmp_path / "run" / "step=3.ckpt")
