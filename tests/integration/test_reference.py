@@ -161,6 +161,37 @@ def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_
     assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
 
 
+def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
+    """A model clears at the end of the epoch what its steps have gathered; of the reference nobody would."""
+
+    class Gathers(Classifier):
+        def __init__(self) -> None:
+            super().__init__("mlp")
+            self.num_steps = 0
+            self.losses: list[Tensor] = []
+            self.outputs: dict[str, list[Tensor]] = {"train": []}
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.num_steps += 1
+            self.losses.append(loss.detach())
+            self.outputs["train"].append(loss.detach())
+            self.last_loss = loss.detach()
+            sizes.append((len(self.losses), len(self.outputs["train"]), self.num_steps))
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.losses.clear()
+            self.outputs["train"].clear()
+
+    sizes: list[tuple[int, int, int]] = []
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise")
+    trainer(tmp_path, [callback], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
+    reference, of_model = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
+    assert sizes == [size for one in of_model for size in (reference, one)]
+    assert not hasattr(callback._reference, "last_loss")
+
+
 ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
 
 
