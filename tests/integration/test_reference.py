@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
@@ -273,6 +274,28 @@ def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, mo
     for step, values in resumed.items():
         assert compared(values) == compared(whole[step]), step
     assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(module: str | None, tmp_path: Path) -> None:
+    """With BatchNorm and accumulation. Batches are all alike: Lightning begins an ordinary loader anew."""
+    x, y = next(iter(loader(3, 3)))
+    data: DataLoader[Any] = DataLoader(TensorDataset(x.repeat(10, 1), y.repeat(10)), batch_size=3)
+
+    def part(name: str, random_seed: int, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
+        torch.manual_seed(random_seed)
+        callback = ModuleMonitorCallback(**ALL, module=module)
+        records, save = KeepRecords(callback), ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "accumulate_grad_batches": 3}
+        one = trainer(tmp_path / name, [callback, records, save], **options)
+        one.fit(Classifier("cnn"), data, loader(8), ckpt_path=ckpt_path)
+        return {record.step: dict(record.values) for record in records.records}
+
+    whole = part("whole", 0)
+    resumed = part("resumed", 99, str(tmp_path / "whole" / "step=2.ckpt"))
+    assert (sorted(whole), sorted(resumed)) == ([0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7])
+    for step, values in resumed.items():
+        assert compared(values) == pytest.approx(compared(whole[step]), rel=0, abs=0, nan_ok=True), step
 
 
 @pytest.mark.parametrize("made", MODELS)
