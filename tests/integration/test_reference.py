@@ -461,6 +461,36 @@ def test_a_parametrized_weight_is_read_and_nothing_moves(
     assert "more often than the model" not in caplog.text
 
 
+def patched() -> nn.Module:
+    """A network with BatchNorm whose forward is a function that holds it, twice."""
+    network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: 2 * forward(x)
+
+    network.forward = doubled(doubled(network.forward))  # type: ignore[assignment]
+    return network
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_patched_forward_of_the_reference_is_its_own(module: str | None, tmp_path: Path) -> None:
+    """The copy of a function is that function: it would run the model once more, and move its buffers."""
+    runs, callback = [], ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
+    records = KeepRecords(callback)
+    for callbacks in ([], [callback, records]):
+        seed()
+        live, keep = Classifier(patched()), KeepLosses()
+        trainer(tmp_path, [*callbacks, keep], max_steps=4).fit(live, loader(), loader(8))
+        runs.append((keep, live.state_dict()))
+    (one, tensors), (other, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert all(torch.equal(tensors[name], monitored_tensors[name]) for name in tensors)
+    first, *later = (record.values for record in records.records)
+    for site in ("model", "model.0", "model.1", "model.2"):
+        assert first[f"activation_difference/{site}/norm"] == 0
+        assert all(values[f"activation_difference/{site}/norm"] > 0 for values in later)
+
+
 class CannotBeCopied(Classifier):
     def __init__(self) -> None:
         super().__init__("mlp")

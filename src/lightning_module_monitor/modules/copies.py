@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +37,13 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         where = ".".join(filter(None, (name, lazy[0])))
         cure = "Run a batch through the model before the fit, or in its setup or configure_model"
         raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
+    memo: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(module)
+        twin = copy.deepcopy(module, memo)
+        for part in module.modules():
+            for attribute, value in vars(part).items():
+                if isinstance(value, types.FunctionType) and value.__closure__:
+                    vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
     except Exception as error:
         where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
         cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
@@ -112,6 +120,29 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
     except RuntimeError as error:
         first, *rest = [line.strip() for line in str(error).splitlines()]
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
+
+
+def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
+    """A function that holds in its closure the copies of modules, and of their methods, where one holds the modules.
+
+    A copied module has the functions of the original among its attributes, a ``forward`` that was patched, say: it would run the original.
+    """
+    if id(function) in memo and memo[id(function)] is not function:
+        return memo[id(function)]  # type: ignore[no-any-return]
+    cells = [types.CellType() for _cell in function.__closure__ or ()]
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    new.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = functools.update_wrapper(new, function)
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a name that has no value yet
+            held = original.cell_contents
+            owner = getattr(held, "__self__", held)
+            if isinstance(held, types.FunctionType) and held.__closure__:
+                held = _rebound(held, modules, memo)
+            elif isinstance(owner, nn.Module) and owner in modules:
+                held = copy.deepcopy(held, memo)
+            cell.cell_contents = held
+    return new
 
 
 def _belongs(hook: object, own: set[nn.Module]) -> bool:
