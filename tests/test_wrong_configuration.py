@@ -317,6 +317,13 @@ class CompiledPart(Tiny):
         self.model = torch.compile(self.model)
 
 
+class CompiledLate(Tiny):
+    """Its inner network is wrapped after the callbacks' setup."""
+
+    def configure_model(self) -> None:
+        self.model = torch.compile(self.model)
+
+
 class CompiledInPlace(Tiny):
     """One layer is compiled in place."""
 
@@ -332,10 +339,11 @@ class CompiledInPlace(Tiny):
     [
         (Manual, ("Manual uses manual optimization", "not yet monitored", "Leave the callback out of this run")),
         (CompiledPart, ("model is compiled", "do not compile it")),
+        (CompiledLate, ("model is compiled", "do not compile it")),
         (CompiledInPlace, ("model.2 is compiled", "do not compile it")),
         (lambda: torch.compile(Tiny()), ("The model is compiled", "do not compile it")),
     ],
-    ids=["manual", "compiled part", "compiled in place", "compiled as a whole"],
+    ids=["manual", "compiled part", "compiled late", "compiled in place", "compiled as a whole"],
 )
 def test_a_model_that_cannot_be_monitored_is_refused(model: Callable[[], LightningModule], parts: tuple[str, ...], tmp_path: Path) -> None:
     """Rather than measure it wrong: with what it is, and what to do."""

@@ -32,7 +32,7 @@ from lightning_module_monitor.config import (
 )
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
-from lightning_module_monitor.modules.copies import frozen_copy, load_weights, set_tensors, tensors_of
+from lightning_module_monitor.modules.copies import differing_tensors, frozen_copy, lazy_tensors, load_weights, set_tensors, tensors_of
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -119,7 +119,7 @@ class ModuleMonitorCallback(Callback):
         module: str | None = None,
         exclude: str | list[str] | None = None,
         rules: list[Rule] | None = None,
-        reference: str | nn.Module | None = None,
+        reference: str | os.PathLike[str] | nn.Module | None = None,
         rcc: bool = False,
         save_reference: bool = True,
         attention: bool = False,
@@ -143,6 +143,7 @@ class ModuleMonitorCallback(Callback):
         self._attention = attention
         self._dry_run = dry_run
         self._module_name = module
+        reference = os.fspath(reference) if isinstance(reference, os.PathLike) else reference
         self._reference_source: str | nn.Module | None = INIT if reference is None and rcc is True else reference
         self._save_reference = save_reference
         self._reference: nn.Module | None = None
@@ -289,17 +290,18 @@ class ModuleMonitorCallback(Callback):
         _refuse_unsupported(trainer, pl_module)
         if self._is_fit:
             self._reference = None
-        if not is_overridden("configure_model", pl_module, LightningModule):
+        if not _makes_layers_late(pl_module):
             self._set_module(trainer, pl_module)
-            if self._is_fit and self._uses_reference() and self._reference_source == INIT:
-                # Before a checkpoint's weights come in, if any will: Lightning does not say so yet.
-                self._initial = {name: tensor.clone() for name, tensor in tensors_of(self.monitor.watched_module()).items()}
+        if self._is_fit and self._uses_reference() and self._reference_source == INIT:
+            # Before a checkpoint's weights come in, if any will: Lightning does not say so yet.
+            self._initial = self._values_now(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Layers made in ``configure_model`` exist now; parameters are those that will be trained."""
+        """All layers exist now; parameters are those that will be trained."""
         if not self._is_wanted("fit"):
             return
-        if is_overridden("configure_model", pl_module, LightningModule):
+        if not self.monitor.has_module():
+            _refuse_unsupported(trainer, pl_module)  # what was made since may be compiled
             self._set_module(trainer, pl_module)
         if self._uses_reference():
             self._prepare_reference(trainer, pl_module)
@@ -474,6 +476,14 @@ class ModuleMonitorCallback(Callback):
     def _uses_reference(self) -> bool:
         return self._reference_source is not None and TRAIN in self._stages and not self._dry_run
 
+    def _values_now(self, pl_module: LightningModule) -> Mapping[str, Tensor] | None:
+        """A copy of what the reference would be a copy of; ``None`` where that is still to be made."""
+        try:
+            live = self.monitor.watched_module() if self.monitor.has_module() else pl_module.get_submodule(self._module_name or "")
+        except AttributeError:
+            return None
+        return None if lazy_tensors(live) else {name: tensor.clone() for name, tensor in tensors_of(live).items()}
+
     def _make_reference(self) -> nn.Module:
         """A sibling of what is watched."""
         source, live = self._reference_source, self.monitor.watched_module()
@@ -483,7 +493,7 @@ class ModuleMonitorCallback(Callback):
         if self._module_name is None and not isinstance(live, LightningModule):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
-        reference = frozen_copy(live)
+        reference = frozen_copy(live, self._module_name or "")
         if isinstance(source, str) and source != INIT:
             load_weights(reference, source, self._module_name)
         if isinstance(reference, LightningModule):
@@ -497,6 +507,8 @@ class ModuleMonitorCallback(Callback):
         checkpoint's weights have come in since, it gets back those of before.
         """
         reference = trainer.precision_plugin.convert_module(self._make_reference()).to(pl_module.device)
+        if self._initial is not None and differing_tensors(reference, self._initial):
+            self._initial = None  # of layers that were made since
         values = self._values_of_a_resumed_run()
         try:
             if values is not None:
@@ -704,6 +716,11 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled:
         raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks put on later. {remedy} Or do not compile it.")
+
+
+def _makes_layers_late(pl_module: LightningModule) -> bool:
+    """Whether the module may have layers after the callbacks' ``setup`` that it does not have yet."""
+    return any(is_overridden(hook, pl_module, LightningModule) for hook in ("setup", "configure_model"))
 
 
 def _is_compiled(module: nn.Module) -> bool:

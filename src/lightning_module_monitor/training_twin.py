@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 
 class _Silent(LightningModule):
@@ -57,7 +61,29 @@ def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, ba
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
     twin.trainer = trainer
     try:
-        with trainer.precision_plugin.train_step_context():
+        with trainer.precision_plugin.train_step_context(), _unchanged_attributes(twin):
             twin.training_step(*arguments)
     finally:
         twin.trainer = None
+
+
+@contextmanager
+def _unchanged_attributes(twin: LightningModule) -> Iterator[None]:
+    """After the block the copy's attributes are what they were. What it gathers for the end of an epoch nobody would clear."""
+    attributes = [(part, dict(vars(part))) for part in twin.modules() if isinstance(part, LightningModule)]
+    own = [value for _part, values in attributes for name, value in values.items() if name not in _OF_TORCH]
+    inner = [value for one in own if isinstance(one, dict) for value in one.values()]
+    gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
+    try:
+        yield
+    finally:
+        for part, values in attributes:
+            vars(part).clear()
+            vars(part).update(values)
+        for one, before in gathered:
+            one.clear()
+            (one.extend if isinstance(one, list | deque) else one.update)(before)
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module: buffers are seen to elsewhere."""

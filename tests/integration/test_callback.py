@@ -378,17 +378,18 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.h5"))
 
 
-def test_layers_made_in_configure_model_are_watched_and_checked(tmp_path: Path) -> None:
-    """They do not exist in ``setup``; the names are read when they do."""
+@pytest.mark.parametrize("where", ["setup", "configure_model"])
+def test_layers_made_late_are_watched_and_checked(where: str, tmp_path: Path) -> None:
+    """They do not exist in the callback's ``setup``; the names are read when they do."""
 
     class Configured(Classifier):
-        def configure_model(self) -> None:
-            if not hasattr(self, "late"):
-                self.late = nn.Linear(3, 3)
-
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return self.late(self.model(batch[0])).pow(2).mean()
 
+    def make_layer(self: Configured, stage: str | None = None) -> None:
+        self.late = nn.Linear(3, 3)
+
+    setattr(Configured, where, make_layer)
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", sites="late.weight", statistics="norm")])
     trainer(tmp_path, [callback], max_steps=1).fit(Configured("mlp"), loader(), loader(8))
     assert callback.last_record is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
@@ -158,6 +162,37 @@ def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_
     assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
 
 
+def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
+    """A model clears at the end of the epoch what its steps have gathered; of the reference nobody would."""
+
+    class Gathers(Classifier):
+        def __init__(self) -> None:
+            super().__init__("mlp")
+            self.num_steps = 0
+            self.losses: list[Tensor] = []
+            self.outputs: dict[str, list[Tensor]] = {"train": []}
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.num_steps += 1
+            self.losses.append(loss.detach())
+            self.outputs["train"].append(loss.detach())
+            self.last_loss = loss.detach()
+            sizes.append((len(self.losses), len(self.outputs["train"]), self.num_steps))
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.losses.clear()
+            self.outputs["train"].clear()
+
+    sizes: list[tuple[int, int, int]] = []
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise")
+    trainer(tmp_path, [callback], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
+    reference, of_model = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
+    assert sizes == [size for one in of_model for size in (reference, one)]
+    assert not hasattr(callback._reference, "last_loss")
+
+
 ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
 
 
@@ -193,42 +228,91 @@ class BuiltLate(Classifier):
             self.model = Classifier("mlp").model
 
 
-def model(random_seed: int, late: bool = False) -> LightningModule:
+class BuiltInSetup(Classifier):
+    """Makes its layers in setup, which comes after the callbacks' own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self.model, nn.Identity):
+            self.model = Classifier("mlp").model
+
+
+class BuiltBeforeSetup(Classifier):
+    """Has a setup, which makes no layers."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+MODELS = {
+    "in __init__": Classifier,
+    "in __init__, with a setup": BuiltBeforeSetup,
+    "in setup": BuiltInSetup,
+    "in configure_model": BuiltLate,
+}
+
+
+def model(random_seed: int, made: str = "in __init__") -> LightningModule:
     """A model that is not yet, or just now, initialized."""
     torch.manual_seed(random_seed)
-    return BuiltLate() if late else Classifier("mlp")
+    return MODELS[made]()
 
 
 @pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_resumed_run_compares_with_the_first_runs_initialization(late: bool, module: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["in __init__", "in setup", "in configure_model"])
+def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, module: str | None, tmp_path: Path) -> None:
     """Gone on with from other weights after step 3: every difference, term and norm is that of the uninterrupted run."""
-    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, late))
+    whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, made))
     resumed = run(
-        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, late), str(tmp_path / "whole" / "step=3.ckpt")
+        tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, made), str(tmp_path / "whole" / "step=3.ckpt")
     )
     assert sorted(whole) == [0, 1, 2, 3, 4, 5]
     assert sorted(resumed) == [3, 4, 5]
     assert len(compared(resumed[3])) > 50
     for step, values in resumed.items():
         assert compared(values) == compared(whole[step]), step
-    if not late:
-        assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
+    assert all(value == 0 for key, value in whole[0].items() if key.startswith("parameter_difference") and key.endswith("norm"))
 
 
-@pytest.mark.parametrize(("late", "what"), [(False, "a new initialization"), (True, "the checkpoint's weights")])
-def test_without_a_saved_reference_it_is_said(late: bool, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(module: str | None, tmp_path: Path) -> None:
+    """With BatchNorm and accumulation. Batches are all alike: Lightning begins an ordinary loader anew."""
+    x, y = next(iter(loader(3, 3)))
+    data: DataLoader[Any] = DataLoader(TensorDataset(x.repeat(10, 1), y.repeat(10)), batch_size=3)
+
+    def part(name: str, random_seed: int, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
+        torch.manual_seed(random_seed)
+        callback = ModuleMonitorCallback(**ALL, module=module)
+        records, save = KeepRecords(callback), ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "accumulate_grad_batches": 3}
+        one = trainer(tmp_path / name, [callback, records, save], **options)
+        one.fit(Classifier("cnn"), data, loader(8), ckpt_path=ckpt_path)
+        return {record.step: dict(record.values) for record in records.records}
+
+    whole = part("whole", 0)
+    resumed = part("resumed", 99, str(tmp_path / "whole" / "step=2.ckpt"))
+    assert (sorted(whole), sorted(resumed)) == ([0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7])
+    for step, values in resumed.items():
+        assert compared(values) == pytest.approx(compared(whole[step]), rel=0, abs=0, nan_ok=True), step
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_without_a_saved_reference_it_is_said(made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """save_reference: false makes checkpoints smaller, and a resumed run says with what it compares."""
-    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, late))
-    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, late))
+    run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, made))
+    run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, made))
     path = tmp_path / "whole" / "step=3.ckpt"
     weights = sum(one.numel() * one.element_size() for one in Classifier("mlp").state_dict().values())
     assert (tmp_path / "saved" / "step=3.ckpt").stat().st_size - path.stat().st_size > weights
     assert not caplog.messages or "holds no reference" not in caplog.text
-    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, late), str(path))
+    resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, made), str(path))
+    is_late = made in ("in setup", "in configure_model")
+    what = "the checkpoint's weights" if is_late else "a new initialization"
     assert f"The checkpoint holds no reference of this callback's: differences are from {what}" in caplog.text
     drift = resumed[3]["parameter_difference/model.layers.0.weight/norm"]
-    assert drift == 0 if late else drift > 1
+    assert drift == 0 if is_late else drift > 1
 
 
 def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp_path: Path) -> None:
@@ -260,7 +344,8 @@ def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, 
         torch.save((other.model if module else other).state_dict(), path)  # type: ignore[union-attr]
     live = model(0)
     expected = [(a - b).detach().double().norm().item() for a, b in zip(live.parameters(), other.parameters(), strict=True)]
-    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=path, module=module), live)
+    given: Any = Path(path) if form == "checkpoint" else path
+    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=given, module=module), live)
     norms = [value for key, value in found[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
     assert norms == pytest.approx(expected, rel=1e-6)
     checkpoint = str(tmp_path / "run" / "step=3.ckpt")
@@ -326,10 +411,101 @@ def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
         assert calls == expected
 
 
+class Noise(nn.Module):
+    """A parametrization that draws numbers."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+def parametrized(name: str) -> nn.Module:
+    """Two layers, of which one or both have a weight that is computed anew whenever it is read."""
+    layers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    if name == "spectral norm":
+        layers = layers.apply(lambda one: parametrizations.spectral_norm(one) if isinstance(one, nn.Linear) else one)
+    elif name == "weight norm":
+        parametrizations.weight_norm(layers[0])
+    else:
+        parametrize.register_parametrization(layers[0], name.removeprefix("noisy "), Noise())
+    return layers
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+@pytest.mark.parametrize("name", ["spectral norm", "weight norm", "noisy weight", "noisy bias"])
+def test_a_parametrized_weight_is_read_and_nothing_moves(
+    name: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spectral norm moves two buffers whenever its weight is read, others draw numbers: not by the coordinate check."""
+    runs = []
+    for monitored in (False, True):
+        seed()
+        live, keep = Classifier(parametrized(name)), KeepLosses()
+        norm = torch.linalg.matrix_norm(copy.deepcopy(live.model)[2].weight, 2).item()  # type: ignore[index, union-attr]
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
+        records = KeepRecords(callback)
+        trainer(tmp_path, [callback, keep, records] if monitored else [keep], max_steps=4).fit(live, loader(), loader(8))
+        runs.append((keep, [*live.parameters(), *live.buffers()]))
+    (one, tensors), (other, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.random_states == other.random_states
+    assert all(torch.equal(a, b) for a, b in zip(tensors, monitored_tensors, strict=True))
+    first, *later = (record.values for record in records.records)
+    changes = ("_difference/", "_update/", "_change/", "rcc_operator_norm/model.2/update")
+    changed = [key for key in first if any(change in key for change in changes) and not key.endswith(("cosine", "ratio"))]
+    noisy = {f"rcc_operator_norm/model.0/{which}" for which in ("update", "reference")}
+    assert len(changed) > 20
+    assert [key for key in changed if first[key] != 0 and key not in noisy] == []
+    assert all(values["rcc_effective_update/model.2.weight/rms"] > 0 for values in later)
+    assert first["rcc_operator_norm/model.2/reference"] == pytest.approx(norm, rel=0.05)
+    assert "the reference has not run" not in caplog.text  # a weight that is read is no further call of its parametrization
+    assert "more often than the model" not in caplog.text
+
+
+def patched() -> nn.Module:
+    """A network with BatchNorm whose forward is a function that holds it, twice."""
+    network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: 2 * forward(x)
+
+    network.forward = doubled(doubled(network.forward))  # type: ignore[assignment]
+    return network
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_patched_forward_of_the_reference_is_its_own(module: str | None, tmp_path: Path) -> None:
+    """The copy of a function is that function: it would run the model once more, and move its buffers."""
+    runs, callback = [], ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
+    records = KeepRecords(callback)
+    for callbacks in ([], [callback, records]):
+        seed()
+        live, keep = Classifier(patched()), KeepLosses()
+        trainer(tmp_path, [*callbacks, keep], max_steps=4).fit(live, loader(), loader(8))
+        runs.append((keep, live.state_dict()))
+    (one, tensors), (other, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert all(torch.equal(tensors[name], monitored_tensors[name]) for name in tensors)
+    first, *later = (record.values for record in records.records)
+    for site in ("model", "model.0", "model.1", "model.2"):
+        assert first[f"activation_difference/{site}/norm"] == 0
+        assert all(values[f"activation_difference/{site}/norm"] > 0 for values in later)
+
+
 class CannotBeCopied(Classifier):
     def __init__(self) -> None:
         super().__init__("mlp")
         self.last = self.model(torch.zeros(1, 6))
+
+
+class PartCannotBeCopied(Classifier):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.model.lock = threading.Lock()  # type: ignore[assignment]
+
+
+class Lazy(Classifier):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.LazyLinear(3)))
 
 
 class Manual(Classifier):
@@ -338,7 +514,7 @@ class Manual(Classifier):
         self.automatic_optimization = False
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
+WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "kind without a reference": (
         {"rules": [Rule(kinds="activation_difference", statistics="norm")]},
         Classifier,
@@ -361,6 +537,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Classifier], str]] = {
         "reference is a Linear, and has no training_step; expected a",
     ),
     "deepcopy fails": ({"reference": "init"}, CannotBeCopied, r"reference is a copy of the model, and last cannot be copied .*Take it off"),
+    "deepcopy of a part fails": (
+        {"reference": "init", "module": "model"},
+        PartCannotBeCopied,
+        r"reference is a copy of the model, and model\.lock cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)",
+    ),
+    "no values yet": (
+        {"reference": "init", "module": "model"},
+        Lazy,
+        r"reference is a copy of the model, and model\.0\.weight has no values before the first batch. Run a batch through",
+    ),
     "manual optimization": (
         {"rcc": True},
         Manual,
@@ -406,6 +592,14 @@ def test_a_wrong_reference_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         trainer(tmp_path, [ModuleMonitorCallback(**options)], max_steps=1).fit(make_model(), loader(), loader(8))
     assert len(str(refused.value)) <= 300
+
+
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    """Also a dict of something else."""
+    path = str(tmp_path / "other.pt")
+    torch.save({0: torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"other.pt' holds a dict; expected a Lightning checkpoint or a state_dict"):
+        trainer(tmp_path, [ModuleMonitorCallback(reference=path)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

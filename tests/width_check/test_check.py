@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import WidthCheck, coordinate_check
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, MonitorError
 from lightning_module_monitor.width_check.expectations import TERMS
 
 SMALL = [16, 32, 64]
@@ -252,6 +252,32 @@ class Skips(WideMlp):
         return logits
 
 
+class OneShot:
+    """Batches that can be read once, of an object that does not say so."""
+
+    def __init__(self) -> None:
+        self.batches = iter(gaussian_batches(5))
+
+    def __iter__(self) -> Any:
+        return self.batches
+
+
+class Manual(WideMlp):
+    """Steps its optimizer itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.automatic_optimization = False
+
+
+class Idle(WideMlp):
+    """Runs nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
 @pytest.mark.parametrize(
     ("make_module", "options", "message"),
     [
@@ -262,11 +288,29 @@ class Skips(WideMlp):
         (WideMlp(16), {"widths": [16]}, "widths is .* expected at least two"),
         ("WideMlp", {}, "make_module is 'WideMlp'; expected a function"),
         (WideMlp, {"data": iter(gaussian_batches())}, "which can be read once; expected"),
+        (WideMlp, {"data": OneShot()}, "Training at width 64 ended after 0 steps; expected 2: give more batches, which every training can"),
+        (Manual, {}, r"make_module\(16\) gave a module of manual optimization; expected automatic"),
+        (Idle, {}, "No layer has run at width 16, seed 0; expected training_step to run"),
         (WideMlp, {"parametrization": {"net.9": 0}}, "parametrization 'net.9' matches none of the 3 modules .*; nearest: 'net"),
     ],
-    ids=["structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "pattern"],
+    ids=[
+        *("structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "one-shot"),
+        *("manual", "idle", "pattern"),
+    ],
 )
 def test_wrong_networks_and_arguments(make_module: Any, options: dict[str, Any], message: str) -> None:
     """What was wrong, what was expected."""
     with pytest.raises(ConfigError, match=message):
         check(make_module, **options)
+
+
+def test_what_could_not_be_measured_is_no_sound_network() -> None:
+    """Where the reference cannot run, half of the rows would be missing, and none of them offend."""
+
+    class AsksForOptimizers(WideMlp):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert self.optimizers() is not None
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MonitorError, match=r"The reference could not run .*the reference has no optimizers"):
+        check(AsksForOptimizers)

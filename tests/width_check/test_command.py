@@ -99,6 +99,7 @@ def test_classes_of_the_current_folder_are_found(capsys: pytest.CaptureFixture[s
         ({"model": "torch.nn.Linear"}, "model is wrong: .*does not correspond to a subclass of LightningModule"),
         ({"model": {"init_args": {}}}, r"model is .*; expected class_path, and perhaps init_args\."),
         ({"model": MODEL | {"init_args": {"learning_rate": "fast"}}}, r"model is wrong: .*learning_rate.*float.*fast"),
+        ({"model": MODEL | {"init_args": [3]}}, r"model.init_args is \[3\]; expected arguments by name."),
         ({"data": "torch.nn.Linear"}, "data is wrong: .*does not correspond to a subclass of LightningDataModule"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_module_monitor.width_check.layers import Layer, describe, find_units, over_widths
@@ -47,6 +48,8 @@ def layer(make: Callable[[int], nn.Module], optimizer: Callable[[int, nn.Module]
         (nn.BatchNorm2d, "input"),
         (lambda n: nn.MultiheadAttention(n, 2), "hidden"),
         (lambda n: nn.LSTM(3, n), "unknown"),  # has weights of two roles
+        (lambda n: parametrizations.weight_norm(nn.Linear(n, n)), "unknown"),  # has a learned norm, whatever the fans are
+        (lambda n: parametrizations.spectral_norm(nn.Linear(n, n)), "unknown"),
     ],
 )
 def test_role_by_the_growth_of_the_fans(make: Callable[[int], nn.Module], role: str) -> None:

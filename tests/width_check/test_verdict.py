@@ -246,6 +246,9 @@ def test_wrong_settings(option: str, wrong: object, message: str) -> None:
 
 
 def test_settings_in_their_other_forms() -> None:
-    """A range of widths, a list of seeds, a single term."""
+    """A range of widths, a list of seeds, a single term; numpy's arrays and numbers."""
     settings = Settings.parse(**DEFAULTS | {"widths": range(64, 257, 64), "seeds": [3, 1], "terms": "effective_update"})
     assert (settings.widths, settings.seeds, settings.terms) == ((64, 128, 192, 256), (3, 1), ("effective_update",))
+    settings = Settings.parse(**DEFAULTS | {"widths": 2 ** np.arange(6, 9), "seeds": list(np.arange(2)), "steps": 1})
+    assert (settings.widths, settings.seeds) == ((64, 128, 256), (0, 1))
+    assert {type(one) for one in settings.widths + settings.seeds} == {int}

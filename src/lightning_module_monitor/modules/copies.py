@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +19,35 @@ Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
 
 
-def frozen_copy(module: nn.Module) -> nn.Module:
+def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     """A deep copy of a module that needs no gradients and that tells nobody of what it does.
 
     Hooks that the module's own methods are, or torch's (spectral norm), are part of what it computes and stay. Those that
     anybody else has put on would write down the copy's values as the module's, and go.
 
+    Args:
+        module: The module.
+        name: What it is called in the model, for errors.
+
     Raises:
-        ConfigError: If it cannot be copied; names the attribute.
+        ConfigError: If it cannot be copied; names the attribute. If it has tensors that are made with the first batch.
     """
+    lazy = lazy_tensors(module)
+    if lazy:
+        where = ".".join(filter(None, (name, lazy[0])))
+        cure = "Run a batch through the model before the fit, or in its setup or configure_model"
+        raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
+    memo: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(module)
+        twin = copy.deepcopy(module, memo)
+        for part in module.modules():
+            for attribute, value in vars(part).items():
+                if isinstance(value, types.FunctionType) and value.__closure__:
+                    vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
     except Exception as error:
-        where = _what_cannot_be_copied(module) or type(module).__name__
+        where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
         cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
-        cause = f"{type(error).__name__}: {str(error).partition('.')[0][:100]}"
+        cause = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
         raise ConfigError(message) from error
     own = set(twin.modules())
@@ -48,6 +65,18 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
+def lazy_tensors(module: nn.Module) -> list[str]:
+    """Names of parameters and buffers that lazy modules make with the first batch."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(tensor)]
+
+
+def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
+    """Which tensors are not in both, or not of one shape."""
+    own = tensors_of(module)
+    shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in own and own[name].shape != one.shape]
+    return sorted(own.keys() ^ tensors.keys()) + shapes
+
+
 @torch.no_grad()
 def set_tensors(module: nn.Module, tensors: Tensors) -> None:
     """Give a module the values of tensors of the same names.
@@ -55,10 +84,7 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
     Raises:
         ValueError: If names or shapes differ; lists them.
     """
-    own = tensors_of(module)
-    differing = sorted(own.keys() ^ tensors.keys()) + [
-        f"{n} {tuple(t.shape)}" for n, t in tensors.items() if n in own and own[n].shape != t.shape
-    ]
+    own, differing = tensors_of(module), differing_tensors(module, tensors)
     if differing:
         raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
     for name, tensor in tensors.items():
@@ -85,7 +111,7 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
         cure = "expected a Lightning checkpoint, or a state_dict saved with torch.save"
         raise ConfigError(f"reference {path!r} cannot be read ({type(error).__name__}); {cure}.") from error
     weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
-    if not isinstance(weights, Mapping):
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise ConfigError(f"reference {path!r} holds a {type(saved).__name__}; expected a Lightning checkpoint or a state_dict.")
     start = f"{within}." if within and any(name.startswith(f"{within}.") for name in weights) else ""
     weights = {name[len(start) :]: tensor for name, tensor in weights.items() if name.startswith(start)}
@@ -94,6 +120,29 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
     except RuntimeError as error:
         first, *rest = [line.strip() for line in str(error).splitlines()]
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
+
+
+def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
+    """A function that holds in its closure the copies of modules, and of their methods, where one holds the modules.
+
+    A copied module has the functions of the original among its attributes, a ``forward`` that was patched, say: it would run the original.
+    """
+    if id(function) in memo and memo[id(function)] is not function:
+        return memo[id(function)]  # type: ignore[no-any-return]
+    cells = [types.CellType() for _cell in function.__closure__ or ()]
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    new.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = functools.update_wrapper(new, function)
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a name that has no value yet
+            held = original.cell_contents
+            owner = getattr(held, "__self__", held)
+            if isinstance(held, types.FunctionType) and held.__closure__:
+                held = _rebound(held, modules, memo)
+            elif isinstance(owner, nn.Module) and owner in modules:
+                held = copy.deepcopy(held, memo)
+            cell.cell_contents = held
+    return new
 
 
 def _belongs(hook: object, own: set[nn.Module]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
@@ -116,6 +117,11 @@ class _Unit:
     begun: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
     """Arguments and random states of calls that are not over, of a module that may draw numbers or overwrite its input."""
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether it may draw numbers: it is of no known type, or its weight is computed from others."""
+        return self.layer is None or is_parametrized(self.twin)
+
     def wish(self, kind: str, site: str | None = None) -> list[Wish]:
         """The wish for a term, at the module's own site or a further output's or input's."""
         watch = self.watched.watches.get(kind)
@@ -168,7 +174,7 @@ class CoordinateCheckProbe(Probe):
         """Put the hooks on."""
         for unit in self._units:
             module = unit.watched.site.module
-            if unit.layer is None:
+            if unit.may_draw:
                 before = UncopiedHook(functools.partial(self._before_forward, unit))
                 self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.add(module.register_forward_hook(UncopiedHook(functools.partial(self._after_forward, unit)), with_kwargs=True))
@@ -222,7 +228,7 @@ class CoordinateCheckProbe(Probe):
             return
         try:
             states = None
-            if unit.layer is None:
+            if unit.may_draw:
                 args, kwargs, states = unit.begun.pop()
             call = self._twins.take(unit.twin, _NAME)
             if call is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_module_monitor.random_states import unchanged_random_states
 
 AnyModule = Any
 """A module of the type that a layer describes, with that type's attributes."""
@@ -27,13 +31,12 @@ class Layer:
 
     def bias(self, module: AnyModule, output: Tensor) -> Tensor | None:
         """The bias, in a shape in which it is added to the output."""
-        bias: Tensor | None = getattr(module, "bias", None)
-        return None if bias is None else bias.detach().reshape(-1, *[1] * (output.dim() - 1 - self.channels(module, output)))
+        bias = _read(module, "bias")
+        return None if bias is None else bias.reshape(-1, *[1] * (output.dim() - 1 - self.channels(module, output)))
 
     def weight(self, module: AnyModule) -> Tensor:
         """The weight as a linear map: matrices of shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``."""
-        weight: Tensor = module.weight.detach()
-        return weight.unsqueeze(0)
+        return _weight(module).unsqueeze(0)
 
     def applied_to(self, module: AnyModule, x: Tensor) -> Tensor | None:
         """What the weight is applied to, of the input: itself, where it is that; ``None`` where there is no such tensor."""
@@ -60,8 +63,7 @@ class _Bilinear(Layer):
     """The weight, ``(out_features, in1_features, in2_features)``, is applied to the products of all pairs of two inputs' features."""
 
     def weight(self, module: AnyModule) -> Tensor:
-        weight: Tensor = module.weight.detach()
-        return weight.flatten(1).unsqueeze(0)
+        return _weight(module).flatten(1).unsqueeze(0)
 
     def applied_to(self, module: AnyModule, x: Tensor) -> Tensor | None:
         return None
@@ -79,7 +81,7 @@ class _Convolution(Layer):
         return tensor.dim() - 1 - len(module.kernel_size)
 
     def weight(self, module: AnyModule) -> Tensor:
-        weight: Tensor = module.weight.detach()
+        weight = _weight(module)
         return weight.reshape(module.groups, weight.shape[0] // module.groups, -1)
 
     def vectors(self, module: AnyModule, x: Tensor) -> Tensor | None:
@@ -112,12 +114,10 @@ class _Norm(Layer):
         self._normalize = normalize
 
     def bias(self, module: AnyModule, output: Tensor) -> Tensor | None:
-        bias: Tensor | None = getattr(module, "bias", None)
-        return None if bias is None else bias.detach()
+        return _read(module, "bias")
 
     def weight(self, module: AnyModule) -> Tensor:
-        weight: Tensor = module.weight.detach()
-        return weight.flatten()
+        return _weight(module).flatten()
 
     def applied_to(self, module: AnyModule, x: Tensor) -> Tensor | None:
         return self._normalize(module, x)
@@ -186,7 +186,25 @@ _BY_FORWARD: dict[object, Layer] = {
 def layer_of(module: nn.Module) -> Layer | None:
     """How a module acts on its input; ``None`` if it is of no known type, or has no weight."""
     layer = _BY_FORWARD.get(type(module).forward)
-    return layer if isinstance(getattr(module, "weight", None), Tensor) else None
+    has_weight = is_parametrized(module, "weight") or isinstance(getattr(module, "weight", None), Tensor)
+    return layer if has_weight else None
+
+
+def _weight(module: AnyModule) -> Tensor:
+    weight = _read(module, "weight")
+    assert weight is not None
+    return weight
+
+
+def _read(module: AnyModule, name: str) -> Tensor | None:
+    """A weight or bias, detached. A parametrized one is computed anew, by a copy: buffers would move (spectral norm), and hooks see it."""
+    if not is_parametrized(module, name):
+        tensor: Tensor | None = getattr(module, name, None)
+        return None if tensor is None else tensor.detach()
+    parametrizations = copy.deepcopy(module.parametrizations[name])
+    with torch.no_grad(), unchanged_random_states(next(parametrizations.parameters()).device):
+        computed: Tensor = parametrizations()
+        return computed
 
 
 def _wide(x: Tensor) -> Tensor:

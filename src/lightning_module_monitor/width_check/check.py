@@ -67,6 +67,7 @@ def coordinate_check(
 
     Raises:
         ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
+        MonitorError: If something could not be measured: the table would be without it, and look sound.
 
     References:
         Haas and others, "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025, arXiv 2505.22491.
@@ -123,6 +124,8 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
             if key in first.values:  # an embedding has no propagating update, and what does not change at all no alignment
                 values = np.array([[trainings[width, seed].values.get(key, 0.0) for seed in seeds] for width in widths])
                 rows.append(judge(name, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
+    if not rows:
+        raise ConfigError(f"No layer has run at width {widths[0]}, seed {seeds[0]}; expected training_step to run the module's layers.")
     return rows
 
 

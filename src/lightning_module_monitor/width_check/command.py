@@ -109,8 +109,12 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
     if not isinstance(width_argument, str):
         raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
 
+    given = spec.get("init_args") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"model.init_args is {given!r}; expected arguments by name.")
+
     def maker(width: int) -> Callable[[], LightningModule]:
-        init_args = {**(spec.get("init_args") or {}), width_argument: width}
+        init_args = {**given, width_argument: width}
         return _maker(LightningModule, {**spec, "init_args": init_args}, "model")
 
     maker(1)  # what is wrong is said now, and not among the trainings

@@ -197,7 +197,8 @@ class _Standard(_Scaling):
         feeding = set().union(*(layer.upstream.names for layer in layers.values() if layer.upstream is not None))
         # Gradients are of the size that is said above where the loss sees a layer of fixed size.
         ends_fixed = all(layer.role in ("output", "fixed") for name, layer in layers.items() if name not in feeding)
-        self._knows_gradients = ends_fixed and all(layer.upstream is not None for layer in layers.values())
+        # And where every layer on their way back is known.
+        self._knows_gradients = ends_fixed and all(layer.upstream is not None and layer.role != "unknown" for layer in layers.values())
 
     def effective(self, name: str) -> float | None:
         layer = self._layers[name]

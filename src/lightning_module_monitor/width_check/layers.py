@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_module_monitor.modules.names import Namer
@@ -42,7 +43,7 @@ class LayerAtWidth:
     """A module that owns weights, in the network of one width, after it was trained."""
 
     fans: tuple[int, int] | None
-    """Fan-in and fan-out; ``None`` where the module's type does not tell them."""
+    """Fan-in and fan-out; ``None`` where the module's type does not tell them, or its weight is computed from others (weight norm)."""
     matrix_rates: tuple[float, ...]
     """Learning rates of its trained parameters of two dimensions and more."""
     vector_rates: tuple[float, ...]
@@ -106,7 +107,7 @@ def describe(
         rates = [(one.ndim, float(groups[id(one)][1].get("initial_lr", groups[id(one)][1]["lr"]))) for one in trained]
         families = {_family(groups[id(one)][0]) for one in trained}
         described[name] = LayerAtWidth(
-            fans=_fans(layer),
+            fans=None if is_parametrized(layer) else _fans(layer),
             matrix_rates=tuple(rate for ndim, rate in rates if ndim >= 2),
             vector_rates=tuple(rate for ndim, rate in rates if ndim < 2),
             optimizer=families.pop() if len(families) == 1 else None,

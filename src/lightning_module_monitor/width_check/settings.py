@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
@@ -80,12 +81,12 @@ class Settings:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _parse_widths(widths: object) -> tuple[int, ...]:
-    wish = _sequence(widths)
-    if not all(_is_whole(width) and width > 0 for width in wish):
+    wish = _whole_numbers(widths)
+    if wish is None or min(wish, default=1) < 1:
         raise ConfigError(f"widths is {widths!r}; expected whole numbers > 0, e.g. [128, 256, 512, 1024].")
     if len(wish) < 2:
         raise ConfigError(f"widths is {widths!r}; expected at least two, e.g. [128, 256, 512, 1024]: an exponent is a slope.")
@@ -95,8 +96,8 @@ def _parse_widths(widths: object) -> tuple[int, ...]:
 
 
 def _parse_seeds(seeds: object) -> tuple[int, ...]:
-    wish = tuple(range(seeds)) if _is_whole(seeds) else _sequence(seeds)
-    if not wish or not all(_is_whole(seed) and seed >= 0 for seed in wish) or len(set(wish)) < len(wish):
+    wish = tuple(range(seeds)) if _is_whole(seeds) else _whole_numbers(seeds)
+    if not wish or min(wish) < 0 or len(set(wish)) < len(wish):
         raise ConfigError(f"seeds is {seeds!r}; expected a number of seeds >= 1, or a list of seeds that differ.")
     return wish
 
@@ -125,6 +126,7 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
     return dict(trainer)
 
 
-def _sequence(value: object) -> tuple[Any, ...]:
-    """A list, tuple, range or single value, as a tuple."""
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+def _whole_numbers(value: object) -> tuple[int, ...] | None:
+    """A list, tuple, range or array, also of numpy's numbers, or a single number, as a tuple; ``None`` if it is none of them."""
+    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(int(one) for one in found) if all(_is_whole(one) for one in found) else None

@@ -26,6 +26,22 @@ from lightning_module_monitor.width_check.topology import Topology
 Data = Iterable[Any] | LightningDataModule | None
 
 
+class _StopWithoutBatches(Callback):
+    """Ends a training whose data has run dry: Lightning would begin an epoch without a batch after the other, for ever."""
+
+    def __init__(self) -> None:
+        self._has_batches = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_batches = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        self._has_batches = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.should_stop |= not self._has_batches
+
+
 @dataclass(frozen=True)
 class Training:
     """What was measured in one training."""
@@ -71,7 +87,8 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         What was measured.
 
     Raises:
-        ConfigError: If the module is none, or its training ended early.
+        ConfigError: If the module is none, has manual optimization, or its training ended early.
+        MonitorError: If something could not be measured.
     """
     with ExitStack() as undo:
         undo.enter_context(_unchanged_random_states())
@@ -83,25 +100,26 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         module = make_module(width)
         if not isinstance(module, LightningModule):
             raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+        if not module.automatic_optimization:
+            raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
         # Again, as networks of different widths draw differently often: the order of the batches is the same at every width.
         _seed(seed)
         # The user's callbacks write files and wait for metrics of a validation that is not run.
         module.configure_callbacks = list  # type: ignore[method-assign]
         steps = settings.steps
-        monitor = ModuleMonitorCallback([steps], rules=[], rcc=True, save_reference=False, store=False)
+        monitor = ModuleMonitorCallback([steps], rules=[], rcc=True, save_reference=False, store=False, on_error="raise")
         topology = _ReadTopology()
         undo.callback(topology.close)
         options = {"devices": 1, **settings.trainer, **TRAINER_OPTIONS, "max_steps": steps + 1, "default_root_dir": folder}
-        trainer = Trainer(**options, callbacks=[topology, monitor])
+        trainer = Trainer(**options, callbacks=[topology, monitor, _StopWithoutBatches()])
         if isinstance(data, LightningDataModule):
             undo.callback(setattr, data, "trainer", data.trainer)
             trainer.fit(module, datamodule=data)
         else:
             trainer.fit(module, data)
         if monitor.last_record is None or topology.topology is None:
-            raise ConfigError(
-                f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: give more batches."
-            )
+            cure = "give more batches, which every training can read anew"
+            raise ConfigError(f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: {cure}.")
         return Training(monitor.last_record.values, describe(topology.layers, trainer.optimizers, topology.topology.upstream))
 
 
