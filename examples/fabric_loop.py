@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers.csv_logs import CSVLogger
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=64, shuffle=True))
     network = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
     model = fabric.setup_module(network)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer = cast(torch.optim.Optimizer, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3)))
 
     monitor = ModuleMonitor(
         options.every_n_steps,

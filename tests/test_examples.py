@@ -165,7 +165,7 @@ def test_without_trainer_looks_at_raw_tensors(tmp_path: Path) -> None:
 
 def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
     """The CSV file has a row for each monitored step, under the names of the module and not of Fabric's wrapper."""
-    printed = run_example("fabric_loop.py", "--max_epochs 2 --every_n_steps 10", tmp_path)
+    printed = run_example("fabric_loop.py", "--max_epochs 4 --every_n_steps 10", tmp_path)
     path = tmp_path / printed.partition("values: ")[2].strip()
     assert path == tmp_path / "demo_output" / "fabric" / "version_0" / "metrics.csv"
     with path.open() as file:
