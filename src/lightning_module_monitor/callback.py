@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -714,8 +715,9 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
         precision = trainer.precision
         raise ConfigError(f"Precision {precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
-    if compiled:
-        raise ConfigError(f"{compiled[0]} is compiled, and compiled code does not see hooks put on later. {remedy} Or do not compile it.")
+    if compiled and not hasattr(torch.compiler, "set_stance"):
+        why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
+        raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. {remedy} Or do not compile it.")
 
 
 def _makes_layers_late(pl_module: LightningModule) -> bool:

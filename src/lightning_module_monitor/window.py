@@ -8,6 +8,7 @@ from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.uncompiled import Uncompiled
 
 
 class Window:
@@ -28,9 +29,11 @@ class Window:
         self.attention: AttentionProbe | None = None
         """The one of the probes that can be told of attention by hand."""
         self.probes: Sequence[Probe] = ()
+        self._uncompiled = Uncompiled()
 
     def attach(self, attention: AttentionProbe, others: Sequence[Probe]) -> None:
         """Put the probes on."""
+        self._uncompiled.begin()
         self.attention = attention
         self.probes = (*others, attention)
         for probe in self.probes:
@@ -50,6 +53,7 @@ class Window:
         """Take every hook off and forget every tensor."""
         for probe in self.probes:
             probe.close()
+        self._uncompiled.end()
 
     def lose(self) -> None:
         """Give up what was seen: there will be no record, on no rank."""

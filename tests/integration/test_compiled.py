@@ -1,0 +1,162 @@
+"""Models under torch.compile: a monitored step runs uncompiled, its values are those of the model as it was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.tiny import KeepRecords
+from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.uncompiled import Uncompiled
+
+RULES = [
+    Rule(
+        kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["mean", "std", "norm", "zero_fraction"]
+    ),
+    Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio"]),
+]
+
+
+# Importing torch's compiler calls what torch 2.13 has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+
+
+class Quiet(Classifier):
+    """Logs nothing: what Lightning logs with cannot be compiled."""
+
+    def log(self, *_args: Any, **_options: Any) -> None:
+        pass
+
+    validation_step = LightningModule.validation_step
+
+
+class CompileLate(Callback):
+    """Compiles a part once the fit has begun."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.model.compile(backend=self.backend)
+
+
+class Run(NamedTuple):
+    records: list[Record]
+    weights: dict[str, Tensor]
+    losses: list[Tensor]
+    num_graphs: int
+
+
+def run(how: str, folder: Path, monitored: bool = True, backend: str = "eager", **options: Any) -> Run:
+    """Train the CNN of the zoo, compiled in one of several ways, for twelve steps."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    seed()
+    module = Quiet("cnn", torch.optim.SGD, lr=0.1)
+    given: Any = module
+    callback = ModuleMonitorCallback(4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, **options)
+    records, losses = KeepRecords(callback), KeepLosses()
+    callbacks: list[Callback] = [callback, records, losses] if monitored else [losses]
+    if how == "whole":
+        given = torch.compile(module, backend=counter)
+    elif how == "part":
+        module.model.stem = torch.compile(module.model.stem, backend=counter)
+    elif how == "in place":
+        module.model.compile(backend=counter)
+    elif how == "late":
+        callbacks.append(CompileLate(counter))
+    trainer(folder, callbacks, max_steps=12, max_epochs=-1).fit(given, loader(num_samples=32))
+    weights = {name.replace("_orig_mod.", ""): value.clone() for name, value in module.state_dict().items()}
+    return Run(records.records, weights, losses.losses, counter.frame_count)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [{}, {"module": "model"}], ids=["all", "within the model"])
+@pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
+def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Every key and every value, the reference and the coordinate check too; and the compiler makes no graph more."""
+    eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
+    assert [record.step for record in compiled.records] == [0, 4, 8]
+    for one, other in zip(eager.records, compiled.records, strict=True):
+        assert one.values.keys() == other.values.keys()
+        assert all(other.values[key] == value or math.isnan(value) for key, value in one.values.items())
+    # The backend runs the graph as it is, so that nothing is rounded otherwise.
+    assert all(torch.equal(compiled.weights[name], value) for name, value in eager.weights.items())
+    plain = run(how, tmp_path, monitored=False)
+    assert 1 <= compiled.num_graphs <= plain.num_graphs + 2
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, compiled.losses, strict=True))
+
+
+def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
+    """With a backend that takes the graph apart: steps that are monitored round as eager ones do, the others as compiled ones."""
+    eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
+    for one, other in zip(eager.records, compiled.records, strict=True):
+        for key, value in one.values.items():
+            if "difference" not in key and "rcc" not in key:
+                assert other.values[key] == pytest.approx(value, rel=1e-3, abs=1e-6, nan_ok=True), key
+
+
+def is_compiling() -> Callable[[], bool]:
+    """Tells whether what is compiled runs compiled now."""
+    counter = CompileCounter()
+
+    def tell() -> bool:
+        before = counter.frame_count
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
+        return bool(counter.frame_count > before)
+
+    return tell
+
+
+def test_overlapping_monitors_leave_the_compiler_as_it_was() -> None:
+    """Two that begin one after the other and end in the same order: compiled code runs again when the last has ended."""
+    tell = is_compiling()
+    one, other = Uncompiled(), Uncompiled()
+    seen = [tell()]
+    for call in (one.begin, one.begin, other.begin, one.end, one.end, other.end):
+        call()
+        seen.append(tell())
+    assert seen == [True, False, False, False, False, False, True]
+
+
+def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
+    """Also a step that is never ended."""
+    tell = is_compiling()
+    model = torch.nn.Linear(2, 2)
+    monitor = ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")])
+    monitor.set_module(model)
+    monitor.begin_step(0)
+    assert not tell()
+    monitor.close()
+    assert tell()
+
+
+def test_a_function_that_is_compiled_around_the_model_is_seen_into() -> None:
+    """Nobody can find it: compiled code is gone around wherever it is."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    step = torch.compile(lambda x: model(x).sum(), backend="eager")
+    x = torch.randn(5, 4)
+    step(x)
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+        monitor.set_module(model)
+        for number in range(3):
+            monitor.begin_step(number)
+            step(x).backward()
+            record = monitor.end_step()
+            assert record is not None
+            assert record.values["activation/1/norm"] == pytest.approx(float(model(x).detach().double().norm()), rel=1e-6)
