@@ -50,8 +50,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype) -> None:
     observation = Observation(lambda *_trouble: None)
     squares, everything = watch("squares", "rms"), watch("everything", *NAMES)
     for _micro_batch in range(2):
-        observation.observe_for(difference, [(squares, OWN)])
-        observation.observe_for(difference, [(everything, OWN)])
+        observation.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
     values = observation.collect()
     twice = torch.cat([expected, expected])
     for key, value in values.items():
@@ -66,12 +65,12 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     """And those that need more get their own; functions get the difference itself."""
     difference = forms(torch.float32)["of two"]
     observation = Observation(lambda *_trouble: None)
-    added: list[int] = []
-    original = observation._table.add_difference
-    monkeypatch.setattr(observation._table, "add_difference", lambda row, *args: (added.append(row), original(row, *args)))
+    added: list[object] = []
+    original = observation._table.add_differences
+    monkeypatch.setattr(observation._table, "add_differences", lambda several: (added.extend(kept := [*several]), original(kept)))
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
-    observation.observe_for(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])
+    observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
     values = observation.collect()
     assert len(added) == 2
     computed = difference.computed()
