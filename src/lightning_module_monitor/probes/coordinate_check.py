@@ -240,10 +240,12 @@ class CoordinateCheckProbe(Probe):
             with torch.no_grad():
                 again = self._run_again(unit, args, kwargs, states)
                 with _exactly(self._twins.reference.device()):
-                    self._observation.observe_for([
-                        *self._of_outputs(unit, output, again, call),
-                        *self._of_inputs(unit, named_inputs(args, kwargs), call),
-                    ])
+                    self._observation.observe_for(
+                        [
+                            *self._of_outputs(unit, output, again, call),
+                            *self._of_inputs(unit, named_inputs(args, kwargs), call),
+                        ]
+                    )
         except MonitorError:
             raise
         except Exception as error:
@@ -277,7 +279,9 @@ class CoordinateCheckProbe(Probe):
                 site = None if is_first(path) else self._further_name(unit.watched.site.name, path, "output")
                 yield from self._of_output(unit, site, tensor.detach(), None if again is None else again.get(path), references.get(path))
 
-    def _of_output(self, unit: _Unit, site: str | None, output: Tensor, again: Tensor | None, reference: Tensor | None) -> Iterator[_Wished]:
+    def _of_output(
+        self, unit: _Unit, site: str | None, output: Tensor, again: Tensor | None, reference: Tensor | None
+    ) -> Iterator[_Wished]:
         bias, bias_change = self._biases(unit, output, again)
         yield from self._term(unit, Difference(output), unit.wish(OUTPUT, site), unit.wish_for_weight(OUTPUT), bias)
         if reference is not None:

@@ -110,7 +110,7 @@ def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Ite
     small[~finite] = 0.0
     # The small matrices are of squares; rounding can make a zero negative.
     squares = np.linalg.eigvalsh(small)[:, -1].clip(min=0.0)
-    norms = torch.from_numpy(np.where(finite, scales * np.sqrt(squares), np.nan))
+    norms = torch.from_numpy(np.where(finite, scales, np.nan) * np.sqrt(squares))
     for of_one in norms.split([weight.tensor.shape[0] for weight in weights]):
         yield of_one.amax()
 
@@ -119,7 +119,8 @@ def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A random vector of norm 1, shape ``(columns,)``."""
     generator = torch.Generator().manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
     start = torch.randn(columns, generator=generator, dtype=dtype)
-    return start / torch.linalg.vector_norm(start)
+    direction: Tensor = start / torch.linalg.vector_norm(start)
+    return direction
 
 
 def _operator_norms(matrices: Tensor) -> Tensor:

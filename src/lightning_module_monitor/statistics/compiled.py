@@ -281,14 +281,15 @@ def _squares_of_chunk(address: int, other: int, shift: int, num_elements: int, f
         quick = _squares_of_tokens(np.float32(1.0), address, other, shift, num_elements, features)
         # Else a square may have left float32, upwards or downwards. Of so few elements, summed up in lanes, little is rounded away.
         if LEAST_QUICK < quick < np.inf:
-            return quick
-    return _squares_of_tokens(1.0, address, other, shift, num_elements, features)
+            return float(quick)
+    return float(_squares_of_tokens(1.0, address, other, shift, num_elements, features))
 
 
 @njit("void(int64[:, ::1], int64, int64, int64[:, ::1], float64[:, ::1])", cache=True)
 def add_differences(differences: np.ndarray, num_elements: int, features: int, targets: np.ndarray, rows: np.ndarray) -> None:
-    """Merge the squares of several differences into rows. The differences are never written down, and what several are made of is
-    read from memory once.
+    """Merge the squares of several differences into rows; they are never written down.
+
+    What several of them are made of is read from memory once.
 
     Args:
         differences: Of each the address of the first of ``num_elements`` float32 elements that lie one after the other; the

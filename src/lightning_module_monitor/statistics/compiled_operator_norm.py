@@ -6,6 +6,8 @@ product with the matrix and its transpose reads a row once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import carray, njit
 
@@ -13,7 +15,7 @@ from lightning_module_monitor.statistics.compiled import ANY_ORDER, CHUNK_ELEMEN
 
 
 @njit(fastmath=ANY_ORDER)
-def _dot(one: np.ndarray, other: np.ndarray) -> np.float32:
+def _dot(one: np.ndarray, other: np.ndarray) -> Any:  # noqa: ANN401  # a float32, as numba finds
     total = np.float32(0.0)
     for i in range(one.size):
         total += one[i] * other[i]
@@ -33,7 +35,7 @@ def _subtract(own: np.ndarray, other: np.ndarray, difference: np.ndarray) -> Non
 
 
 @njit
-def _largest(bits: np.ndarray) -> np.int32:
+def _largest(bits: np.ndarray) -> Any:  # noqa: ANN401  # an int32, as numba finds
     """The largest magnitude. Of integers, whose comparison is vectorized: they are in the order of the floats, and NaN is the largest."""
     largest = np.int32(0)
     for i in range(bits.size):
