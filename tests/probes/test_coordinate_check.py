@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -505,6 +506,31 @@ def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
     found = operator_norms({"another": Difference(matrices), "sought": Difference(matrices * scale)})
     norm = float(found["sought"])
     assert expected * (1 - TOLERANCE) <= norm <= expected * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_operator_norms_of_differences_with_and_without_the_compiled_kernel(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, shapes that differ, weights in half precision and out of order, and what is not finite."""
+    if not is_compiled:
+        monkeypatch.setattr("lightning_module_monitor.statistics.running.takes", lambda _tensor: False)
+    torch.manual_seed(1)
+    own = {"linear": torch.randn(1, 70, 40), "groups": torch.randn(3, 8, 40), "wide": torch.randn(1, 5, 90), "half": torch.randn(1, 20, 40)}
+    own["half"] = own["half"].bfloat16()
+    own["out of order"] = torch.randn(1, 40, 20).transpose(1, 2)
+    other = {name: weight + 1e-3 * torch.randn_like(weight) for name, weight in own.items()}
+    other["rank one"] = own["linear"] + 1e-3 * torch.randn(1, 70, 1) * torch.randn(1, 1, 40)
+    own["rank one"] = own["linear"]
+    found = operator_norms({name: Difference(weight, other[name]) for name, weight in own.items()})
+    for name, weight in own.items():
+        change = Difference(weight, other[name]).computed().double()
+        expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in change)
+        assert expected * (1 - TOLERANCE) <= float(found[name]) <= expected * (1 + 1e-5), name
+    for bad in (torch.nan, torch.inf):
+        broken = own["linear"].clone()
+        broken[0, 3, 4] = bad
+        found = operator_norms({"bad": Difference(broken, other["linear"]), "good": Difference(own["linear"], other["linear"])})
+        assert not math.isfinite(float(found["bad"]))
+        assert math.isfinite(float(found["good"]))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

@@ -19,6 +19,7 @@ from torchmetrics.regression import CosineSimilarity
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.copies import frozen_copy
+from lightning_module_monitor.probes.reference import _as_it_is
 
 STATISTICS = ["mean", "std", "norm", "rms", "max", "abs_mean", "token_norm", "ratio", "cosine"]
 
@@ -390,6 +391,25 @@ def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
     # Of each Linear layer input and output: an output of Tanh is the input of the next, and the first input is one more.
     assert extra["rcc"] <= 24 + slack
     assert extra["one"] < extra["all"] or extra["all"] <= slack
+
+
+def test_what_is_kept_is_not_what_is_overwritten_and_no_more_than_asked_for() -> None:
+    """The reference's tensors stay where they are until something is written into them; of a part of a tensor there is a copy at once."""
+    own = torch.randn(64, 64)
+    before = own.clone()
+    kept = _as_it_is(own)
+    assert peak_bytes(lambda: _as_it_is(own)) == 0
+    own[3].add_(1)  # through a view
+    assert torch.equal(kept, before)
+    assert torch.equal(own[3], before[3] + 1)
+    kept = _as_it_is(own)
+    own.data.zero_()  # the version does not tell
+    assert torch.equal(kept[4], before[4])
+
+    part = torch.randn(1000, 4)[:2]
+    assert _as_it_is(part).untyped_storage().nbytes() == part.nbytes
+    for odd in (own.t(), own.bfloat16(), torch.randn(2, 3, dtype=torch.complex64).conj().imag, torch._efficientzerotensor((2, 3))):
+        assert torch.equal(_as_it_is(odd), odd)
 
 
 def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:

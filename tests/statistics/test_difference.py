@@ -7,11 +7,15 @@ import torch
 from helpers.textbook import textbook
 from torch import Tensor
 
+from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
+
+SHARED_CHUNK_ELEMENTS = 2048
+"""What the compiled kernel measures at once."""
 
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
 
@@ -50,8 +54,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype) -> None:
     observation = Observation(lambda *_trouble: None)
     squares, everything = watch("squares", "rms"), watch("everything", *NAMES)
     for _micro_batch in range(2):
-        observation.observe_for(difference, [(squares, OWN)])
-        observation.observe_for(difference, [(everything, OWN)])
+        observation.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
     values = observation.collect()
     twice = torch.cat([expected, expected])
     for key, value in values.items():
@@ -66,12 +69,12 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     """And those that need more get their own; functions get the difference itself."""
     difference = forms(torch.float32)["of two"]
     observation = Observation(lambda *_trouble: None)
-    added: list[int] = []
-    original = observation._table.add_difference
-    monkeypatch.setattr(observation._table, "add_difference", lambda row, *args: (added.append(row), original(row, *args)))
+    added: list[object] = []
+    original = observation._table.add_differences
+    monkeypatch.setattr(observation._table, "add_differences", lambda several: (added.extend(kept := [*several]), original(kept)))
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
-    observation.observe_for(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])
+    observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
     values = observation.collect()
     assert len(added) == 2
     computed = difference.computed()
@@ -84,3 +87,38 @@ def test_shapes_must_agree() -> None:
     """Nothing is broadcast by accident."""
     with pytest.raises(ValueError, match=r"its shape is \(3, 4\), and that of what it is compared with \(3, 1\)"):
         Difference(torch.ones(3, 4), torch.ones(3, 1))
+
+
+def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> None:
+    """Ordinary elements, some too small to be squared in float32, some too large, zeros: what is a chunk's is right in the sum."""
+    x = torch.randn(8, SHARED_CHUNK_ELEMENTS // 64, 64)
+    scale = torch.tensor([1e-30, 1.0, 0.0, 1e-19, 1e-3, 1e-14, 1.0, 1e-25]).view(-1, 1, 1)
+    for factor in (1.0, 1e30):
+        difference = Difference(x * scale * factor, x * -scale * factor)
+        observation = Observation(lambda *_trouble: None)
+        chunks = [Difference(difference.tensor[i], -difference.tensor[i]) for i in range(8)]
+        observation.observe_for((chunk, [(watch(f"chunk_{i}", "norm"), OWN)]) for i, chunk in enumerate(chunks))
+        observation.observe_for([(difference, [(watch("all", "norm"), OWN)])])
+        values = observation.collect()
+        for i, chunk in enumerate(chunks):
+            assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
+        assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)
+
+
+def test_terms_of_one_shape_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer's terms are made of is read from memory once; terms of another shape by a call of their own."""
+    kernel = running.kernel()
+    if kernel is None:
+        pytest.skip("needs the compiled kernel")
+    calls: list[tuple[int, int]] = []
+    original = kernel.add_differences
+    monkeypatch.setattr(kernel, "add_differences", lambda *args: (calls.append((len(args[0]), args[1])), original(*args)))
+    a, b, c = torch.randn(3, 5, 40)
+    x = torch.randn(5, 16)
+    terms = [Difference(a), Difference(x), Difference(a, b), Difference(b, c), Difference(a, b, c[0]), Difference(x, 2 * x)]
+    observation = Observation(lambda *_trouble: None)
+    observation.observe_for((term, [(watch(f"term_{i}", "norm"), OWN)]) for i, term in enumerate(terms))
+    assert sorted(calls) == [(2, x.numel()), (4, a.numel())]
+    values = observation.collect()
+    for i, term in enumerate(terms):
+        assert values[f"activation_difference/term_{i}/norm"] == pytest.approx(textbook("norm", term.computed()), rel=1e-6)

@@ -105,6 +105,10 @@ Wish = tuple[Watch, int]
 """A watch, and the row of it that a tensor is for."""
 
 
+_Wished = tuple[Difference, list[Wish]]
+"""A term, and what it is for."""
+
+
 @dataclass
 class _Unit:
     """A module that is checked."""
@@ -236,8 +240,12 @@ class CoordinateCheckProbe(Probe):
             with torch.no_grad():
                 again = self._run_again(unit, args, kwargs, states)
                 with _exactly(self._twins.reference.device()):
-                    self._see_outputs(unit, output, again, call)
-                    self._see_inputs(unit, named_inputs(args, kwargs), call)
+                    self._observation.observe_for(
+                        [
+                            *self._of_outputs(unit, output, again, call),
+                            *self._of_inputs(unit, named_inputs(args, kwargs), call),
+                        ]
+                    )
         except MonitorError:
             raise
         except Exception as error:
@@ -263,28 +271,32 @@ class CoordinateCheckProbe(Probe):
             stack.enter_context(self._twins.replaying(unit.watched.site.module))
             return dict(named_tensors(unit.twin(*args, **kwargs)))
 
-    def _see_outputs(self, unit: _Unit, output: object, again: Mapping[Path, Tensor] | None, call: Call | None) -> None:
+    def _of_outputs(self, unit: _Unit, output: object, again: Mapping[Path, Tensor] | None, call: Call | None) -> Iterator[_Wished]:
+        """The terms that are made of outputs."""
         references = {} if call is None else dict(call.outputs)
         for path, tensor in named_tensors(output):
             if tensor.is_floating_point():
                 site = None if is_first(path) else self._further_name(unit.watched.site.name, path, "output")
-                self._see_output(unit, site, tensor.detach(), None if again is None else again.get(path), references.get(path))
+                yield from self._of_output(unit, site, tensor.detach(), None if again is None else again.get(path), references.get(path))
 
-    def _see_output(self, unit: _Unit, site: str | None, output: Tensor, again: Tensor | None, reference: Tensor | None) -> None:
+    def _of_output(
+        self, unit: _Unit, site: str | None, output: Tensor, again: Tensor | None, reference: Tensor | None
+    ) -> Iterator[_Wished]:
         bias, bias_change = self._biases(unit, output, again)
-        self._see(unit, output, unit.wish(OUTPUT, site), unit.wish_for_weight(OUTPUT), bias)
+        yield from self._term(unit, Difference(output), unit.wish(OUTPUT, site), unit.wish_for_weight(OUTPUT), bias)
         if reference is not None:
             own_bias = None if unit.layer is None else unit.layer.bias(unit.twin, reference)
-            self._see(unit, reference, unit.wish(REFERENCE_OUTPUT, site), unit.wish_for_weight(REFERENCE_OUTPUT), own_bias)
+            of_weight = unit.wish_for_weight(REFERENCE_OUTPUT)
+            yield from self._term(unit, Difference(reference), unit.wish(REFERENCE_OUTPUT, site), of_weight, own_bias)
         if again is None:
             return
         of_weight = unit.wish_for_weight(EFFECTIVE) + unit.wish_for_alignment("effective", OWN)
         if unit.wish(EFFECTIVE) or of_weight:
-            self._see(unit, Difference(output, again), unit.wish(EFFECTIVE, site), of_weight, bias_change)
+            yield from self._term(unit, Difference(output, again), unit.wish(EFFECTIVE, site), of_weight, bias_change)
         of_weight = unit.wish_for_weight(PROPAGATING) + unit.wish_for_alignment("propagating", OWN)
         if reference is not None and (unit.wish(PROPAGATING) or of_weight):
             # The bias is in both, so that the term is the weight's own.
-            self._see(unit, Difference(again, reference), unit.wish(PROPAGATING, site), of_weight, None)
+            yield from self._term(unit, Difference(again, reference), unit.wish(PROPAGATING, site), of_weight, None)
 
     def _biases(self, unit: _Unit, output: Tensor, again: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The bias, and what it has changed by, in the shape of the output."""
@@ -294,58 +306,57 @@ class CoordinateCheckProbe(Probe):
         own = unit.layer.bias(unit.twin, output)
         return bias, None if bias is None or own is None else Difference(bias, own).computed()
 
-    def _see(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish], of_weight: list[Wish], bias: Tensor | None) -> None:
-        """Take a term in, and without the bias for the weight alone."""
+    def _term(self, unit: _Unit, term: Difference, wishes: list[Wish], of_weight: list[Wish], bias: Tensor | None) -> Iterator[_Wished]:
+        """A term, and without the bias for the weight alone."""
         if bias is None:
-            self._observe(unit, term, wishes + of_weight)
+            yield from self._laid_out(unit, term, wishes + of_weight)
             return
-        self._observe(unit, term, wishes)
-        if of_weight:
-            tensor, other = (term.tensor, term.other) if isinstance(term, Difference) else (term, None)
-            self._observe(unit, Difference(tensor, other, bias), of_weight)
+        yield from self._laid_out(unit, term, wishes)
+        yield from self._laid_out(unit, Difference(term.tensor, term.other, bias), of_weight)
 
-    def _see_inputs(self, unit: _Unit, inputs: list[tuple[Path, Tensor]], call: Call | None) -> None:
+    def _of_inputs(self, unit: _Unit, inputs: list[tuple[Path, Tensor]], call: Call | None) -> Iterator[_Wished]:
+        """The terms that are made of inputs."""
         references = {} if call is None else dict(call.inputs)
         for index, (path, x) in enumerate(inputs):
             site = None if index == 0 else self._further_name(unit.watched.site.name, path, "input")
-            x0 = references.get(path)
-            self._see_input(unit, site, x.detach(), x0)
+            yield from self._of_input(unit, site, x.detach(), references.get(path))
 
-    def _see_input(self, unit: _Unit, site: str | None, x: Tensor, x0: Tensor | None) -> None:
+    def _of_input(self, unit: _Unit, site: str | None, x: Tensor, x0: Tensor | None) -> Iterator[_Wished]:
         module, layer = unit.watched.site.module, unit.layer
         of_weight, of_weight_change = unit.wish_for_weight(INPUT), unit.wish_for_weight(INPUT_CHANGE)
         aligned, aligned_change = unit.wish_for_alignment("effective", BASE), unit.wish_for_alignment("propagating", BASE)
         wishes, wishes_change = unit.wish(INPUT, site), unit.wish(INPUT_CHANGE, site)
-        applied = None if layer is None or site is not None else layer.applied_to(module, x)
+        is_measured = wishes or of_weight or aligned or wishes_change or of_weight_change or aligned_change
+        applied = None if layer is None or site is not None or not is_measured else layer.applied_to(module, x)
         if applied is x:
-            self._see_vectors(unit, x, wishes + of_weight, aligned)
+            yield from self._vectors(unit, Difference(x), wishes + of_weight, aligned)
         else:
-            self._observe(unit, x, wishes)
+            yield from self._laid_out(unit, Difference(x), wishes)
             if applied is not None:
-                self._see_vectors(unit, applied, of_weight, aligned)
+                yield from self._vectors(unit, Difference(applied), of_weight, aligned)
         if x0 is None or not (wishes_change or of_weight_change or aligned_change):
             return
         change = Difference(x, x0)
         if applied is x:
-            self._see_vectors(unit, change, wishes_change + of_weight_change, aligned_change)
+            yield from self._vectors(unit, change, wishes_change + of_weight_change, aligned_change)
             return
-        self._observe(unit, change, wishes_change)
+        yield from self._laid_out(unit, change, wishes_change)
         if applied is not None and layer is not None and (of_weight_change or aligned_change):
             applied0 = layer.applied_to(unit.twin, x0)
             assert applied0 is not None
-            self._see_vectors(unit, Difference(applied, applied0), of_weight_change, aligned_change)
+            yield from self._vectors(unit, Difference(applied, applied0), of_weight_change, aligned_change)
 
-    def _see_vectors(self, unit: _Unit, x: Tensor | Difference, wishes: list[Wish], aligned: list[Wish]) -> None:
-        """Take in what a weight is applied to, and the norm of all vectors that it is applied to."""
+    def _vectors(self, unit: _Unit, x: Difference, wishes: list[Wish], aligned: list[Wish]) -> Iterator[_Wished]:
+        """What a weight is applied to, and the norm of all vectors that it is applied to."""
         assert unit.layer is not None
         if not aligned or unit.layer.is_applied_once:
-            self._observe(unit, x, wishes + aligned)
+            yield from self._laid_out(unit, x, wishes + aligned)
             return
-        tensor = x.computed() if isinstance(x, Difference) else x
-        self._observe(unit, tensor, wishes)
+        tensor = x.written()
+        yield from self._laid_out(unit, Difference(tensor), wishes)
         vectors = unit.layer.vectors(unit.watched.site.module, tensor)
         if vectors is not None:
-            self._observation.observe_for(vectors, aligned)
+            yield Difference(vectors), aligned
 
     @torch.no_grad()
     def _see_weights(self) -> None:
@@ -378,13 +389,13 @@ class CoordinateCheckProbe(Probe):
             OPERATOR_NORM, other.site, other.stage, other.prefix
         )
 
-    def _observe(self, unit: _Unit, term: Tensor | Difference, wishes: list[Wish]) -> None:
-        """Take a term in; its features last, where anybody looks at them."""
+    def _laid_out(self, unit: _Unit, term: Difference, wishes: list[Wish]) -> Iterator[_Wished]:
+        """A term with its features last, where anybody looks at them; nothing where nobody wishes for it."""
         if any(watch.needs & Need.TOKENS or watch.functions for watch, _row in wishes):
-            term = term.computed() if isinstance(term, Difference) else term
-            term = term if unit.layer is None else term.movedim(unit.layer.channels(unit.watched.site.module, term), -1)
+            tensor = term.written()
+            term = Difference(tensor if unit.layer is None else tensor.movedim(unit.layer.channels(unit.watched.site.module, tensor), -1))
         if wishes:
-            self._observation.observe_for(term, wishes)
+            yield term, wishes
 
 
 @contextmanager

@@ -10,11 +10,13 @@ it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
 
 NUM_STEPS = 5
@@ -62,13 +64,18 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
         By site the largest of any of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
     """
     norms: dict[str, Tensor] = {}
+    compiled: defaultdict[int, list[str]] = defaultdict(list)
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for site, weight in weights.items():
         tensor = weight.tensor
         if tensor.dim() == 1:
             norms[site] = weight.computed().abs().max().double()
+        elif _takes(weight):
+            compiled[tensor.shape[2]].append(site)
         else:
             alike[tensor.shape, tensor.dtype, tensor.device].append(site)
+    for columns, sites in compiled.items():
+        norms.update(zip(sites, _compiled_operator_norms([weights[site] for site in sites], columns), strict=True))
     for (shape, _dtype, _device), sites in alike.items():
         # Those of one shape share their operations: small ones cost more to start than to do.
         at_once = max(1, MAX_ELEMENTS // shape.numel())
@@ -78,6 +85,42 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
             found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed))
             norms.update(zip(part, found.view(len(part), -1).amax(1), strict=True))
     return norms
+
+
+def _takes(weight: Difference) -> bool:
+    """Whether the compiled kernel can read the elements."""
+    parts = [part for part in (weight.tensor, weight.other) if part is not None]
+    return weight.shift is None and all(running.takes(part) and running.is_in_order(part) for part in parts)
+
+
+def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Iterator[Tensor]:
+    """The largest operator norm of each one's matrices, float64, shape ``()``, by the compiled kernel."""
+    kernel = running.compiled_operator_norm()
+    assert kernel is not None
+    matrices = []
+    for weight in weights:
+        groups, rows, _columns = weight.tensor.shape
+        first, other = weight.tensor.data_ptr(), 0 if weight.other is None else weight.other.data_ptr()
+        for group in range(groups):
+            offset = group * rows * columns * weight.tensor.itemsize
+            matrices.append((first + offset, other + offset if other else 0, rows))
+    scales, small = np.empty(len(matrices)), np.empty((len(matrices), NUM_STEPS, NUM_STEPS))
+    kernel.lanczos(np.array(matrices, dtype=np.int64), _start(columns).numpy(), ROUNDING, scales, small)
+    finite = np.isfinite(small).all(axis=(1, 2))
+    small[~finite] = 0.0
+    # The small matrices are of squares; rounding can make a zero negative.
+    squares = np.linalg.eigvalsh(small)[:, -1].clip(min=0.0)
+    norms = torch.from_numpy(np.where(finite, scales, np.nan) * np.sqrt(squares))
+    for of_one in norms.split([weight.tensor.shape[0] for weight in weights]):
+        yield of_one.amax()
+
+
+def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A random vector of norm 1, shape ``(columns,)``."""
+    generator = torch.Generator().manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
+    start = torch.randn(columns, generator=generator, dtype=dtype)
+    direction: Tensor = start / torch.linalg.vector_norm(start)
+    return direction
 
 
 def _operator_norms(matrices: Tensor) -> Tensor:
@@ -92,10 +135,8 @@ def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:
     """Lanczos's matrices of ``factor * matrices``, shape ``(groups, NUM_STEPS, NUM_STEPS)``."""
     groups, _rows, columns = matrices.shape
     transposed = matrices.transpose(1, 2)
-    generator = torch.Generator().manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
-    start = torch.randn((1, columns, 1), generator=generator, dtype=matrices.dtype).to(matrices.device)
     nothing = matrices.new_zeros(groups, 1, 1)
-    right = (start / torch.linalg.vector_norm(start)).expand(groups, -1, -1)
+    right = _start(columns, matrices.dtype).to(matrices.device).view(1, columns, 1).expand(groups, -1, -1)
     left, alpha = _split(torch.bmm(matrices, right * factor), nothing)
     least = alpha * ROUNDING
     basis, alphas, betas = right, [alpha], []

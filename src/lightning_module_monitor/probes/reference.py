@@ -282,7 +282,7 @@ class ReferenceProbe(Probe):
         copy = known()
         if copy is not None and original() is tensor and tensor._version == version:
             return copy
-        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else tensor.detach().clone()
+        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(tensor.detach())
         if not tensor.is_inference():  # such a one does not say whether it was overwritten
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
@@ -291,6 +291,17 @@ class ReferenceProbe(Probe):
         self._waiting.clear()
         self._begun.clear()
         self._copies.clear()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """A tensor that keeps the values, whatever is written into the original: a copy, but only once something is written.
+
+    On a CPU; elsewhere a copy costs little, and is one at once. Of a part of a larger tensor too: the whole would be kept.
+    """
+    is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    if not is_whole or tensor.is_neg() or tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor.clone()
+    return torch._lazy_clone(tensor) if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _nothing() -> None:

@@ -24,6 +24,12 @@ if config.DISABLE_JIT:
 CHUNK_ELEMENTS = 4096
 """16 KiB of float32."""
 
+SHARED_CHUNK_ELEMENTS = 2048
+"""Of each of the three tensors that a layer's terms are made of: they are in the cache together."""
+
+LEAST_QUICK = 1e-27
+"""A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 4096 times 1.2e-38."""
+
 ELEMENT_BYTES = 4
 
 # The fields of a row of `Moments`, and bits of `Need`, as numbers: numba's cache knows when this file has changed, and does
@@ -218,56 +224,93 @@ def add(address: int, num_elements: int, features: int, needs: int, rows: np.nda
     _add(address, num_elements, features, needs, rows[row], latest)
 
 
+# Sums in the precision of `one`, which is 1.
+
+
 @njit(fastmath=ANY_ORDER)
-def _squares_of_difference(own: np.ndarray, other: np.ndarray) -> float:
-    total = 0.0
+def _squares_in(one: float, own: np.ndarray) -> float:
+    total = one - one
     for i in range(own.size):
-        value = np.float64(own[i] - other[i])
+        value = own[i] * one
         total += value * value
     return total
 
 
 @njit(fastmath=ANY_ORDER)
-def _squares_of_shifted_difference(own: np.ndarray, other: np.ndarray, shift: np.ndarray) -> float:
-    total = 0.0
+def _squares_of_difference(one: float, own: np.ndarray, other: np.ndarray) -> float:
+    total = one - one
     for i in range(own.size):
-        value = np.float64(own[i] - other[i] - shift[i])
+        value = (own[i] - other[i]) * one
         total += value * value
     return total
 
 
-@njit("void(int64, int64, int64, int64, int64, float64[:, ::1], int64, float64[::1])", cache=True)
-def add_difference(
-    address: int, other: int, shift: int, num_elements: int, features: int, rows: np.ndarray, row: int, latest: np.ndarray
-) -> None:
-    """Merge the squares of the difference of two tensors into a row; the difference itself is never written down.
+@njit(fastmath=ANY_ORDER)
+def _squares_of_shifted_difference(one: float, own: np.ndarray, other: np.ndarray, shift: np.ndarray) -> float:
+    total = one - one
+    for i in range(own.size):
+        value = (own[i] - other[i] - shift[i]) * one
+        total += value * value
+    return total
+
+
+@njit
+def _squares_of_tokens(one: float, address: int, other: int, shift: int, num_elements: int, features: int) -> float:
+    """Sum of squares of whole tokens, or of what is left of them without ``other`` and ``shift``; see :func:`add_differences`."""
+    own = carray(_pointer(address), (num_elements,), np.float32)
+    if shift == 0 and other == 0:
+        return float(_squares_in(one, own))
+    if shift == 0:
+        return float(_squares_of_difference(one, own, carray(_pointer(other), (num_elements,), np.float32)))
+    shifts = carray(_pointer(shift), (features,), np.float32)
+    total = 0.0
+    for start in range(0, num_elements, features):
+        token = own[start : start + features]
+        if other == 0:
+            total += _squares_of_difference(one, token, shifts)
+        else:
+            others = carray(_pointer(other + start * ELEMENT_BYTES), (features,), np.float32)
+            total += _squares_of_shifted_difference(one, token, others, shifts)
+    return total
+
+
+@njit
+def _squares_of_chunk(address: int, other: int, shift: int, num_elements: int, features: int) -> float:
+    """As :func:`_squares_of_tokens`, in float32 where that is as good: it holds twice the elements of a vector, and none is widened."""
+    if num_elements <= CHUNK_ELEMENTS:
+        quick = _squares_of_tokens(np.float32(1.0), address, other, shift, num_elements, features)
+        # Else a square may have left float32, upwards or downwards. Of so few elements, summed up in lanes, little is rounded away.
+        if LEAST_QUICK < quick < np.inf:
+            return float(quick)
+    return float(_squares_of_tokens(1.0, address, other, shift, num_elements, features))
+
+
+@njit("void(int64[:, ::1], int64, int64, int64[:, ::1], float64[:, ::1])", cache=True)
+def add_differences(differences: np.ndarray, num_elements: int, features: int, targets: np.ndarray, rows: np.ndarray) -> None:
+    """Merge the squares of several differences into rows; they are never written down.
+
+    What several of them are made of is read from memory once.
 
     Args:
-        address: Of the first of ``num_elements`` float32 elements that lie one after the other.
-        other: Address of as many elements that are taken from these; 0 for none.
-        shift: Address of ``features`` elements that are taken from every token; 0 for none.
+        differences: Of each the address of the first of ``num_elements`` float32 elements that lie one after the other; the
+            address of as many that are taken from these, 0 for none; the address of ``features`` that are taken from every
+            token, 0 for none.
         num_elements: At least 1.
         features: Size of the last dimension.
+        targets: Which difference goes into which row: pairs of the number of a row and that of a difference.
         rows: As for :func:`add`.
-        row: As for :func:`add`.
-        latest: As for :func:`add`.
     """
-    _clear(latest)
-    latest[ELEMENTS] = num_elements
-    total = 0.0
-    if shift == 0:
-        own = carray(_pointer(address), (num_elements,), np.float32)
-        total = _squares_of_difference(own, carray(_pointer(other), (num_elements,), np.float32))
-    else:
-        shifts = carray(_pointer(shift), (features,), np.float32)
-        for start in range(0, num_elements * ELEMENT_BYTES, features * ELEMENT_BYTES):
-            own = carray(_pointer(address + start), (features,), np.float32)
-            if other == 0:
-                total += _squares_of_difference(own, shifts)
-            else:
-                total += _squares_of_shifted_difference(own, carray(_pointer(other + start), (features,), np.float32), shifts)
-    latest[SQUARES] = total
-    _merge(latest, rows[row])
+    totals = np.zeros((len(differences), NUM_FIELDS))
+    chunk = max(1, SHARED_CHUNK_ELEMENTS // features) * features
+    for start in range(0, num_elements, chunk):
+        size = min(chunk, num_elements - start)
+        offset = start * ELEMENT_BYTES
+        for i in range(len(differences)):
+            address, other, shift = differences[i]
+            totals[i, SQUARES] += _squares_of_chunk(address + offset, other + offset if other else 0, shift, size, features)
+    for row, i in targets:
+        totals[i, ELEMENTS] = num_elements
+        _merge(totals[i], rows[row])
 
 
 @njit("void(int64[:, ::1], int64, float64[:, ::1], float64[::1])", cache=True)

@@ -29,6 +29,10 @@ class Difference:
         if self.other is not None and self.tensor.shape != self.other.shape:
             raise ValueError(f"its shape is {tuple(self.tensor.shape)}, and that of what it is compared with {tuple(self.other.shape)}")
 
+    def written(self) -> Tensor:
+        """The difference as a tensor: the tensor itself where nothing is taken from it, in its own precision."""
+        return self.tensor if self.other is None and self.shift is None else self.computed()
+
     def computed(self) -> Tensor:
         """The difference, in float32 or float64."""
         result = _wide(self.tensor)

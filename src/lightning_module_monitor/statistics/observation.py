@@ -7,7 +7,7 @@ import itertools
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,27 +66,29 @@ class Observation:
         if watch.functions:
             self._call_functions(watch, tensor)
 
-    def observe_for(self, tensor: Tensor | Difference, wishes: Iterable[tuple[Watch, int]]) -> None:
-        """Take one tensor in for several rows, and measure it once where they need no more than the first does.
+    def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> None:
+        """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
 
         Args:
-            tensor: As :meth:`observe` takes it, or a difference of such.
-            wishes: Watches, each with the row that the tensor is for: ``OWN`` or ``BASE``.
+            terms: Differences of tensors as :meth:`observe` takes them, each with watches, and for each watch the row that it is
+                for: ``OWN`` or ``BASE``. What is made of the same tensors is best taken in together.
         """
-        measured = 0
-        for watch, part in wishes:
-            needs = watch.base_needs if part == BASE else watch.needs
-            # A row that no histogram was asked for gets none.
-            if needs and not needs & ~measured and not (needs ^ measured) & Need.HISTOGRAM:
-                self._table.add_last_again(self._row(watch) + part)
-            elif needs:
-                if isinstance(tensor, Difference):
-                    self._table.add_difference(self._row(watch) + part, tensor, needs)
-                else:
-                    self._table.add(self._row(watch) + part, _strided(tensor), needs)
-                measured = needs
-            if watch.functions and part == OWN:
-                self._call_functions(watch, tensor.computed() if isinstance(tensor, Difference) else tensor)
+        self._table.add_differences(self._needed(terms))
+
+    def _needed(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> Iterator[tuple[list[int], Difference, int]]:
+        """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
+        for term, wishes in terms:
+            difference = Difference(_strided(term.tensor), term.other, term.shift)
+            rows: dict[int, list[int]] = {}
+            for watch, part in wishes:
+                needs = watch.base_needs if part == BASE else watch.needs
+                if needs:
+                    # A row that no histogram was asked for gets none.
+                    enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                    rows.setdefault(next(enough, needs), []).append(self._row(watch) + part)
+                if watch.functions and part == OWN:
+                    self._call_functions(watch, difference.written())
+            yield from ((of_needs, difference, needs) for needs, of_needs in rows.items())
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -104,7 +106,7 @@ class Observation:
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._table.add_difference(row + OWN, difference, watch.needs)
+                self._table.add_differences([([row + OWN], difference, watch.needs)])
             if watch.base_needs:
                 self._table.add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:

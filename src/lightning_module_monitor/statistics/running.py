@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -64,6 +64,16 @@ def compiled_histogram() -> ModuleType | None:
     return compiled
 
 
+@functools.cache
+def compiled_operator_norm() -> ModuleType | None:
+    """The compiled kernel of operator norms, where :func:`kernel` works."""
+    if kernel() is None:
+        return None
+    from lightning_module_monitor.statistics import compiled_operator_norm as compiled
+
+    return compiled
+
+
 def takes(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for."""
     # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; while torch.jit traces, sizes are no
@@ -81,7 +91,7 @@ def takes(tensor: Tensor) -> bool:
 def takes_difference(difference: Difference, needs: int) -> bool:
     """Whether a difference can be measured here without being written down: its squares, of float32 elements in order."""
     parts = [part for part in (difference.tensor, difference.other, difference.shift) if part is not None]
-    if needs != Need.SQUARES or len(parts) == 1 or not all(takes(part) and _is_in_order(part) for part in parts):
+    if needs != Need.SQUARES or not all(takes(part) and is_in_order(part) for part in parts):
         return False
     return difference.shift is None or difference.shift.shape == difference.tensor.shape[-1:]
 
@@ -111,7 +121,7 @@ class RunningRows:
         if row >= len(self._rows):
             self._grow(row)
         features = _features(tensor, needs)
-        if _is_in_order(tensor):
+        if is_in_order(tensor):
             _kernel().add(tensor.data_ptr(), tensor.numel(), features, needs, self._rows, row, self._latest)
             return
         self._whole[:] = _identity(1)
@@ -120,14 +130,22 @@ class RunningRows:
         self._latest[:] = self._whole[0]
         _kernel().merge(self._latest, self._rows, row)
 
-    def add_difference(self, row: int, difference: Difference) -> None:
-        """Merge the squares of a difference that :func:`takes_difference` is true of into a row."""
-        if row >= len(self._rows):
-            self._grow(row)
-        tensor, other, shift = difference.tensor, difference.other, difference.shift
-        addresses = tensor.data_ptr(), 0 if other is None else other.data_ptr(), 0 if shift is None else shift.data_ptr()
-        features = tensor.shape[-1] if tensor.dim() else 1
-        _kernel().add_difference(*addresses, tensor.numel(), features, self._rows, row, self._latest)
+    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference]]) -> None:
+        """Merge the squares of differences that :func:`takes_difference` is true of, each into rows; those of one shape together."""
+        alike: defaultdict[torch.Size, list[tuple[Sequence[int], Difference]]] = defaultdict(list)
+        for rows, difference in differences:
+            alike[difference.tensor.shape].append((rows, difference))
+        for shape, members in alike.items():
+            targets = [(row, place) for place, (rows, _difference) in enumerate(members) for row in rows]
+            highest = max(row for row, _place in targets)
+            if highest >= len(self._rows):
+                self._grow(highest)
+            addresses = [
+                (_address(one.tensor), _address(one.other), _address(one.shift)) for _rows, one in members
+            ]  # fmt: skip
+            features = shape[-1] if shape else 1
+            table, pairs = np.array(addresses, dtype=np.int64), np.array(targets, dtype=np.int64)
+            _kernel().add_differences(table, shape.numel(), features, pairs, self._rows)
 
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""
@@ -139,7 +157,7 @@ class RunningRows:
         """Like :meth:`add` for many tensors that exist at the same time, by one call for all of the same needs."""
         by_needs: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         for row, tensor, needs in rows:
-            if _is_in_order(tensor):
+            if is_in_order(tensor):
                 by_needs[needs].append((row, tensor.data_ptr(), tensor.numel(), _features(tensor, needs)))
             else:
                 self.add(row, tensor, needs)
@@ -159,12 +177,17 @@ class RunningRows:
         self._rows = np.concatenate([self._rows, _identity(max(len(self._rows), row + 1 - len(self._rows)))])
 
 
+def _address(tensor: Tensor | None) -> int:
+    """Where the elements begin; 0 for nothing."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _identity(num_rows: int) -> np.ndarray:
     """Moments of empty tensors, shape ``(num_rows, NUM_FIELDS)``, float64."""
     return np.stack([field.numpy() for field in Moments.of_nothing(num_rows)], axis=1)
 
 
-def _is_in_order(tensor: Tensor) -> bool:
+def is_in_order(tensor: Tensor) -> bool:
     """Whether the elements lie in memory as float32, one after the other: not negated by a flag, nor zeros without memory."""
     return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
@@ -176,7 +199,7 @@ def parts_in_order(tensor: Tensor, features: int = 1) -> Iterator[Tensor]:
         tensor: Any that :func:`takes` is true of.
         features: A part is a multiple of so many elements.
     """
-    if _is_in_order(tensor):
+    if is_in_order(tensor):
         yield tensor.detach().view(-1)
         return
     flat = tensor.detach().resolve_neg().reshape(-1)

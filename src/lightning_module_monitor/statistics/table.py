@@ -54,14 +54,25 @@ class Table:
             self._histograms.add(row, tensor)
             self._last.append(self._histograms)
 
-    def add_difference(self, row: int, difference: Difference, needs: int) -> None:
-        """Merge all elements of a difference into a row, as :meth:`add` does those of a tensor."""
-        if difference.tensor.numel() and takes_difference(difference, needs):
+    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]]) -> None:
+        """Merge all elements of each of several differences into rows, as :meth:`add` does those of a tensor.
+
+        Args:
+            differences: Rows, difference and needs of each. What is not written down and of one shape is read at once.
+        """
+        unwritten = []
+        for rows, difference, needs in differences:
+            if not difference.tensor.numel():
+                continue
+            if takes_difference(difference, needs):
+                unwritten.append((rows, difference))
+                continue
+            self.add(rows[0], difference.written(), needs)
+            for row in rows[1:]:
+                self.add_last_again(row)
+        if unwritten:
             self._running = self._running or RunningRows()
-            self._running.add_difference(row, difference)
-            self._last = [self._running]
-        else:
-            self.add(row, difference.computed(), needs)
+            self._running.add_differences(unwritten)
 
     def add_last_again(self, row: int) -> None:
         """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""
