@@ -33,22 +33,18 @@ from lightning_module_monitor.config import (
 )
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
-from lightning_module_monitor.modules.copies import differing_tensors, frozen_copy, lazy_tensors, load_weights, set_tensors, tensors_of
 from lightning_module_monitor.modules.hooks import HookSet
 from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.redirected import RedirectedCalls
+from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
-from lightning_module_monitor.training_twin import run_training_step, silence
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""
-
-INIT, MODULE = "init", "module"
-"""Where a reference is from, if it is not from a file: the model as it was, or a module that was handed over."""
 
 # A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
 _messages = logging.getLogger("lightning.pytorch.module_monitor")
@@ -145,10 +141,9 @@ class ModuleMonitorCallback(Callback):
         self._dry_run = dry_run
         self._module_name = module
         reference = os.fspath(reference) if isinstance(reference, os.PathLike) else reference
-        self._reference_source: str | nn.Module | None = INIT if reference is None and rcc is True else reference
         self._save_reference = save_reference
-        self._reference: nn.Module | None = None
-        """Kept after the run, for a checkpoint that is written then."""
+        source = INIT if reference is None and rcc is True else reference
+        self._reference = None if source is None else ReferenceOfRun(source, module, is_saved=save_reference, messages=_messages)
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
@@ -204,7 +199,7 @@ class ModuleMonitorCallback(Callback):
 
     def _add_reference_rules(self, rcc: bool) -> None:
         """The rules that the reference and the coordinate check stand for."""
-        source, needed_by = self._reference_source, self.monitor.needs_reference()
+        source, needed_by = None if self._reference is None else self._reference.source, self.monitor.needs_reference()
         if not isinstance(rcc, bool):
             raise ConfigError(f"rcc is {rcc!r}; expected true or false.")
         if source is None and needed_by is not None:
@@ -228,9 +223,8 @@ class ModuleMonitorCallback(Callback):
         self._first_step: int | None = None
         self._is_fit = False
         self._runs_steps_again = False
-        self._is_resumed = False
-        self._saved_reference: Mapping[str, Any] | None = None
-        self._initial: Mapping[str, Tensor] | None = None
+        if self._reference is not None:
+            self._reference.begin()
         self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
@@ -243,11 +237,9 @@ class ModuleMonitorCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: the path of the store that it goes on in, and the reference."""
         state: dict[str, Any] = {"format": 1, "store": self.store_path}
-        if self._reference is not None and self._save_reference:
-            source = self._reference_source if isinstance(self._reference_source, str) else MODULE
-            # Of a checkpoint the path is enough.
-            tensors = tensors_of(self._reference) if source in (INIT, MODULE) else {}
-            state["reference"] = {"source": source, "tensors": tensors}
+        reference = None if self._reference is None else self._reference.state()
+        if reference is not None:
+            state["reference"] = reference
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,18 +247,17 @@ class ModuleMonitorCallback(Callback):
         if self._is_fit:
             self.store_path = state_dict.get("store")
             self._runs_steps_again = True
-            self._saved_reference = state_dict.get("reference")
+            if self._reference is not None:
+                self._reference.load(state_dict.get("reference"))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The model has the weights of a checkpoint, also where that knows nothing of this callback."""
-        self._is_resumed = self._is_fit
+        if self._is_fit and self._reference is not None:
+            self._reference.resume()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
-            "_last_trainer": None,
-            "_reference": None,
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {"_last_trainer": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -289,13 +280,10 @@ class ModuleMonitorCallback(Callback):
             remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
             raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, and no reference can run its training_step; {remedy}.")
         _refuse_unsupported(trainer, pl_module)
-        if self._is_fit:
-            self._reference = None
         if not _makes_layers_late(pl_module):
             self._set_module(trainer, pl_module)
-        if self._is_fit and self._uses_reference() and self._reference_source == INIT:
-            # Before a checkpoint's weights come in, if any will: Lightning does not say so yet.
-            self._initial = self._values_now(pl_module)
+        if self._is_fit and self._reference is not None and self._uses_reference():
+            self._reference.begin_fit(pl_module, self.monitor)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""
@@ -304,8 +292,8 @@ class ModuleMonitorCallback(Callback):
         if not self.monitor.has_module():
             _refuse_unsupported(trainer, pl_module)  # what was made since may be compiled
             self._set_module(trainer, pl_module)
-        if self._uses_reference():
-            self._prepare_reference(trainer, pl_module)
+        if self._reference is not None and self._uses_reference():
+            self._reference.prepare(trainer, pl_module, self.monitor)
         if not trainer.is_global_zero:
             return
         if self._dry_run:
@@ -322,7 +310,7 @@ class ModuleMonitorCallback(Callback):
         """Take everything off; the reference leaves the device with the model."""
         self._close()
         if self._reference is not None:
-            self._reference.cpu()
+            self._reference.leave_device()
 
     # A training step
 
@@ -343,8 +331,8 @@ class ModuleMonitorCallback(Callback):
                     watch_update(optimizer, self._before_update, self._after_update, self._update_hooks)
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
         self.monitor.end_backward()
-        if self.monitor.awaits_reference():
-            self._run_reference(trainer, batch, batch_idx)
+        if self._reference is not None and self.monitor.awaits_reference():
+            self._reference.run(trainer, batch, batch_idx, self.monitor)
 
     @_never_fatal
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -475,72 +463,7 @@ class ModuleMonitorCallback(Callback):
                 raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
 
     def _uses_reference(self) -> bool:
-        return self._reference_source is not None and TRAIN in self._stages and not self._dry_run
-
-    def _values_now(self, pl_module: LightningModule) -> Mapping[str, Tensor] | None:
-        """A copy of what the reference would be a copy of; ``None`` where that is still to be made."""
-        try:
-            live = self.monitor.watched_module() if self.monitor.has_module() else pl_module.get_submodule(self._module_name or "")
-        except AttributeError:
-            return None
-        return None if lazy_tensors(live) else {name: tensor.clone() for name, tensor in tensors_of(live).items()}
-
-    def _make_reference(self) -> nn.Module:
-        """A sibling of what is watched."""
-        source, live = self._reference_source, self.monitor.watched_module()
-        if isinstance(source, nn.Module):
-            # Theirs stays as it is.
-            live = source
-        if self._module_name is None and not isinstance(live, LightningModule):
-            expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
-            raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
-        reference = frozen_copy(live, self._module_name or "")
-        if isinstance(source, str) and source != INIT:
-            load_weights(reference, source, self._module_name)
-        if isinstance(reference, LightningModule):
-            silence(reference)
-        return reference
-
-    def _prepare_reference(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand the monitor the reference, with the values that a run which is resumed compared with.
-
-        It is copied now, when all that makes a model has had its turn (its own ``setup``, other callbacks); where a
-        checkpoint's weights have come in since, it gets back those of before.
-        """
-        reference = trainer.precision_plugin.convert_module(self._make_reference()).to(pl_module.device)
-        if self._initial is not None and differing_tensors(reference, self._initial):
-            self._initial = None  # of layers that were made since
-        values = self._values_of_a_resumed_run()
-        try:
-            if values is not None:
-                set_tensors(reference, values)
-            self.monitor.set_reference_module(reference, follows=self._module_name is not None)
-        except ValueError as error:
-            raise ConfigError(f"reference: {error}") from error
-        self._reference, self._initial = reference, None
-
-    def _values_of_a_resumed_run(self) -> Mapping[str, Tensor] | None:
-        """The reference's values of before; ``None`` if those that it has are right. Says where they are not of the same."""
-        saved, source = self._saved_reference, self._reference_source
-        name = source if isinstance(source, str) else MODULE
-        if saved is not None and saved["source"] == name:
-            return saved["tensors"] or None
-        if saved is not None:
-            _messages.warning("The run that is resumed had reference %r; this one has %r.", saved["source"], name)
-        elif self._is_resumed and source == INIT:
-            fresh = "a new initialization, which is the first run's only if the seed is the same"
-            what = "the checkpoint's weights" if self._initial is None else fresh
-            _messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
-        return self._initial if self._is_resumed else None
-
-    def _run_reference(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
-        """Run the reference on the batch that the model is about to get."""
-        assert isinstance(self._reference, LightningModule)
-        try:
-            with self.monitor.running_reference():
-                run_training_step(self._reference, trainer, batch, batch_idx)
-        except Exception as error:
-            self.monitor.reference_failed(error)
+        return self._reference is not None and TRAIN in self._stages and not self._dry_run
 
     def _planned_keys(self) -> list[str]:
         return self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)

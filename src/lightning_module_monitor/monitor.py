@@ -355,6 +355,11 @@ class ModuleMonitor:
         of_rules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].needs_reference)
         return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_rules), None)
 
+    def needs_running_reference(self) -> str | None:
+        """The first rule with a kind that a reference has to run for, and that kind; ``None`` if no rule has one."""
+        of_modules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].site == "module")
+        return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_modules if KINDS[kind].needs_reference), None)
+
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
         return bool(self._rules) or self._gradient_flow is not None or self._capture is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.scenarios import TOGETHER
 from filelock import FileLock
 from helpers.launch import finish, results, start
 
@@ -15,18 +16,18 @@ SCRIPT = Path(__file__).with_name("scenarios.py")
 
 
 @pytest.fixture(scope="session")
-def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str, list[str]], list[Any]]:
-    """Gives what one scenario returned on each rank; the first to ask runs all that are asked for together."""
+def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
+    """Gives what one scenario returned on each rank; the first to ask runs all that are run together."""
     own = tmp_path_factory.getbasetemp()
     # Workers share the parent of their own folders; without workers that belongs to all runs.
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    def run(num_ranks: int, scenario: str, together: list[str]) -> list[Any]:
-        folder = shared / f"distributed_{num_ranks}_{together[0]}"
+    def run(num_ranks: int, scenario: str) -> list[Any]:
+        folder = shared / f"ranks_{num_ranks}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
-                said = finish(start(SCRIPT, num_ranks, folder, *together))
+                said = finish(start(SCRIPT, num_ranks, folder, *TOGETHER[num_ranks]))
                 (folder / "said.txt").write_text("\n\n".join(said))
         said_text = (folder / "said.txt").read_text()
         try:

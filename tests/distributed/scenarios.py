@@ -437,8 +437,10 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
         rules = [*_rules(), Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last})]
         if tensor_parallel > 1:
             rules[0] = dataclasses.replace(rules[0], statistics=[name for name in EVERYTHING if not name.startswith("token")])
+        rules.append(Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], functions={"largest": largest_difference}))
         callback = ModuleMonitorCallback(
             every_n_steps=1,
+            reference="init",
             rules=rules,
             gradient_flow=GradientFlow(blocks=["network.first", "network.up", "network.head"]),
             on_error="raise",
@@ -462,6 +464,11 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+def largest_difference(x: Tensor, y: Tensor) -> Tensor:
+    """A function of two whole tensors."""
+    return (x - y).abs().max() * x.numel()
+
+
 def second_to_last(x: Tensor) -> Tensor:
     """A function that parts of a tensor do not tell of: of its last element and the one before."""
     return x.flatten()[-1] - 2 * x.flatten()[-min(2, x.numel())]
@@ -478,6 +485,11 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
 }
+
+
+OF_ANY_NUMBER = [name for name in SCENARIOS if name not in ("tensor_parallel", "laid_out_activations", "both_ways")]
+TOGETHER = {2: [*OF_ANY_NUMBER, "tensor_parallel", "laid_out_activations"], 3: OF_ANY_NUMBER, 4: ["both_ways"]}
+"""What is run by one set of processes, which take seconds to start, by their number."""
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -15,7 +15,7 @@ from helpers.zoo import RawTensors, raw_tensors
 from torch import Tensor
 from torch.nn import functional as F
 
-RunScenarios = Callable[[int, str, list[str]], list[Any]]
+RunScenarios = Callable[[int, str], list[Any]]
 
 MODELS = [name.removeprefix("zoo_") for name in SCENARIOS if name.startswith("zoo_")]
 MICRO_BATCHES = 2
@@ -60,7 +60,7 @@ def whole(tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Uneven micro-batches, accumulation without synchronization, clipping, shared and frozen layers, outputs of all shapes."""
-    by_rank = run_scenarios(num_ranks, f"zoo_{model}", [name for name in SCENARIOS if name.startswith("zoo_")])
+    by_rank = run_scenarios(num_ranks, f"zoo_{model}")
     result = by_rank[0]
     assert [record.step for record in result["records"]] == [0, 1, 2]
     for other in by_rank[1:]:
@@ -95,7 +95,7 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
-    by_rank = run_scenarios(num_ranks, "zoo_outputs", [name for name in SCENARIOS if name.startswith("zoo_")])
+    by_rank = run_scenarios(num_ranks, "zoo_outputs")
     assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
     assert any("Watching" in message for message in by_rank[0]["said"])
     for other in by_rank[1:]:

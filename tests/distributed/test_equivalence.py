@@ -15,9 +15,7 @@ from distributed import scenarios
 from lightning_module_monitor import load_store
 from lightning_module_monitor.record import Key
 
-RunScenarios = Callable[[int, str, list[str]], list[Any]]
-
-TOGETHER = ["whole_and_parts", "unchanged", "branches", "one_rank_fails"]
+RunScenarios = Callable[[int, str], list[Any]]
 
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
@@ -47,7 +45,7 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
     """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
     whole = scenarios.whole_and_parts(tmp_path)
     assert len(whole["records"]) == 8
-    by_rank = run_scenarios(num_ranks, "whole_and_parts", TOGETHER)
+    by_rank = run_scenarios(num_ranks, "whole_and_parts")
     for result in by_rank:
         assert_same(whole, result, num_ranks)
     values = by_rank[0]["records"][-1].values
@@ -66,9 +64,8 @@ def test_parameters_that_are_laid_out_over_ranks(
     scenario: str, num_ranks: int, num_shares: int, run_scenarios: RunScenarios, tmp_path: Path
 ) -> None:
     """FSDP2 and tensor parallel: even, uneven and empty shards, local slices, replicated activations; every element once."""
-    together = {2: ["fully_sharded", "tensor_parallel", "laid_out_activations"], 3: ["fully_sharded"], 4: ["both_ways"]}[num_ranks]
     whole = scenarios.SCENARIOS[scenario](tmp_path)
-    for result in run_scenarios(num_ranks, scenario, together):
+    for result in run_scenarios(num_ranks, scenario):
         assert_same(whole, result, num_shares)
         assert [calls.count("all_reduce") for calls in result["collectives"]] == [2 if num_shares == num_ranks else 3] * 3
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
@@ -87,7 +84,7 @@ def expected_factor(key: str, num_ranks: int) -> float:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
-    for result in run_scenarios(num_ranks, "unchanged", TOGETHER):
+    for result in run_scenarios(num_ranks, "unchanged"):
         plain, monitored = result["states"]
         assert result["seen"] > 100
         assert plain.keys() == monitored.keys()
@@ -97,7 +94,7 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A module, a second output, and from step 1 on heads of attention: two collectives a step, more only where something is new."""
-    by_rank = run_scenarios(num_ranks, "branches", TOGETHER)
+    by_rank = run_scenarios(num_ranks, "branches")
     alone = {"activation/model.only/norm", "activation/model.pair.output_1/mean", "activation/model.pair.output_1/hist"}
     for result in by_rank:
         keys = [{*record.values, *record.histograms} for record in result["records"]]
@@ -134,7 +131,7 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
-    by_rank = run_scenarios(num_ranks, "one_rank_fails", TOGETHER)
+    by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
         assert [record.step for record in result["records"]] == [0, 1, 2, 4, 5]
         assert [record.values["monitor/errors"] for record in result["records"]] == [0, 1, 0, 0, 0]
@@ -147,7 +144,7 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
 
 def test_the_store_has_what_all_ranks_have(run_scenarios: RunScenarios, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The file that rank 0 writes holds the records that every rank has."""
-    by_rank = run_scenarios(2, "whole_and_parts", TOGETHER)
+    by_rank = run_scenarios(2, "whole_and_parts")
     assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
     assert by_rank[1]["files"] == []
     store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")

@@ -60,6 +60,23 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     return twin.requires_grad_(False)
 
 
+def parameter_copy(module: nn.Module) -> nn.Module:
+    """A module of the same names with copies of the parameters, and nothing else: it cannot run.
+
+    For parameters that are laid out over ranks, whose module cannot be copied: each rank copies its part.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    for part in module.modules():
+        copies[part] = nn.Module()
+    for part, twin in copies.items():
+        for name, parameter in part._parameters.items():
+            kept = None if parameter is None else nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            twin.register_parameter(name, kept)
+        for name, child in part._modules.items():
+            twin.add_module(name, None if child is None else copies[child])
+    return copies[module]
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a module, also those that its ``state_dict`` leaves out, detached."""
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

@@ -82,9 +82,13 @@ class ParameterProbe(Probe):
 
     def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
         try:
-            own = own_part(parameter.detach(), self.rank)
-            if own is not None:
-                self.observation.observe_pair(watch, own, twin.detach().to(own.device))
+            own, of_twin = own_part(parameter.detach(), self.rank), own_part(twin.detach(), self.rank)
+            if own is not None and of_twin is not None:
+                self.observation.measure_pair(watch, own, of_twin.to(own.device))
+            if watch.functions:
+                whole, whole_twin = (one.full_tensor() if is_sharded(one) else one for one in (parameter.detach(), twin.detach()))
+                if self.rank == 0:
+                    self.observation.call_functions(watch, whole, whole_twin.to(whole.device))
         except Exception as error:
             self.observation.fail(watch, parameter, error)
 

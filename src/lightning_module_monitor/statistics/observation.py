@@ -101,6 +101,11 @@ class Observation:
         Raises:
             ValueError: If their shapes differ.
         """
+        self.measure_pair(watch, current, reference)
+        self.call_functions(watch, current, reference)
+
+    def measure_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
+        """:meth:`observe_pair` without the functions: of tensors that are parts of what a function is to get."""
         current, reference = _strided(current), _strided(reference)
         difference = Difference(current, reference)
         if watch.statistics or watch.histograms:
@@ -113,8 +118,6 @@ class Observation:
                 self._table.add(row + CURRENT, current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
                 self._table.add(row + PRODUCT, current.double() * reference, Need.MEAN)
-        if watch.functions:
-            self._call_functions(watch, current, reference)
 
     def observe_last_again(self, watch: Watch) -> None:
         """Take the tensor that :meth:`observe` got last in once more, for a watch without functions and with the same needs."""
@@ -140,10 +143,10 @@ class Observation:
                 self._give_up(watch)
             raise
 
-    def call_functions(self, watch: Watch, tensor: Tensor) -> None:
-        """Give a tensor to the functions, and to nothing else."""
+    def call_functions(self, watch: Watch, *tensors: Tensor) -> None:
+        """Give a tensor, or both of a pair, to the functions, and to nothing else."""
         if watch.functions:
-            self._call_functions(watch, _strided(tensor))
+            self._call_functions(watch, *(_strided(tensor) for tensor in tensors))
 
     def observe_rows(self, watches: Sequence[Watch], values: Tensor, counts: Tensor) -> None:
         """Take in a short tensor for each of several watches, of which not every element has to count.
