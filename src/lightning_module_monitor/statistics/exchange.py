@@ -94,13 +94,19 @@ class Directory:
         """Those that are not in it."""
         return [watch for watch in watches if watch.identity not in self.watches]
 
-    def learn(self, told: Sequence[bytes]) -> None:
-        """Add what ranks have told, in their order."""
+    def learn(self, told: Sequence[bytes], own: Iterable[Watch]) -> None:
+        """Add what ranks have told, in their order.
+
+        Args:
+            told: What :func:`message_of` made on each of them.
+            own: What this rank has told.
+        """
+        # Where this rank has the watch, or the rule, it has what cannot be sent: the functions themselves.
+        of_this_rank = {watch.identity: watch for watch in own}
         for message in told:
             for watch in pickle.loads(message):
-                # Where this rank has the rule, it has what cannot be sent: the functions themselves.
-                known = self.watches.get(watch.origin.identity) if watch.origin is not None else None
-                self.add([watch if known is None else known.at(watch.site)])
+                origin = self.watches.get(watch.origin.identity) if watch.origin is not None else None
+                self.add([of_this_rank.get(watch.identity, watch) if origin is None else origin.at(watch.site)])
 
 
 def message_of(watches: Sequence[Watch], failed: Callable[[Watch, Exception], None]) -> bytes:
@@ -156,7 +162,7 @@ class Exchange:
             if together is not None:
                 return together
             message = message_of(unknown, failed)
-            self.directory.learn(self.ranks.gather(message))
+            self.directory.learn(self.ranks.gather(message), unknown)
             untold.update(watch.identity for watch in self.directory.unknown(unknown))
 
     def _exchanged(self, share: Share, has_more: bool) -> Together | None:

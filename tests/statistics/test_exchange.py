@@ -1,0 +1,181 @@
+"""Whatever each rank has seen: together it is what one process would have seen, on every rank, for two collectives."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import Meeting, ThreadRank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_module_monitor import STATISTICS, Statistic
+from lightning_module_monitor.statistics.exchange import Directory, Exchange, message_of
+from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
+
+NUM_WATCHES = 5
+PLAIN = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.paired and not one.relative}
+RELATIVE = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and (one.paired or one.relative)}
+
+
+def quartiles(values: Tensor) -> dict[str, Tensor]:
+    """An aggregate of the user's, of all values of a step."""
+    return {"low": values.quantile(0.25), "high": values.quantile(0.75)}
+
+
+def wishes() -> list[Watch]:
+    """The plan of a rank: every rank makes its own, alike."""
+    functions = [
+        UserFunction("average", torch.mean, "mean"),
+        UserFunction("total", torch.sum, "sum"),
+        UserFunction("least", torch.min, "min"),
+        UserFunction("most", torch.max, "max"),
+        UserFunction("spread", torch.flatten, quartiles),
+    ]
+    return [
+        Watch("activation", "a", statistics=dict(PLAIN), histograms={"hist": None}),
+        Watch("activation", "b", statistics=dict(PLAIN), functions={one.name: one for one in functions}),
+        Watch("activation", "c", functions={one.name: one for one in functions}),
+        Watch("activation_difference", "d", statistics={**PLAIN, **RELATIVE}),
+        Watch("activation", "e", statistics={"norm": STATISTICS["norm"]}, histograms={"hist": None}),  # type: ignore[dict-item]
+    ]
+
+
+class Seen:
+    """A tensor that a rank sees, and of what: one of the planned watches, or a further output of one."""
+
+    def __init__(self, watch: int, further: int, seed: int) -> None:
+        self.watch, self.further = watch, further
+        self.tensor = torch.randn(2 + seed % 4, 3, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 5 - 2)
+
+    def show(self, observation: Observation, plan: list[Watch]) -> None:
+        watch = plan[self.watch]
+        watch = watch if not self.further else watch.at(f"{watch.site}.output_{self.further}")
+        if watch.kind == "activation_difference":
+            observation.observe_pair(watch, self.tensor, self.tensor.flip(0))
+        else:
+            observation.observe(watch, self.tensor)
+
+
+def no_trouble(watch: Watch, name: str, seen: str, error: Exception) -> None:
+    """Nothing fails here."""
+    raise AssertionError(f"{watch.kind} {watch.site} {name}, {seen}") from error
+
+
+seen_tensors = st.builds(Seen, st.integers(0, NUM_WATCHES - 1), st.integers(0, 2), st.integers(0, 50))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.lists(seen_tensors, max_size=6), min_size=2, max_size=4),
+    st.lists(st.lists(seen_tensors, max_size=3), min_size=4, max_size=4),
+)
+def test_any_shares_give_what_one_process_would_have(first: list[list[Seen]], second: list[list[Seen]]) -> None:
+    """Two steps: in the second the directory has been learnt, and only what is new costs more than two collectives."""
+    steps = [first, second[: len(first)]]
+    expected = []
+    for step in steps:
+        alone, plan = Observation(no_trouble), wishes()
+        for seen in (one for of_rank in step for one in of_rank):
+            seen.show(alone, plan)
+        expected.append((alone.collect(), alone.histograms))
+
+    def work(rank: ThreadRank) -> list[Any]:
+        plan = wishes()
+        exchange = Exchange(rank, plan)
+        found = []
+        for step in steps:
+            observation = Observation(no_trouble)
+            for seen in step[rank.index]:
+                seen.show(observation, plan)
+            found.append((observation.collect(exchange), observation.histograms))
+        return found
+
+    meeting: Meeting[list[Any]] = Meeting(len(first))
+    for of_rank in meeting.run(work):
+        for (values, histograms), (true_values, true_histograms) in zip(of_rank, expected, strict=True):
+            assert values.keys() == true_values.keys()
+            for key, value in true_values.items():
+                assert values[key] == pytest.approx(value, rel=1e-6, abs=1e-9 * abs(value) + 1e-12, nan_ok=True), key
+            assert histograms == true_histograms
+    known = {(one.watch, one.further) for of_rank in first for one in of_rank if one.further}
+    new = {(one.watch, one.further) for of_rank in steps[1] for one in of_rank if one.further} - known
+    maxima = meeting.calls.count("max")
+    assert maxima == meeting.calls.count("sum") == 2 + bool(known) + bool(new)
+
+
+def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
+    """A NaN result of one rank is NaN in every aggregate; an infinite one is infinite."""
+
+    def work(rank: ThreadRank) -> dict[str, float]:
+        plan = wishes()
+        observation = Observation(no_trouble)
+        value = {0: 1.0, 1: float("nan"), 2: float("inf")}[rank.index]
+        for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
+            shown = value if name == "nan" or rank.index != 1 else 2.0
+            own = Watch("own", name)
+            observation.add_result(own, UserFunction(name, float, aggregate), shown, 1)
+        return observation.collect(Exchange(rank, plan))
+
+    for values in Meeting[dict[str, float]](3).run(work):
+        assert np.isnan(values["own/nan/nan"])
+        assert (values["own/least/least"], values["own/total/total"], values["own/average/average"]) == (1.0, np.inf, np.inf)
+
+
+def test_errors_and_lost_steps_are_everybodys() -> None:
+    """Errors add up, what failed on one rank is NaN on all, and a step that one has lost all have lost."""
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], int, bool, bool]:
+        plan = wishes()
+        said: list[str] = []
+        observation = Observation(lambda watch, name, seen, error: said.append(name))
+        exchange = Exchange(rank, plan)
+        observation.observe(plan[0], torch.ones(2, 3))
+        if rank.index == 1:
+            observation.fail(plan[0], torch.ones(2), ValueError("on purpose"))
+        values = observation.collect(exchange)
+        lost = Observation(no_trouble)
+        lost.is_lost = rank.index == 2
+        lost.collect(exchange)
+        return values, observation.num_errors, bool(said), lost.is_lost
+
+    for index, (values, num_errors, has_said, is_lost) in enumerate(Meeting[Any](3).run(work)):
+        assert all(np.isnan(values[f"activation/a/{name}"]) for name in PLAIN)
+        assert (num_errors, has_said, is_lost) == (1, index == 1, True)
+
+
+def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
+    """What a user records on one rank only, with an aggregate of their own, that rank computes."""
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
+        said: list[str] = []
+        observation = Observation(lambda watch, name, seen, error: said.append(str(error)))
+        if rank.index == 0:
+            observation.add_result(
+                Watch("own", "site"), UserFunction("mine", float, lambda values: values.max()), torch.tensor([1.0, 5.0]), 2
+            )
+        return observation.collect(Exchange(rank, wishes())), said
+
+    (first, nothing), (other, said) = Meeting[Any](2).run(work)
+    assert first["own/site/mine"] == 5.0
+    assert nothing == []
+    assert np.isnan(other["own/site/mine"])
+    assert said == ["its aggregate is not known on this rank; expected every rank to record it"]
+
+
+def test_a_watch_that_cannot_be_sent_is_said_and_left_out() -> None:
+    """A statistic of the user's without a name of its own; the others go."""
+    unsendable = Watch("own", "a", statistics={"odd": Statistic(0, lambda moments: moments.mean)})
+    failed: list[str] = []
+    message = message_of([unsendable, Watch("own", "b")], lambda watch, error: failed.append(watch.site))
+    assert failed == ["a"]
+    assert [watch.site for watch in pickle.loads(message)] == ["b"]
+    directory = Directory([])
+    directory.learn([message], [])
+    assert [watch.site for watch in directory.watches.values()] == ["b"]
