@@ -51,8 +51,8 @@ def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
 
 
 def numbers(seed: int, rows: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-    """Normally distributed, shape ``(rows, 4)``."""
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)) * scale + mean
+    """Normally distributed, shape ``(rows, 4)``; in float64, of which no rank rounds anything away."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale + mean
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -65,7 +65,7 @@ def test_all_ranks_get_the_statistics_of_all_elements(num_ranks: int, scale: flo
 def test_a_row_that_only_some_ranks_have() -> None:
     """A module that runs on one rank only, an empty tensor, a row that nobody has: rows do not mix."""
     one, two = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
-    assert_merged([[[one], [], [], [two]], [[], [two], [], [torch.empty(0, 4)]], [[], [], [], [one, two]]])
+    assert_merged([[[one], [], [], [two]], [[], [two], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [one, two]]])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -92,7 +92,7 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
 )
 def test_any_split_over_ranks_is_the_whole(elements: list[float], owners: list[int]) -> None:
     """Tokens of four elements, dealt out to three ranks in any way."""
-    tokens = torch.tensor(elements[: len(elements) // 4 * 4]).view(-1, 4)
+    tokens = torch.tensor(elements[: len(elements) // 4 * 4], dtype=torch.float64).view(-1, 4)
     dealt: list[list[Tensor]] = [[], [], []]
     for token, owner in zip(tokens, owners, strict=False):
         dealt[owner].append(token)

@@ -3,10 +3,10 @@
 Importing this file needs numba (the extra ``fast``) and compiles it, the first time for some seconds; later the machine
 code is taken from numba's cache on disk. Nothing else imports numba.
 
-Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, and powers of two to stay within
-float32, here every element is widened to float64 as it is read: no square of a float32 leaves that, and no sum of them
-rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache while the loops
-that are needed pass over them; the compiler turns each loop into vector instructions.
+Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, a tensor is read here in *chunks* that
+stay in the first-level cache while the loops that are needed pass over them; the compiler turns each loop into vector
+instructions. A chunk's sums are of deviations, and in float32; where that is seen to have lost anything they are taken once
+more in float64, which no square of a float32 leaves. Chunks are merged in float64.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ CHUNK_ELEMENTS = 4096
 SHARED_CHUNK_ELEMENTS = 2048
 """Of each of the three tensors that a layer's terms are made of: they are in the cache together."""
 
+SQUARED_ELEMENTS = 1024
+"""So many squares, all of one sign, are summed up in float32: what is rounded away is below 1e-7."""
+
 LEAST_QUICK = 1e-27
 """A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 4096 times 1.2e-38."""
 
@@ -44,10 +47,14 @@ NEED_SUMS = 1 << 0 | 1 << 2 | 1 << 3
 NEED_COUNTS = 1 << 5 | 1 << 6
 """Zeros, non-finite."""
 
-SIGN = np.int32(-(2**31))
+LEAST = np.int32(-(2**31))
 MAGNITUDE_BITS = np.int32(2**31 - 1)
-INFINITY = np.int32(0x7F800000)
+INFINITY = 0x7F800000
 """The bits of float32's infinity: a magnitude of at least this is not finite."""
+SIGN = 1 << 31
+
+SAMPLE_ELEMENTS = 64
+"""So many of a chunk's elements tell where its sums are taken from."""
 
 ANY_ORDER = {"reassoc", "contract"}
 """Sums may be taken in any order, four or eight at a time. NaN, infinity and signed zero keep their meaning."""
@@ -64,59 +71,74 @@ def _pointer(_context: Any, _address: Any) -> Any:  # noqa: ANN401  # numba's pr
 
 
 @njit(fastmath=ANY_ORDER)
-def _sums(chunk: np.ndarray, center: float) -> tuple[float, float, float]:
-    """Sums of the deviations from ``center``, of their squares, and of the magnitudes."""
-    residual = 0.0
-    deviations = 0.0
-    magnitude = 0.0
+def _sums(one: float, chunk: np.ndarray, center: float, magnitude: float) -> tuple[float, float, float]:
+    """Sums of the deviations from ``center``, of their squares, and of what the magnitudes are more than ``magnitude``.
+
+    In the precision of ``one``, which is 1, and of the other two.
+    """
+    residual = one - one
+    deviations = one - one
+    excess = one - one
     for i in range(chunk.size):
-        value = np.float64(chunk[i])
+        value = chunk[i] * one
         residual += value - center
         deviations += (value - center) * (value - center)
-        magnitude += abs(value)
-    return residual, deviations, magnitude
+        excess += abs(value) - magnitude
+    return residual, deviations, excess
 
 
 @njit(fastmath=ANY_ORDER)
-def _squares(chunk: np.ndarray) -> float:
-    total = 0.0
-    for i in range(chunk.size):
-        value = np.float64(chunk[i])
+def _squares_in(one: float, own: np.ndarray) -> float:
+    total = one - one
+    for i in range(own.size):
+        value = own[i] * one
         total += value * value
     return total
 
 
-@njit
-def _extremes(bits: np.ndarray) -> tuple[np.int32, np.int32]:
-    """Largest and smallest, as integers that are in the order of the floats whose bits they are made of.
+@njit(fastmath=ANY_ORDER)
+def _means(sample: np.ndarray) -> tuple[float, float]:
+    """Mean, and mean magnitude, in float32."""
+    total = np.float32(0.0)
+    magnitude = np.float32(0.0)
+    for i in range(sample.size):
+        total += sample[i]
+        magnitude += abs(sample[i])
+    return np.float32(total / np.float32(sample.size)), np.float32(magnitude / np.float32(sample.size))
 
-    Integers, because a comparison of floats that must mind NaN is not vectorized. NaN lies outside of the infinities.
+
+@njit
+def _order(bits: np.ndarray) -> tuple[np.int32, np.int32, np.uint32, np.int32]:
+    """Largest and smallest of the floats' bits as integers with a sign, the largest without one, and how many are zero.
+
+    Integers, because a comparison of floats that must mind NaN is not vectorized: positive floats are in the order of their
+    bits, and negative ones in the other.
     """
-    largest = SIGN
+    largest = LEAST
     smallest = MAGNITUDE_BITS
+    most_negative = np.uint32(0)
+    zeros = np.int32(0)
     for i in range(bits.size):
-        ordered = np.int32(bits[i] ^ np.int32(np.int32(bits[i] >> 31) & MAGNITUDE_BITS))
-        largest = max(largest, ordered)
-        smallest = min(smallest, ordered)
-    return largest, smallest
+        largest = max(largest, bits[i])
+        smallest = min(smallest, bits[i])
+        most_negative = max(most_negative, np.uint32(bits[i]))
+        zeros = np.int32(zeros + np.int32(np.int32(bits[i] & MAGNITUDE_BITS) == 0))
+    return largest, smallest, most_negative, zeros
 
 
 @njit
-def _counts(bits: np.ndarray) -> tuple[np.int32, np.int32]:
-    """How many are zero, and how many are not finite."""
-    zeros = np.int32(0)
+def _nonfinite(bits: np.ndarray) -> np.int32:
+    """How many are not finite."""
     nonfinite = np.int32(0)
     for i in range(bits.size):
-        magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
-        zeros = np.int32(zeros + np.int32(magnitude == 0))
-        nonfinite = np.int32(nonfinite + np.int32(magnitude >= INFINITY))
-    return zeros, nonfinite
+        nonfinite = np.int32(nonfinite + np.int32(np.int32(bits[i] & MAGNITUDE_BITS) >= np.int32(INFINITY)))
+    return nonfinite
 
 
 @njit
-def _from_ordered(ordered: np.int32, scratch: np.ndarray) -> float:
-    """The float that :func:`_extremes` made an integer of. ``scratch``: one int32."""
-    scratch[0] = ordered ^ (np.int32(ordered >> 31) & MAGNITUDE_BITS)
+def _float_of(bits: int, scratch: np.ndarray) -> float:
+    """The float that has these bits. ``scratch``: one uint32."""
+    scratch[0] = np.uint32(bits)
     return float(scratch.view(np.float32)[0])
 
 
@@ -152,6 +174,42 @@ def _merge(other: np.ndarray, row: np.ndarray) -> None:
 
 
 @njit
+def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
+    """Mean, deviations, magnitude, and the squares that follow from them.
+
+    In float32, which has twice the elements of a vector, where that is as good: of a few thousand deviations from a sample's
+    mean, summed up in lanes, little is rounded away. Else, and that is seen from the sums, in float64.
+    """
+    num_elements = chunk.size
+    of_sample, magnitude_of_sample = _means(chunk[:SAMPLE_ELEMENTS])
+    center, magnitude = np.float64(of_sample), np.float64(magnitude_of_sample)
+    quick, quick_deviations, quick_excess = _sums(np.float32(1.0), chunk, of_sample, magnitude_of_sample)
+    residual, deviations, excess = np.float64(quick), np.float64(quick_deviations), np.float64(quick_excess)
+    # A square has left float32 upwards or downwards, or is of an element that is not finite; or the sample's mean is so far
+    # from the mean that their distance is much of what was summed up.
+    if not (LEAST_QUICK < deviations < np.inf and residual * residual < 0.1 * num_elements * deviations):
+        # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
+        # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
+        center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
+        magnitude = 0.0
+        residual, deviations, excess = _sums(1.0, chunk, center, magnitude)
+    mean = center + residual / num_elements
+    chunk_row[MEAN] = mean
+    chunk_row[DEVIATIONS] = max(deviations - residual * (residual / num_elements), 0.0)
+    chunk_row[MAGNITUDE] = magnitude * num_elements + excess
+    # Of an infinite element the deviations are not a number, and the squares are infinite.
+    squares = chunk_row[DEVIATIONS] + num_elements * mean * mean
+    chunk_row[SQUARES] = squares if np.isfinite(squares) else _squares_in(1.0, chunk)
+
+
+@njit
+def _squares(chunk: np.ndarray) -> float:
+    """Sum of squares, in float32 where that is as good."""
+    quick = _squares_in(np.float32(1.0), chunk)
+    return float(quick) if LEAST_QUICK < quick < np.inf else float(_squares_in(1.0, chunk))
+
+
+@njit
 def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.ndarray, scratch: np.ndarray) -> None:
     """Moments of the elements at an address."""
     chunk = carray(_pointer(address), (num_elements,), np.float32)
@@ -159,28 +217,20 @@ def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.nd
     _clear(chunk_row)
     chunk_row[ELEMENTS] = num_elements
     if needs & NEED_SUMS:
-        # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
-        # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
-        center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
-        residual, deviations, magnitude = _sums(chunk, center)
-        mean = center + residual / num_elements
-        chunk_row[MEAN] = mean
-        chunk_row[DEVIATIONS] = max(deviations - residual * (residual / num_elements), 0.0)
-        # Of an infinite element the deviations are not a number, and the squares are infinite.
-        squares = chunk_row[DEVIATIONS] + num_elements * mean * mean
-        chunk_row[SQUARES] = squares if np.isfinite(squares) else _squares(chunk)
-        chunk_row[MAGNITUDE] = magnitude
+        _measure_sums(chunk, chunk_row)
     elif needs & NEED_SQUARES:
-        chunk_row[SQUARES] = _squares(chunk)
-    if needs & NEED_EXTREMES:
-        largest, smallest = _extremes(bits)
-        has_nan = largest > INFINITY or smallest < np.int32(INFINITY ^ np.int32(-1))
-        chunk_row[MAXIMUM] = np.nan if has_nan else _from_ordered(largest, scratch)
-        chunk_row[MINIMUM] = np.nan if has_nan else _from_ordered(smallest, scratch)
-    if needs & NEED_COUNTS:
-        zeros, nonfinite = _counts(bits)
+        for start in range(0, num_elements, SQUARED_ELEMENTS):
+            chunk_row[SQUARES] += _squares(chunk[start : start + SQUARED_ELEMENTS])
+    if needs & (NEED_EXTREMES | NEED_COUNTS):
+        largest, smallest, most_negative, zeros = _order(bits)
+        has_negative = int(most_negative) >= SIGN
         chunk_row[ZEROS] = zeros
-        chunk_row[NONFINITE] = nonfinite
+        if int(largest) >= INFINITY or int(most_negative) >= SIGN + INFINITY:
+            chunk_row[NONFINITE] = _nonfinite(bits)
+        has_nan = int(largest) > INFINITY or int(most_negative) > SIGN + INFINITY
+        # Of negative floats only, the largest has the smallest bits.
+        chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(largest if largest >= 0 else smallest, scratch)
+        chunk_row[MINIMUM] = np.nan if has_nan else _float_of(most_negative if has_negative else smallest, scratch)
 
 
 @njit
@@ -189,7 +239,11 @@ def _measure_tokens(address: int, num_elements: int, features: int, row: np.ndar
     num_tokens = num_elements // features
     total = 0.0
     for token in range(num_tokens):
-        total += np.sqrt(_squares(carray(_pointer(address + token * features * ELEMENT_BYTES), (features,), np.float32)))
+        chunk = carray(_pointer(address + token * features * ELEMENT_BYTES), (features,), np.float32)
+        squares = 0.0
+        for start in range(0, features, SQUARED_ELEMENTS):
+            squares += _squares(chunk[start : start + SQUARED_ELEMENTS])
+        total += np.sqrt(squares)
     row[TOKENS] = num_tokens
     row[TOKEN_NORM] = total
     row[TOKEN_RMS] = total / np.sqrt(features)
@@ -197,7 +251,7 @@ def _measure_tokens(address: int, num_elements: int, features: int, row: np.ndar
 
 @njit
 def _add(address: int, num_elements: int, features: int, needs: int, row: np.ndarray, latest: np.ndarray) -> None:
-    chunk_row, scratch = np.empty(NUM_FIELDS), np.empty(1, np.int32)
+    chunk_row, scratch = np.empty(NUM_FIELDS), np.empty(1, np.uint32)
     _clear(latest)
     for start in range(0, num_elements, CHUNK_ELEMENTS):
         size = min(CHUNK_ELEMENTS, num_elements - start)
@@ -225,15 +279,6 @@ def add(address: int, num_elements: int, features: int, needs: int, rows: np.nda
 
 
 # Sums in the precision of `one`, which is 1.
-
-
-@njit(fastmath=ANY_ORDER)
-def _squares_in(one: float, own: np.ndarray) -> float:
-    total = one - one
-    for i in range(own.size):
-        value = own[i] * one
-        total += value * value
-    return total
 
 
 @njit(fastmath=ANY_ORDER)
