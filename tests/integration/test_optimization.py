@@ -54,7 +54,8 @@ class Pair(LightningModule):
                 return
             now = self.truth[-1]
             now["activation", site].append(output.detach().clone())
-            output.register_hook(lambda gradient: now["activation_gradient", site].append(gradient.double() / self.scale()))
+            if output.requires_grad:
+                output.register_hook(lambda gradient: now["activation_gradient", site].append(gradient.double() / self.scale()))
 
         return hook
 
@@ -87,7 +88,7 @@ class Pair(LightningModule):
         assert self.way is not None
         self.way(self, batch, batch_idx)
         self.truth[-1]["parameter", "free"] = [self.free.detach().double()]
-        return self.loss([one.clone() for one in batch]).detach() if batch_idx < 0 else torch.zeros(())
+        return torch.zeros(())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.encoder.parameters(), lr=0.01), torch.optim.SGD(self.decoder.parameters(), lr=0.1)
@@ -142,7 +143,7 @@ def past_lightning(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
 def closures(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
     """Backward passes run inside of the steps."""
     for optimizer in self.optimizers():
-        before = {id(one): one.detach().double().clone() for one in self.parameters()}
+        before = {id(other): other.detach().double().clone() for other in self.parameters()}
 
         def closure(optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -158,7 +159,7 @@ def closures(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
 
 def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **wishes: Any) -> tuple[Pair, KeepRecords]:
     """Train a pair for five batches; with the monitor if anything is wished for."""
-    callback = ModuleMonitorCallback(every_n_steps=1, store=False, **wishes)
+    callback = ModuleMonitorCallback(every_n_steps=1, store=str(folder / "monitor.h5"), **wishes)
     records = KeepRecords(callback)
     seed()
     module = Pair(way)
@@ -180,6 +181,12 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
         assert len(truth) == 2 * 2 + 3 * 4 + 1
         assert_true(record.values, truth)
         assert record.values["monitor/errors"] == 0
+    store = load_store(tmp_path / "monitor.h5")
+    assert len(store.tensors()) == 2
+    torch.testing.assert_close(
+        store.tensor("gradient", "decoder.weight", step=2).double(), module.truth[2]["gradient", "decoder.weight"][0]
+    )
+    torch.testing.assert_close(store.tensor("update", "decoder.weight", step=2).double(), module.truth[2]["update", "decoder.weight"][0])
     plain, _none = run_pair(way, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), module.state_dict().values(), strict=True))
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in module.trainer.optimizers)
@@ -190,12 +197,8 @@ def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None
     """Gradients of the loss without its scale, which changes between the two optimizers of a batch; also where one unscales by itself."""
 
     class Scaled(Pair):
-        def keep(self, kind: str, optimizer: Any, of: Callable[[Tensor], Tensor]) -> None:
-            super().keep(kind, optimizer, of)
-
         def configure_optimizers(self) -> Any:
-            kinds = [torch.optim.AdamW(part.parameters(), lr=0.01, fused=fused) for part in (self.encoder, self.decoder)]
-            return kinds
+            return [torch.optim.AdamW(part.parameters(), lr=0.01, fused=fused) for part in (self.encoder, self.decoder)]
 
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=300.0, growth_interval=1))
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites="encoder.*|decoder.*", statistics=NAMES)], store=False)
@@ -272,7 +275,7 @@ def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None
 
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["parameter", "gradient", "update"], statistics="norm")], store=False)
     records = KeepRecords(callback)
-    trainer(tmp_path, [callback, records], limit_train_batches=4, limit_val_batches=0).fit(Single("mlp"), loader())
+    trainer(tmp_path, [callback, records], limit_train_batches=4, limit_val_batches=0).fit(Single("mlp"), loader(), loader(8))
     assert [record.step for record in records.records] == [0, 1, 2, 3]
     for record in records.records:
         assert len(record.values) == (13 if record.step % 2 else 9)
@@ -316,7 +319,7 @@ def test_of_a_closure_that_is_called_many_times_the_first_call_counts(tmp_path: 
     records = KeepRecords(callback)
     seed()
     module = Counting(nn.Linear(6, 3), torch.optim.LBFGS, lr=0.1, max_iter=4)
-    trainer(tmp_path, [callback, records], max_steps=1, limit_val_batches=0).fit(module, loader())
+    trainer(tmp_path, [callback, records], max_steps=1, limit_val_batches=0).fit(module, loader(), loader(8))
     assert module.calls > 1
     x, y = next(iter(loader()))
     weight, bias = (module.first[name].double().requires_grad_() for name in ("weight", "bias"))
@@ -357,7 +360,7 @@ def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
         seed()
         callbacks = [Unfreezes(), callback, records, keep] if monitored else [Unfreezes(), keep]
         run = trainer(tmp_path, callbacks, max_epochs=2, limit_train_batches=3, limit_val_batches=0)
-        run.fit(Classifier("mlp", torch.optim.SGD, lr=0.1), loader())
+        run.fit(Classifier("mlp", torch.optim.SGD, lr=0.1), loader(), loader(8))
         runs.append(keep.losses)
         if monitored:
             assert len(run.optimizers[0].param_groups) == 2
@@ -395,7 +398,9 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
         module = (Late if way == "configure_model" else Classifier)(
             nn.LazyLinear(3) if way == "lazy" else nn.Identity(), torch.optim.SGD, lr=0.1
         )
-        trainer(tmp_path, [callback, records, keep] if monitored else [keep], max_steps=2, limit_val_batches=0).fit(module, loader())
+        trainer(tmp_path, [callback, records, keep] if monitored else [keep], max_steps=2, limit_val_batches=0).fit(
+            module, loader(), loader(8)
+        )
         runs.append((keep.losses, module.model.weight))
         if monitored:
             found = records.records

@@ -93,7 +93,10 @@ def assert_true(record: Record, truth: dict[tuple[str, str], list[Tensor]]) -> N
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
 def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: Path) -> None:
     """All kinds, histograms, gains and raw tensors, under accumulation and clipping; the scale doubles with every step."""
-    rules = [Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES), Rule(kinds="activation_gradient", sites=LAYERS, statistics="hist")]
+    rules = [
+        Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES),
+        Rule(kinds="activation_gradient", sites=LAYERS, statistics="hist"),
+    ]
     more: dict[str, Any] = {
         "gradient_flow": GradientFlow(blocks=LAYERS),
         "capture": Capture(sites=[LAYERS[0], WEIGHT], steps=1, kinds=["activation_gradient", "gradient"]),
@@ -123,9 +126,7 @@ def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: P
     expected_tensors = truth.steps[1]["activation_gradient", LAYERS[0]]
     for tensor, expected_tensor in zip(captured, expected_tensors, strict=True):
         torch.testing.assert_close(tensor.double(), expected_tensor, rtol=1e-7, atol=0)
-    torch.testing.assert_close(
-        store.tensor("gradient", WEIGHT, step=1).double(), truth.steps[1]["gradient", WEIGHT][0], rtol=0, atol=0
-    )
+    torch.testing.assert_close(store.tensor("gradient", WEIGHT, step=1).double(), truth.steps[1]["gradient", WEIGHT][0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
