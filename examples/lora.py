@@ -44,7 +44,8 @@ class LoraLinear(nn.Module):
         nn.init.zeros_(self.up.weight)  # at first nothing is added
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.scale * self.up(self.down(x))
+        output: Tensor = self.base(x) + self.scale * self.up(self.down(x))
+        return output
 
 
 class Classifier(LightningModule):
@@ -68,7 +69,7 @@ class Classifier(LightningModule):
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
         """Share of images that are read right."""
         with torch.no_grad():
-            return (self.model(images).argmax(dim=1) == labels).float().mean().item()
+            return float((self.model(images).argmax(dim=1) == labels).float().mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         site = f"model.{place}"
         added, given = (store.series(f"activation/{site}.{part}/rms")[1] for part in ("up", "base"))
         base, down, up = (store.series(f"update/{site}.{part}.weight/norm")[1].max() for part in ("base", "down", "up"))
-        share = module.model[place].scale * added / given
+        layer = module.model[place]
+        assert isinstance(layer, LoraLinear)
+        share = layer.scale * added / given
         print(
             f"{site}: adapter adds {share[0]:.3f} of the layer's own output at first, {share[-1]:.3f} at last;"
             f" largest update: base {base:.2g}, down {down:.2g}, up {up:.2g}"

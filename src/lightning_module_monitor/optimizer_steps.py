@@ -23,7 +23,6 @@ class _Turn:
     parameters: list[Tensor] | None
     """Those that are told of with it; ``None`` for all."""
     has_begun: bool = False
-    has_ended: bool = False
 
 
 class OptimizerSteps:
@@ -93,10 +92,8 @@ class OptimizerSteps:
     def end(self, optimizer: Optimizer) -> None:
         """An optimizer has moved its parameters, and nobody else has yet."""
         self._silence.close()
-        turn = self._turns[optimizer]
-        if not turn.has_ended:
-            turn.has_ended = True
-            self._monitor.monitor_updates(turn.parameters)
+        # After a further step there is no copy of before, and so no update.
+        self._monitor.monitor_updates(self._turns[optimizer].parameters)
 
     def finish(self) -> None:
         """The step is over: tell of what no optimizer has moved."""

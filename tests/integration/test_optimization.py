@@ -340,6 +340,45 @@ def test_of_a_closure_that_is_called_many_times_the_first_call_counts(tmp_path: 
     assert records.records[0].values["update/model.weight/norm"] == pytest.approx(textbook("norm", moved), rel=1e-5)
 
 
+class ByHand(Classifier):
+    """Steps its optimizer itself, twice a batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        for _time in range(2):
+            self.optimizers().zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("way", ["by hand", "LBFGS"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_monitoring_changes_nothing(model: str, way: str, tmp_path: Path) -> None:
+    """Promise 1, with all there is: losses, weights, buffers and random states."""
+    runs = []
+    for monitored in (False, True):
+        rules = [
+            Rule(kinds=KINDS, statistics=[*NAMES, "hist"]),
+            Rule(kinds="activation", functions={"noise": torch.rand_like}),
+        ]
+        more: dict[str, Any] = {"reference": "init", "rcc": True, "attention": True, "capture": Capture(sites=".*", steps=[1, 2])}
+        callback = ModuleMonitorCallback(2, rules=rules, module="model", on_error="raise", **more)
+        keep = KeepLosses()
+        seed()
+        module: Classifier = ByHand(model) if way == "by hand" else Classifier(model, torch.optim.LBFGS, lr=0.1, max_iter=3)
+        run = trainer(tmp_path, [callback, keep] if monitored else [keep], val_check_interval=3)
+        run.fit(module, loader(shuffle=True), loader(8))
+        runs.append((keep, module.state_dict()))
+    (one, weights), (other, monitored_weights) = runs
+    assert len(one.losses) == 10
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.random_states == other.random_states
+    assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
+
+
 class Unfreezes(BaseFinetuning):
     """The first layer is frozen for the first epoch, and then gets a parameter group of its own."""
 

@@ -243,3 +243,23 @@ def test_a_loop_of_your_own_tells_of_its_scale() -> None:
         assert record.values["activation_gradient/layers.0/norm"] > 0
         found.append((record.values, {key: one.counts.tolist() for key, one in record.histograms.items()}))
     assert found[0] == found[1] == found[2]
+
+
+def test_gains_of_backward_passes_with_different_scales() -> None:
+    """A step may have several, each with the scale of its time; gains are those of the losses themselves."""
+    found = []
+    for scales in ((None, None), (4.0, 1024.0)):
+        model = make("mlp").eval()
+        with ModuleMonitor(gradient_flow=GradientFlow(blocks="layers")) as monitor:
+            monitor.set_module(model)
+            monitor.begin_step(0)
+            for (x, y), scale in zip(batches(3, 5), scales, strict=True):
+                loss = F.cross_entropy(model(x), y) * (scale or 1.0)
+                monitor.begin_backward(scale)
+                loss.backward()
+                monitor.after_micro_batch()
+            record = monitor.end_step()
+        assert record is not None
+        found.append(record.values)
+    assert found[0]["gradient_flow/layers.0-layers.1/gain"] > 0
+    assert found[0] == found[1]
