@@ -22,7 +22,10 @@ class _Turn:
 
     parameters: list[Tensor] | None
     """Those that are told of with it; ``None`` for all."""
-    has_begun: bool = False
+    has_gradients: bool = False
+    """Whether what it uses was told."""
+    is_decided: bool = False
+    """Whether it is known if it steps, or a scaler skips that."""
 
 
 class OptimizerSteps:
@@ -67,12 +70,21 @@ class OptimizerSteps:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """An optimizer has its gradients: complete, not clipped, and unscaled unless it does that itself."""
-        if self._monitor.is_monitoring() and optimizer not in self._turns:
-            turn = self._new_turn(optimizer)
-            if self._is_automatic:
-                scale = self._scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
-                self._monitor.monitor_gradients(before_clip=True, parameters=turn.parameters, scale=scale)
-            self._monitor.monitor_parameters(turn.parameters)
+        if not self._monitor.is_monitoring():
+            return
+        turn = self._turns.get(optimizer)
+        if turn is not None:
+            # Another step, and nothing was heard of the first.
+            self._decide(turn, is_skipped=True)
+            return
+        turn = self._new_turn(optimizer)
+        scale = self._scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
+        if self._is_automatic:
+            self._monitor.monitor_gradients(before_clip=True, parameters=turn.parameters, scale=scale)
+        else:
+            # Who clips has done so by now, and where the step is skipped nothing more is heard of it.
+            self._see_gradients(turn, scale)
+        self._monitor.monitor_parameters(turn.parameters)
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to use the gradients. What further calls of its closure do, until it ends, does not count."""
@@ -81,12 +93,9 @@ class OptimizerSteps:
             # It was called past Lightning.
             turn = self._new_turn(optimizer)
             self._monitor.monitor_parameters(turn.parameters)
-        if not turn.has_begun:
-            turn.has_begun = True
-            # One that unscales and skips by itself was told how by the scaler.
-            self._monitor.monitor_gradients(parameters=turn.parameters, scale=getattr(optimizer, "grad_scale", None))
-            if self._scaler is not None:
-                self._monitor.monitor_skipped_step(getattr(optimizer, "found_inf", False))
+        # One that unscales and skips by itself was told how by the scaler.
+        self._see_gradients(turn, getattr(optimizer, "grad_scale", None))
+        self._decide(turn, is_skipped=getattr(optimizer, "found_inf", False))
         self._silence.enter_context(self._monitor.no_monitor())
 
     def end(self, optimizer: Optimizer) -> None:
@@ -99,11 +108,10 @@ class OptimizerSteps:
         """The step is over: tell of what no optimizer has moved."""
         self.close()
         for turn in self._turns.values():
-            if not turn.has_begun:
-                self._monitor.monitor_gradients(parameters=turn.parameters)
-                self._monitor.monitor_updates(turn.parameters, is_skipped=True)
-        if self._scaler is not None:
-            self._monitor.monitor_skipped_step(not all(turn.has_begun for turn in self._turns.values()))
+            self._see_gradients(turn, None)
+            self._decide(turn, is_skipped=True)
+        if self._scaler is not None and not self._turns:
+            self._monitor.monitor_skipped_step(is_skipped=False)
         rest = self._with(None)
         if rest is None or rest:
             self._monitor.monitor_parameters(rest)
@@ -114,6 +122,21 @@ class OptimizerSteps:
         """Follow no longer."""
         self._silence.close()
         self._hooks.close()
+
+    def _see_gradients(self, turn: _Turn, scale: Tensor | None) -> None:
+        if not turn.has_gradients:
+            turn.has_gradients = True
+            self._monitor.monitor_gradients(parameters=turn.parameters, scale=scale)
+
+    def _decide(self, turn: _Turn, *, is_skipped: bool | Tensor) -> None:
+        """Whether an optimizer's first step is skipped is known now, at the latest; a tensor is not read, and zeros follow of themselves."""
+        if turn.is_decided:
+            return
+        turn.is_decided = True
+        if self._scaler is not None:
+            self._monitor.monitor_skipped_step(is_skipped)
+        if is_skipped is True:
+            self._monitor.monitor_updates(turn.parameters, is_skipped=True)
 
     def _new_turn(self, optimizer: Optimizer) -> _Turn:
         turn = self._turns[optimizer] = _Turn(self._with(optimizer))

@@ -237,6 +237,26 @@ def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
         assert record.values["gradient/encoder.weight/nonfinite_count"] == 0
 
 
+def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
+    """It is the one that counts: its gradients, and an update of 0, though the second one moves the weights."""
+
+    def tries_again(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            for factor in (float("inf"), 1.0):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch) * factor)
+                optimizer.step()
+
+    rules = [Rule(kinds=["gradient", "update"], sites=".*weight", statistics=["norm", "nonfinite_count"])]
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**20))
+    _module, records = run_pair(tries_again, tmp_path, {"plugins": [plugin]}, rules=rules)
+    for record in records.records:
+        assert record.values["monitor/step_skipped"] == 1
+        for name, size in (("encoder", 24), ("decoder", 12)):
+            assert record.values[f"update/{name}.weight/norm"] == 0
+            assert record.values[f"gradient/{name}.weight/nonfinite_count"] == size
+
+
 def test_accumulation_by_hand(tmp_path: Path) -> None:
     """A batch in which an optimizer does not step has its parameters, updates of 0 and no gradients: those are not complete."""
 
