@@ -129,7 +129,7 @@ class OptimizerSteps:
             self._monitor.monitor_gradients(parameters=turn.parameters, scale=scale)
 
     def _decide(self, turn: _Turn, *, is_skipped: bool | Tensor) -> None:
-        """Whether an optimizer's first step is skipped is known now, at the latest; a tensor is not read, and zeros follow of themselves."""
+        """It is known now whether an optimizer's first step is skipped: where a tensor says so, which is not read, weights do not move."""
         if turn.is_decided:
             return
         turn.is_decided = True
