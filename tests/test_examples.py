@@ -180,6 +180,46 @@ def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
         assert clipped == pytest.approx(min(unclipped, 1.0), rel=1e-4)
 
 
+def test_gan_has_one_set_of_keys_with_two_optimizers(tmp_path: Path) -> None:
+    """Every parameter of both networks at every monitored step, as is printed; both move, and both get gradients."""
+    printed = run_example("gan.py", "--max_epochs 1 --every_n_steps 7", tmp_path)
+    store = load_store(tmp_path / printed.partition("store: ")[2].strip())
+    parameters = sites_of(store.keys(), "parameter")
+    assert sites_of(store.keys(), "gradient") == parameters
+    assert sites_of(store.keys(), "update") == [site for site in parameters if site.endswith("weight")]
+    assert len(parameters) == 8
+    for site in parameters:
+        steps, norms = store.series(f"gradient/{site}/norm")
+        assert steps.tolist() == [0, 7, 14, 21, 28]  # 29 batches, with a step of each optimizer
+        assert (norms > 0).all()
+    for layer in ("generator.2", "discriminator.0"):
+        _steps, ratios = store.series(f"update/{layer}.weight/ratio")
+        assert 1e-4 < ratios.min() <= ratios.max() < 0.5
+        assert f"{layer}.weight: update ratio {np.median(ratios):.2g}, gradient" in printed
+
+
+def test_lora_trains_adapters_and_nothing_else(tmp_path: Path) -> None:
+    """Frozen weights have no gradient and updates of 0; adapters have both, and add nothing at first."""
+    printed = run_example("lora.py", "--max_epochs 2", tmp_path)
+    accuracies = re.search(r"accuracy on turned digits: (\S+) before, (\S+) with adapters", printed)
+    assert accuracies is not None
+    assert float(accuracies[2]) > float(accuracies[1]) + 0.2
+    store = load_store(tmp_path / printed.partition("store: ")[2].strip())
+    adapters = [f"model.{place}.{part}.weight" for place in (0, 2) for part in ("down", "up")]
+    assert sorted(sites_of(store.keys(), "gradient")) == adapters
+    for site in sites_of(store.keys(), "parameter"):
+        _steps, norms = store.series(f"update/{site}/norm")
+        # A gradient comes to `down` through `up`, which is zero at first.
+        assert (norms > 0).tolist() == [site in adapters and not (step == 0 and site.endswith("down.weight")) for step in range(len(norms))]
+    for place in (0, 2):
+        added = store.series(f"activation/model.{place}.up/rms")[1]
+        assert added[0] == 0
+        assert (added[1:] > 0).all()
+        assert re.search(
+            rf"^model.{place}: adapter adds 0.000 of .* largest update: base 0, down 0\.\d+, up 0\.\d+$", printed, re.MULTILINE
+        )
+
+
 def test_coordinate_check_tells_sp_from_mup(tmp_path: Path) -> None:
     """SP's second layer and head grow with the width, muP's network is sound; the picture is there."""
     printed = run_example("coordinate_check.py", "--output check/curves.png", tmp_path)

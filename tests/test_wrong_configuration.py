@@ -12,7 +12,6 @@ import yaml
 from helpers.tiny import Tiny, fit, loader
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule
@@ -309,12 +308,6 @@ class Manual(Tiny):
         self.automatic_optimization = False
 
 
-def test_manual_optimization_is_refused(tmp_path: Path) -> None:
-    """Rather than measured wrong: with what it is, and what to do."""
-    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()], Manual)
-    assert message.startswith("Manual uses manual optimization, which is not yet monitored. Leave the callback out of this run")
-
-
 # Importing torch's compiler calls what torch 2.13 has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,12 +331,18 @@ def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refuse
     assert message.startswith("SingleDeviceStrategy keeps parameters in a way that is not measured; expected strategy ddp")
 
 
-def test_a_gradient_scaler_is_refused(tmp_path: Path) -> None:
-    """Until gradients are unscaled; bf16-mixed, which needs no scaler, is named."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()], plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
-    assert "Precision '16-mixed' scales the loss" in message
-    assert "use bf16-mixed" in message
+@pytest.mark.parametrize(
+    ("option", "label"),
+    [
+        ({"rules": [Rule(kinds=["parameter", "gradient_before_clip"], statistics="norm")]}, "rules[0]"),
+        ({"capture": Capture(sites="model.0.weight", steps=0, kinds="gradient_before_clip")}, "capture"),
+    ],
+)
+def test_gradients_before_clipping_are_refused_under_manual_optimization(option: Options, label: str, tmp_path: Path) -> None:
+    """Nobody tells when the module clips: what would be recorded may be clipped already. The right kind is named."""
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(**option)], Manual)
+    expected = "Manual uses manual optimization, and when it clips, if it does, is not known; expected 'gradient'"
+    assert message.startswith(f"{label}.kinds 'gradient_before_clip': {expected}")
 
 
 # The store's path

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config import (
@@ -33,9 +34,8 @@ from lightning_module_monitor.config import (
 )
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
-from lightning_module_monitor.modules.hooks import HookSet
-from lightning_module_monitor.modules.updates import watch_update
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.optimizer_steps import OptimizerSteps
 from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
@@ -213,13 +213,15 @@ class ModuleMonitorCallback(Callback):
 
     def _reset(self) -> None:
         """Forget the run before: the same callback may serve several."""
-        self._update_hooks = HookSet()
+        self._optimizers: OptimizerSteps | None = None
+        """Of the step, if it is monitored."""
         self._silence = ExitStack()
-        """Holds what keeps the monitor silent: the further closures of an optimizer, a loop without training."""
+        """Keeps the monitor silent in a loop without training."""
         self._redirected: list[RedirectedCalls] = []
         """Of the step, and of the loop that interrupts it."""
         self._in_step = False
-        self._took_gradients = False
+        self._may_skip = False
+        """Whether a ``GradScaler`` may skip steps."""
         self._first_step: int | None = None
         self._is_fit = False
         self._runs_steps_again = False
@@ -257,7 +259,10 @@ class ModuleMonitorCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {"_last_trainer": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
+            "_last_trainer": None,
+            "_optimizers": None,
+        }
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -276,9 +281,8 @@ class ModuleMonitorCallback(Callback):
             self.store_path = None
         if not self._is_wanted(stage):
             return
-        if self._uses_reference() and self._module_name is None and not pl_module.automatic_optimization:
-            remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
-            raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, and no reference can run its training_step; {remedy}.")
+        if not pl_module.automatic_optimization:
+            self._check_manual(type(pl_module).__name__)
         _refuse_unsupported(trainer, pl_module)
         if not _makes_layers_late(pl_module):
             self._set_module(trainer, pl_module)
@@ -324,11 +328,9 @@ class ModuleMonitorCallback(Callback):
             return
         if not self._in_step:
             self._in_step = True
-            self._took_gradients = False
             if self.monitor.begin_step(step):
                 self._watch_redirected_calls(trainer, pl_module)
-                for optimizer in trainer.optimizers:
-                    watch_update(optimizer, self._before_update, self._after_update, self._update_hooks)
+                self._watch_optimizers(trainer, pl_module)
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
         self.monitor.end_backward()
         if self._reference is not None and self.monitor.awaits_reference():
@@ -337,7 +339,8 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The gradients that arrive at outputs from now on are those of the loss."""
-        self.monitor.begin_backward()
+        if self._optimizers is not None:
+            self._optimizers.begin_backward(loss)
 
     @_never_fatal
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -346,23 +349,19 @@ class ModuleMonitorCallback(Callback):
 
     @_never_fatal
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gradients are complete, unscaled and not clipped; parameters have not moved."""
-        if self.monitor.is_monitoring():
-            self.monitor.monitor_gradients(before_clip=True)
-            self.monitor.monitor_parameters()
+        """Gradients are complete, unscaled (unless by the optimizer itself) and not clipped; parameters have not moved."""
+        if self._optimizers is not None:
+            self._optimizers.prepare(optimizer)
 
     @_never_fatal
-    def _before_update(self) -> None:
-        """The optimizer is about to use the gradients. What further closure calls of it (LBFGS) do does not count."""
-        self.monitor.monitor_gradients()
-        self._took_gradients = True
-        self._silence.enter_context(self.monitor.no_monitor())
+    def _before_update(self, optimizer: Optimizer) -> None:
+        if self._optimizers is not None:
+            self._optimizers.begin(optimizer)
 
     @_never_fatal
-    def _after_update(self) -> None:
-        """The optimizer has moved the parameters, and nobody else has yet."""
-        self._silence.close()
-        self.monitor.monitor_updates()
+    def _after_update(self, optimizer: Optimizer) -> None:
+        if self._optimizers is not None:
+            self._optimizers.end(optimizer)
 
     @_never_fatal
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
@@ -371,12 +370,11 @@ class ModuleMonitorCallback(Callback):
         if not self._in_step or trainer.fit_loop._should_accumulate():
             return
         self._in_step = False
-        self._update_hooks.close()
         if self._redirected:
             self._redirected.pop().close()
-        self._silence.close()
-        if not self._took_gradients:
-            self.monitor.monitor_gradients()
+        optimizers, self._optimizers = self._optimizers, None
+        if optimizers is not None:
+            optimizers.finish()
         self._emit(trainer, pl_module, self.monitor.end_step())
 
     # Loops without training
@@ -428,6 +426,20 @@ class ModuleMonitorCallback(Callback):
 
     # Inside
 
+    def _check_manual(self, model: str) -> None:
+        """Check that nothing is asked for that manual optimization has not.
+
+        Raises:
+            ConfigError: If so.
+        """
+        if self._uses_reference() and self._module_name is None:
+            remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
+            raise ConfigError(f"{model} uses manual optimization, and no reference can run its training_step; {remedy}.")
+        wish = self.monitor.first_wish("gradient_before_clip", without="gradient")
+        if wish is not None:
+            why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
+            raise ConfigError(f"{wish}: {why}; expected 'gradient', what the optimizer uses.")
+
     def _is_wanted(self, stage: str) -> bool:
         """Whether a run of Lightning's ``fit``, ``validate``, ``test`` or ``predict`` is to be monitored."""
         wanted = {"train", "validate"} if stage == "fit" else {stage}
@@ -437,6 +449,7 @@ class ModuleMonitorCallback(Callback):
         self.monitor.distributed = trainer.world_size > 1
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
+        self._may_skip = _scaler(trainer) is not None
         self.monitor.set_module(pl_module)
         planned = self._planned_keys()
         if not self.monitor.has_wishes():
@@ -466,7 +479,7 @@ class ModuleMonitorCallback(Callback):
         return self._reference is not None and TRAIN in self._stages and not self._dry_run
 
     def _planned_keys(self) -> list[str]:
-        return self.monitor.planned_keys(name for stage, name in STAGES.items() if stage in self._stages)
+        return self.monitor.planned_keys((name for stage, name in STAGES.items() if stage in self._stages), may_skip=self._may_skip)
 
     def _planned_histograms(self) -> list[str]:
         return self.monitor.planned_histograms(name for stage, name in STAGES.items() if stage in self._stages)
@@ -505,6 +518,16 @@ class ModuleMonitorCallback(Callback):
         """Where the strategy wraps the module, what calls the wrapper is no call of the module."""
         if trainer.strategy.model is not pl_module:
             self._redirected.append(RedirectedCalls(pl_module, self.monitor))
+
+    def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_automatic, scaler = pl_module.automatic_optimization, _scaler(trainer)
+        self._optimizers = OptimizerSteps(self.monitor, pl_module, trainer.optimizers, is_automatic=is_automatic, scaler=scaler)
+        self._optimizers.watch(self._before_update, self._after_update)
+
+    def _forget_optimizers(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.close()
+        self._optimizers = None
 
     def _end_stage(self) -> Record | None:
         """End the monitored loop; what a module's own hooks do until the loop ends is of no stage."""
@@ -566,7 +589,7 @@ class ModuleMonitorCallback(Callback):
         self._silence.close()
         while self._redirected:
             self._redirected.pop().close()
-        self._update_hooks.close()
+        self._forget_optimizers()
         self.monitor.lose()
 
     def _close(self) -> None:
@@ -576,13 +599,19 @@ class ModuleMonitorCallback(Callback):
         self._silence.close()
         while self._redirected:
             self._redirected.pop().close()
-        self._update_hooks.close()
+        self._forget_optimizers()
         self._in_step = False
         self.monitor.close()
         self._loggers = None
         files, self._files = self._files, None
         if files is not None:
             files.close()
+
+
+def _scaler(trainer: Trainer) -> GradScaler | None:
+    """What scales the loss under 16-mixed, and may skip a step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 def _step(trainer: Trainer) -> int:
@@ -632,11 +661,6 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
     if trainer.world_size > 1 and type(trainer.strategy) not in (DDPStrategy, ModelParallelStrategy):
         expected = "expected strategy ddp (and its kin ddp_spawn, ddp_notebook) or ModelParallelStrategy"
         raise ConfigError(f"{type(trainer.strategy).__name__} keeps parameters in a way that is not measured; {expected}. {remedy}")
-    if not pl_module.automatic_optimization:
-        raise ConfigError(f"{type(pl_module).__name__} uses manual optimization, which is not yet monitored. {remedy}")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        precision = trainer.precision
-        raise ConfigError(f"Precision {precision!r} scales the loss, and gradients are not yet unscaled. {remedy} Or use bf16-mixed.")
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled and not hasattr(torch.compiler, "set_stance"):
         why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"

@@ -40,10 +40,20 @@ from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
+from lightning_module_monitor.probes.probe import Among, Probe, Watched, WatchedModule
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.processes import is_first_process, process_ranks
-from lightning_module_monitor.record import MAX_PREFIX_LENGTH, OWN_KIND, STAGES, TRAIN, Key, RawTensor, Record, fit_for_loggers
+from lightning_module_monitor.record import (
+    MAX_PREFIX_LENGTH,
+    OWN_KIND,
+    STAGES,
+    STEP_SKIPPED,
+    TRAIN,
+    Key,
+    RawTensor,
+    Record,
+    fit_for_loggers,
+)
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.exchange import Exchange
@@ -176,7 +186,7 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._said: set[str] = set()
-        self._own_watches: dict[tuple[str, str], Watch] = {}
+        self._own_watches: dict[tuple[str, str, str], Watch] = {}
         self._told_plans: dict[str, Plan] = {}
         """What is wanted of attention that the model tells of by hand, where no rule is about attention, by stage."""
 
@@ -360,17 +370,25 @@ class ModuleMonitor:
         of_modules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].site == "module")
         return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_modules if KINDS[kind].needs_reference), None)
 
+    def first_wish(self, kind: str, *, without: str) -> str | None:
+        """The first rule, or capture, of a kind that is not of another kind as well; ``None`` if there is none."""
+        wishes = [*self._rules, *([] if self._capture is None else [self._capture])]
+        return next((f"{wish.label}.kinds {kind!r}" for wish in wishes if kind in wish.kinds and without not in wish.kinds), None)
+
     def has_wishes(self) -> bool:
         """Whether anything is asked for."""
         return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
 
-    def planned_keys(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, may_skip: bool = False) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
+            may_skip: Whether a ``GradScaler`` may skip steps, which is recorded too.
         """
-        return [key for stage in stages for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
+        names = [*stages]
+        keys = [key for stage in names for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
+        return keys + ([self._own_key(STEP_SKIPPED)] if may_skip and TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
@@ -419,14 +437,19 @@ class ModuleMonitor:
             self._open(due, step, TRAIN, self.capture_plan() if is_captured else None)
         return any(due) or is_captured
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, scale: Tensor | float | None = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
 
-        Where neither is ever called, all do.
+        Where neither is ever called, all do, as they arrive.
+
+        Args:
+            scale: What the loss was multiplied by, shape ``()``: those gradients are divided by it, and values are of the loss
+                itself. Of a ``GradScaler`` that is ``scaler.scale(torch.ones((), device=loss.device))``, which unlike
+                ``scaler.get_scale()`` reads nothing on the host.
         """
         if self._window is not None:
             for probe in self._window.probes:
-                probe.begin_backward()
+                probe.begin_backward(_as_scale(scale))
 
     def end_backward(self) -> None:
         """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
@@ -434,22 +457,49 @@ class ModuleMonitor:
             for probe in self._window.probes:
                 probe.end_backward()
 
-    def monitor_gradients(self, before_clip: bool = False) -> None:
+    def monitor_gradients(
+        self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
+    ) -> None:
         """Take in the gradients of the parameters, as they are now.
 
         Args:
             before_clip: Whether they are about to be clipped; they get keys of their own then.
+            parameters: Of which parameters, where several optimizers have their own; all without it.
+            scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has seen to that; see :meth:`begin_backward`.
         """
         kind = "gradient_before_clip" if before_clip else "gradient"
-        self._tell("gradients", lambda probe: probe.see_gradients(kind))
+        among, factor = _identities(parameters), _as_scale(scale)
+        self._tell("gradients", lambda probe: probe.see_gradients(kind, among, factor))
 
-    def monitor_parameters(self) -> None:
-        """Take in the parameters, as they are now: before the optimizer moves them."""
-        self._tell("parameters", lambda probe: probe.see_parameters())
+    def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Take in the parameters, as they are now: before the optimizer moves them.
 
-    def monitor_updates(self) -> None:
-        """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise."""
-        self._tell("updates", lambda probe: probe.see_updates())
+        Args:
+            parameters: Which ones, where several optimizers have their own; all without it.
+        """
+        among = _identities(parameters)
+        self._tell("parameters", lambda probe: probe.see_parameters(among))
+
+    def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
+        """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
+
+        Args:
+            parameters: Which ones, where several optimizers have their own; all without it.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever anybody else did.
+        """
+        among = _identities(parameters)
+        self._tell("updates", lambda probe: probe.see_updates(among, is_skipped=is_skipped))
+
+    def monitor_skipped_step(self, is_skipped: bool | Tensor) -> None:
+        """Take in whether a ``GradScaler`` skipped the step of an optimizer; ``monitor/step_skipped`` is 1 if that of any in this step.
+
+        Args:
+            is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
+        """
+        if self._window is not None:
+            watch = self._own_watch(OWN_KIND, "", self._window.stage)
+            skipped = (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped)
+            self._window.observation.add_result(watch, UserFunction(STEP_SKIPPED, float, "max"), skipped, 1)
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
@@ -616,8 +666,7 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         if self._window is not None and not self._silenced:
-            stage = self._window.stage
-            watch = self._own_watches.setdefault((stage, key), Watch(parts.kind, parts.site, stage, self._prefix))
+            watch = self._own_watch(parts.kind, parts.site, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
             function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
@@ -779,6 +828,10 @@ class ModuleMonitor:
         self.storage.add(record)
         return record
 
+    def _own_watch(self, kind: str, site: str, stage: str) -> Watch:
+        """What stands for values that no probe takes: always the same for the same."""
+        return self._own_watches.setdefault((kind, site, stage), Watch(kind, site, stage, self._prefix))
+
     def _own_key(self, name: str, stage: str = TRAIN) -> str:
         return Key(OWN_KIND, "", name, stage, self._prefix).format()
 
@@ -846,6 +899,14 @@ def _check_tensor_parallel(rules: Iterable[ParsedRule]) -> None:
         if names:
             why = "in tensor parallel training a rank may have parts of the tokens"
             raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+
+
+def _identities(parameters: Iterable[Tensor] | None) -> Among:
+    return None if parameters is None else frozenset(map(id, parameters))
+
+
+def _as_scale(scale: Tensor | float | None) -> Tensor | None:
+    return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale
 
 
 def _none_of(module: nn.Module | str, which: str, names: Sequence[str]) -> str:

@@ -20,7 +20,10 @@ STAGES = ("validation", "test", "predict")
 OWN_KIND = "monitor"
 """The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
 
-OWN_FIGURES = ("errors", "overhead_fraction", "step_skipped")
+STEP_SKIPPED = "step_skipped"
+"""The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
+
+OWN_FIGURES = ("errors", "overhead_fraction", STEP_SKIPPED)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

@@ -358,10 +358,10 @@ def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplo
     original = callback.monitor.monitor_parameters
     calls = iter(range(100))
 
-    def fails_once() -> None:
+    def fails_once(parameters: Any) -> None:
         if next(calls) == 1:
             raise RuntimeError("a bug of ours")
-        original()
+        original(parameters)
 
     callback.monitor.monitor_parameters = fails_once  # type: ignore[method-assign]
     records = KeepRecords(callback)

@@ -88,7 +88,12 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         assert begun
         x = torch.zeros(2, 2, 3, 4)
         monitor_scaled_dot_product_attention(monitor, "attn", x, x, x, None, 0.0, True, activation=x)
+        monitor.begin_backward(torch.tensor(256.0))
+        monitor.begin_backward(256.0)
         monitor.monitor_gradients(before_clip=True)
+        monitor.monitor_gradients(parameters=model.parameters(), scale=256.0)
+        monitor.monitor_parameters(model.parameters())
+        monitor.monitor_updates(model.parameters(), is_skipped=True)
         record = monitor.end_step()
     return record.values if record is not None else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +11,21 @@ from torch.optim import Optimizer
 from lightning_module_monitor.modules.hooks import HookSet
 
 
-def watch_update(optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None], hooks: HookSet) -> None:
+def watch_update(optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None], hooks: HookSet) -> None:
     """Be told when an optimizer has its gradients and is about to use them, and when it has.
 
     An optimizer's pre-hook alone comes too early: Lightning hands ``step`` a closure that runs forward, backward and
     clipping inside of it. So the closure is replaced by one that tells when the first call of it is over. A step that a
-    ``GradScaler`` skips tells neither.
+    ``GradScaler`` skips tells neither, unless the optimizer skips by itself.
 
     Args:
         optimizer: Any torch optimizer.
-        before: Called once a step, with final gradients and parameters that have not moved.
-        after: Called when the step is over.
+        before: Called with it once a step, with final gradients and parameters that have not moved.
+        after: Called with it when the step is over.
         hooks: Owns the hooks.
     """
-    hooks.add(optimizer.register_step_pre_hook(_PreHook(before)))
-    hooks.add(optimizer.register_step_post_hook(lambda _optimizer, _args, _kwargs: after()))
+    hooks.add(optimizer.register_step_pre_hook(_PreHook(functools.partial(before, optimizer))))
+    hooks.add(optimizer.register_step_post_hook(lambda _optimizer, _args, _kwargs: after(optimizer)))
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
-from lightning_module_monitor.probes.probe import Probe, WatchedModule, observe_or_fail
+from lightning_module_monitor.probes.backward import BackwardProbe
+from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -28,7 +29,7 @@ KINDS = ("activation", "activation_gradient")
 _NONE_YET: tuple[Callable[[], Tensor | None], int, int] = (_nothing, 0, 0)
 
 
-class ActivationProbe(Probe):
+class ActivationProbe(BackwardProbe):
     """Watches modules for the length of one observation.
 
     Hooks only look: they return nothing, keep no tensor, and read no value on the host. The gradient of an output is taken
@@ -52,22 +53,12 @@ class ActivationProbe(Probe):
         self._tensor_hooks = HookSet()
         self._last_activation: tuple[Callable[[], Tensor | None], int, int] = _NONE_YET
         """The activation that was taken in last, if it is still there: the tensor, its version, and what was needed of it."""
-        self._counts_gradients = True
-        """Whether gradients that arrive now count: not those of an inner ``autograd.grad``."""
 
     def attach(self) -> None:
         """Put the hooks on."""
         for watched in self._watched:
             if not watched.watches.keys().isdisjoint(KINDS):
                 self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
-
-    def begin_backward(self) -> None:
-        """Gradients that arrive from now on count."""
-        self._counts_gradients = True
-
-    def end_backward(self) -> None:
-        """Gradients that arrive from now on, of an inner ``autograd.grad``, do not count."""
-        self._counts_gradients = False
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -124,8 +115,8 @@ class ActivationProbe(Probe):
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
-        if self._counts_gradients:
-            observe_or_fail(self._observation, watch, gradient)
+        if self.counts_gradients:
+            observe_or_fail(self._observation, watch, gradient, self.scale)
             self._last_activation = _NONE_YET
 
 

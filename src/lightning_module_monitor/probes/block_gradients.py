@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.outputs import main_tensor
-from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.backward import BackwardProbe
 
 MAX_WAITING_CALLS = 1024
 """Calls of one module, in one micro-batch, that a backward pass may run again."""
@@ -20,7 +20,7 @@ NO_BACKWARD = -1
 """The number of the backward pass where none is under way."""
 
 
-class BlockGradientProbe(Probe):
+class BlockGradientProbe(BackwardProbe):
     """Tells which gradient arrived at which place. Who wants to know overrides :meth:`receive` and :meth:`fail`.
 
     A module that stands at two places of ``blocks`` is called twice in a forward pass: its first call is the block at the
@@ -43,7 +43,6 @@ class BlockGradientProbe(Probe):
         """The calls of the stretch that is being run again, of which it is not yet known which calls they repeat."""
         self._outer_pass: dict[int, int] = {}
         """The backward pass that a pass within it belongs to."""
-        self._counts_gradients = True
 
     def receive(self, place: int, gradient: Tensor, backward_pass: int) -> None:
         """Take the gradient in that arrived at the block at a place.
@@ -63,14 +62,6 @@ class BlockGradientProbe(Probe):
         """Put the hooks on."""
         for block in self._places:
             self._module_hooks.add(block.register_forward_hook(_ForwardHook(self)))
-
-    def begin_backward(self) -> None:
-        """Gradients that arrive from now on count."""
-        self._counts_gradients = True
-
-    def end_backward(self) -> None:
-        """Gradients that arrive from now on, of an inner ``autograd.grad``, do not count."""
-        self._counts_gradients = False
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -113,7 +104,7 @@ class BlockGradientProbe(Probe):
 
     def see_gradient(self, hook: _GradientHook, gradient: Tensor) -> None:
         """A gradient arrived."""
-        if not self._counts_gradients:
+        if not self.counts_gradients:
             return
         if hook.place is None:
             self._place_repeated()

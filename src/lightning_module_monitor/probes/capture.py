@@ -14,12 +14,14 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, unwrapped
-from lightning_module_monitor.probes.parameters import difference
-from lightning_module_monitor.probes.probe import Probe, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.backward import BackwardProbe
+from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.updates import Copies, updates
 from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.statistics.loss_scale import unscaled
 
 
-class CaptureProbe(Probe):
+class CaptureProbe(BackwardProbe):
     """Copies the tensors of a step that are wanted as they are: on their own device, of any dtype.
 
     Calls of a module are numbered over the whole step, in the order of its forward passes; a gradient gets the number of the output
@@ -51,9 +53,7 @@ class CaptureProbe(Probe):
         """Calls whose output got no hook for its gradient: reentrant checkpointing may run them again."""
         self._repeated: list[_Awaited] = []
         """Outputs of the stretch that is being run again, of which it is not yet known which calls they repeat."""
-        self._counts_gradients = True
-        """Whether gradients that arrive now count: not those of an inner ``autograd.grad``."""
-        self._before: list[tuple[ParameterSite, Tensor]] = []
+        self._before = Copies()
         self._kept: list[RawTensor] = []
 
     def attach(self) -> None:
@@ -61,33 +61,23 @@ class CaptureProbe(Probe):
         for watched in self._modules:
             self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
 
-    def begin_backward(self) -> None:
-        """Gradients that arrive from now on count."""
-        self._counts_gradients = True
-
-    def end_backward(self) -> None:
-        """Gradients that arrive from now on, of an inner ``autograd.grad``, do not count."""
-        self._counts_gradients = False
-
-    def see_parameters(self) -> None:
-        """Copy the parameters, also those whose update is wanted."""
-        for site, parameter in self._wanted("parameter"):
+    def see_parameters(self, among: Among = None) -> None:
+        """Copy parameters, also those whose update is wanted."""
+        for site, parameter in self._wanted("parameter", among):
             self._keep("parameter", site.name, 0, parameter)
-        self._before = [(site, _copy(parameter)) for site, parameter in self._wanted("update")]
+        for site, parameter in self._wanted("update", among):
+            self._before.keep(site, parameter)
 
-    def see_gradients(self, kind: str) -> None:
+    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
-        for site, parameter in self._wanted(kind):
+        for site, parameter in self._wanted(kind, among):
             if parameter.grad is not None:
-                self._keep(kind, site.name, 0, parameter.grad)
+                self._keep(kind, site.name, 0, unscaled(parameter.grad, scale))
 
-    def see_updates(self) -> None:
+    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
-        before, self._before = self._before, []
-        for site, copy in before:
-            parameter = site.tensor()
-            if parameter is not None:
-                self._kept.append(RawTensor("update", site.name, 0, difference(parameter.detach(), copy)))
+        for site, update in updates(self._before.take(among), is_skipped=is_skipped):
+            self._kept.append(RawTensor("update", site.name, 0, update))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -103,7 +93,8 @@ class CaptureProbe(Probe):
         """Take every hook off and forget every tensor."""
         self._module_hooks.close()
         self.end_micro_batch()
-        self._before, self._kept = [], []
+        self._before.take()
+        self._kept = []
 
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """A module was called: copy every tensor of its output, and look out for their gradients."""
@@ -140,12 +131,12 @@ class CaptureProbe(Probe):
     def _see_gradient(self, awaited: _Awaited, gradient: Tensor | None) -> None:
         # Returns nothing: what a tensor hook returns replaces the gradient.
         # None: of several outputs of one function (of ``chunk``, say) this one was not used.
-        if gradient is None or not self._counts_gradients:
+        if gradient is None or not self.counts_gradients:
             return
         try:
             self._number_repeated()
             if awaited.call is not None:
-                self._keep("activation_gradient", awaited.name, awaited.call, gradient)
+                self._keep("activation_gradient", awaited.name, awaited.call, unscaled(gradient, self.scale))
         except MonitorError:
             raise
         except Exception as error:
@@ -166,10 +157,10 @@ class CaptureProbe(Probe):
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
         self._kept.append(RawTensor(kind, name, call, _copy(tensor)))
 
-    def _wanted(self, kind: str) -> Iterator[tuple[ParameterSite, Tensor]]:
+    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Tensor]]:
         for watched in self._parameters:
             parameter = watched.site.tensor() if kind in watched.watches else None
-            if parameter is not None:
+            if parameter is not None and (among is None or id(parameter) in among):
                 yield watched.site, parameter
 
 

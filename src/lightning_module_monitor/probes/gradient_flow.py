@@ -70,7 +70,7 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def receive(self, place: int, gradient: Tensor, backward_pass: int) -> None:
         """Take the gradient at a block in."""
-        observe_or_fail(self._observation, self._chain.watches[place], gradient)
+        observe_or_fail(self._observation, self._chain.watches[place], gradient, self.scale)
 
     def fail(self, place: int, output: object, error: Exception) -> None:
         """Take note of an output that could not be taken apart."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, is_sharded, own_part
-from lightning_module_monitor.probes.probe import Probe, WatchedParameter
+from lightning_module_monitor.probes.probe import Among, Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
+from lightning_module_monitor.probes.updates import Copies, updates
+from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
@@ -25,38 +26,41 @@ class ParameterProbe(Probe):
     observation: Observation
     reference: Reference | None = None
     rank: int = 0
-    _before: list[tuple[Watch, ParameterSite, Tensor]] = field(default_factory=list)
+    _before: Copies = field(default_factory=Copies)
 
-    def see_parameters(self) -> None:
-        """Take in the parameters, and keep a copy of those whose update is asked for."""
-        self._observe([(watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter")])
+    def see_parameters(self, among: Among = None) -> None:
+        """Take in parameters, and keep a copy of those whose update is asked for."""
+        self._observe([(watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter", among)])
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
-            for site, watch, parameter in self._wanted("parameter_difference"):
+            for site, watch, parameter in self._wanted("parameter_difference", among):
                 twin = self.reference.parameter(site)
                 if twin is not None:
                     self._see_difference(watch, parameter, twin)
-        self._before = [(watch, site, parameter.detach().clone()) for site, watch, parameter in self._wanted("update")]
+        for site, _watch, parameter in self._wanted("update", among):
+            self._before.keep(site, parameter)
 
-    def see_gradients(self, kind: str) -> None:
-        """Take in the gradients that there are.
+    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+        """Take in the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
+        gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind, among))
+        pairs = [(watch, gradient) for watch, gradient in gradients if gradient is not None]
+        if scale is None:
+            self._observe(pairs)
+            return
+        # One after the other, as above.
+        for watch, gradient in pairs:
+            self._observe([(watch, unscaled(gradient, scale))])
 
-        Args:
-            kind: ``gradient`` or ``gradient_before_clip``.
-        """
-        gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind))
-        self._observe([(watch, gradient) for watch, gradient in gradients if gradient is not None])
-
-    def see_updates(self) -> None:
+    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
-        before, self._before = self._before, []
-        self.observation.observe_base(self._own([(watch, copy) for watch, _site, copy in before]))
-        pairs = ((watch, site.tensor(), copy) for watch, site, copy in before)
-        self._observe([(watch, difference(parameter.detach(), copy)) for watch, parameter, copy in pairs if parameter is not None])
+        watches = {watched.site: watched.watches["update"] for watched in self.watched if "update" in watched.watches}
+        before = self._before.take(among)
+        self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
+        self._observe([(watches[site], update) for site, update in updates(before, is_skipped=is_skipped)])
 
     def close(self) -> None:
         """Forget the copies."""
-        self._before = []
+        self._before.take()
 
     def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
         self.observation.measure_all(self._own(pairs))
@@ -92,16 +96,11 @@ class ParameterProbe(Probe):
         except Exception as error:
             self.observation.fail(watch, parameter, error)
 
-    def _wanted(self, kind: str) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
+    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
         for watched in self.watched:
             watch = watched.watches.get(kind)
             parameter = watched.site.tensor() if watch is not None else None
-            if watch is not None and parameter is not None and parameter.is_floating_point():
+            if watch is None or parameter is None or (among is not None and id(parameter) not in among):
+                continue
+            if parameter.is_floating_point():
                 yield watched.site, watch, parameter
-
-
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """``after - before`` in the place of ``before``; of half-precision tensors in float32, which does not round it again."""
-    if after.dtype in (torch.float32, torch.float64):
-        return torch.sub(after, before, out=before)
-    return after.float() - before.float()

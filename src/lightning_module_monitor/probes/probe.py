@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,6 +12,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
 from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -29,6 +30,9 @@ class Watched(Generic[SiteT]):
 WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
 
+Among = Collection[int] | None
+"""Some of the parameters, by their ``id``; ``None`` for all."""
+
 
 class Probe:
     """Watches something from :meth:`attach` to :meth:`close`. A probe overrides what concerns it."""
@@ -43,24 +47,39 @@ class Probe:
     def attach(self) -> None:
         """Put the hooks on."""
 
-    def begin_backward(self) -> None:
-        """The backward pass of the loss begins. Where nobody tells of backward passes, every gradient counts."""
+    def begin_backward(self, scale: Tensor | None = None) -> None:
+        """The backward pass of the loss begins. Where nobody tells of backward passes, every gradient counts.
+
+        Args:
+            scale: What the loss was multiplied by; shape ``()``, on any device.
+        """
 
     def end_backward(self) -> None:
         """The backward pass of the loss is over."""
 
-    def see_parameters(self) -> None:
-        """The parameters are about to be moved."""
+    def see_parameters(self, among: Among = None) -> None:
+        """Parameters are about to be moved.
 
-    def see_gradients(self, kind: str) -> None:
-        """The gradients of the parameters are there.
+        Args:
+            among: Which ones; all of them without it.
+        """
+
+    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+        """The gradients of parameters are there.
 
         Args:
             kind: ``gradient_before_clip``, or ``gradient`` where they are about to be used.
+            among: Of which parameters.
+            scale: What they are still multiplied by; as :meth:`begin_backward` takes it.
         """
 
-    def see_updates(self) -> None:
-        """The parameters have been moved."""
+    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
+        """Parameters have been moved.
+
+        Args:
+            among: Which ones.
+            is_skipped: Whether their optimizer left them where they were, whatever anybody else did.
+        """
 
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
@@ -76,13 +95,13 @@ class Probe:
         """After the step, on the host: put what follows from the values in the place of what nobody asked for itself."""
 
 
-def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor) -> bool:
-    """Take a tensor in, and say whether that was possible.
+def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scale: Tensor | None = None) -> bool:
+    """Take a tensor in, without the scale that it may have, and say whether that was possible.
 
     A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
     """
     try:
-        observation.observe(watch, local_part(tensor))
+        observation.observe(watch, unscaled(local_part(tensor), scale))
     except MonitorError:
         raise
     except Exception as error:

@@ -198,6 +198,8 @@ class StoreReader:
     def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
         """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
 
+        Under a ``GradScaler`` a gradient is that of the loss without its scale: where it had one, divided by it, in float32.
+
         Args:
             kind: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``, ``gradient_before_clip`` or ``update``.
             site: Name of the module (``fc``; a further output of it: ``fc.output_1``) or of the parameter.
