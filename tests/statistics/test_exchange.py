@@ -169,6 +169,26 @@ def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
     assert said == ["its aggregate is not known on this rank; expected every rank to record it"]
 
 
+def test_values_of_one_site_that_come_in_different_steps() -> None:
+    """Each is told of when it comes."""
+
+    def work(rank: ThreadRank) -> list[dict[str, float]]:
+        exchange, found = Exchange(rank, wishes()), []
+        for step in range(3):
+            observation = Observation(no_trouble)
+            for name in ("early", "late")[: 1 + (step > 0)]:
+                observation.add_result(Watch("own", "site"), UserFunction(name, float, "sum"), float(rank.index + step), 1)
+            found.append(observation.collect(exchange))
+        return found
+
+    for values in Meeting[Any](2).run(work):
+        assert values == [
+            {"own/site/early": 1.0},
+            {"own/site/early": 3.0, "own/site/late": 3.0},
+            {"own/site/early": 5.0, "own/site/late": 5.0},
+        ]
+
+
 def test_a_watch_that_cannot_be_sent_is_said_and_left_out() -> None:
     """A statistic of the user's without a name of its own; the others go."""
     unsendable = Watch("own", "a", statistics={"odd": Statistic(0, lambda moments: moments.mean)})

@@ -127,12 +127,12 @@ def _order(bits: np.ndarray) -> tuple[np.int32, np.int32, np.uint32, np.int32]:
 
 
 @njit
-def _nonfinite(bits: np.ndarray) -> np.int32:
+def _nonfinite(bits: np.ndarray) -> int:
     """How many are not finite."""
     nonfinite = np.int32(0)
     for i in range(bits.size):
         nonfinite = np.int32(nonfinite + np.int32(np.int32(bits[i] & MAGNITUDE_BITS) >= np.int32(INFINITY)))
-    return nonfinite
+    return int(nonfinite)
 
 
 @njit

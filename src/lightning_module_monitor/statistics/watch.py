@@ -47,7 +47,7 @@ class Watch:
     @functools.cached_property
     def identity(self) -> Identity:
         """What tells it from all others, on every rank alike."""
-        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms
+        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms, *self.functions
 
     @functools.cached_property
     def needs(self) -> int:
