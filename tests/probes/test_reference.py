@@ -448,3 +448,27 @@ def test_what_cannot_be_copied_is_named() -> None:
     model[1][0].last = model[0](torch.ones(1, 2))  # type: ignore[index, union-attr]
     with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.0\.last cannot be copied \(RuntimeError"):
         frozen_copy(model)
+
+
+def test_a_container_of_what_is_compared_has_its_last_parts_activation() -> None:
+    """What the reference and the check measure between a part's output and the container's, which are one tensor, is not taken for it."""
+    reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    model = moved(reference)
+    statistics = ["mean", "std", "norm", "max", "hist"]
+    rules = [Rule(kinds="activation", statistics=statistics), Rule(kinds="activation_difference", statistics="norm")]
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor)
+        monitor.begin_step(0)
+        x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+        with monitor.no_monitor():
+            reference(x)
+        model(x)
+        record = monitor.end_step()
+    assert record is not None
+    output = model(x).detach()
+    for site in ("1", "_root_"):
+        for name in statistics[:-1]:
+            assert record.values[f"activation/{site}/{name}"] == pytest.approx(textbook(name, output), rel=1e-6), (site, name)
+        assert record.histograms[f"activation/{site}/hist"] == record.histograms["activation/1/hist"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -19,14 +18,8 @@ OutputName = Callable[[str, Path], str]
 """Gives the name of a further output: from the module's site and the path to the output."""
 
 
-def _nothing() -> None:
-    return None
-
-
 KINDS = ("activation", "activation_gradient")
 """The kinds that this probe sees to."""
-
-_NONE_YET: tuple[Callable[[], Tensor | None], int, int] = (_nothing, 0, 0)
 
 
 class ActivationProbe(BackwardProbe):
@@ -51,8 +44,6 @@ class ActivationProbe(BackwardProbe):
         self._say = say
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
-        self._last_activation: tuple[Callable[[], Tensor | None], int, int] = _NONE_YET
-        """The activation that was taken in last, if it is still there: the tensor, its version, and what was needed of it."""
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -81,7 +72,6 @@ class ActivationProbe(BackwardProbe):
             raise
         except Exception as error:
             # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
-            self._last_activation = _NONE_YET
             for kind in KINDS:
                 if kind in watched.watches:
                     self._observation.fail(watched.watches[kind], output, error)
@@ -98,26 +88,14 @@ class ActivationProbe(BackwardProbe):
             gradient = gradient and gradient.at(name)
         # The gradient hook is wanted also of a recomputed output: under reentrant checkpointing no other gets a gradient.
         if activation is not None and not is_in_backward():
-            self._see_activation(activation, tensor)
+            observe_or_fail(self._observation, activation, tensor)
         if gradient is not None and tensor.requires_grad:
             self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))
-
-    def _see_activation(self, watch: Watch, tensor: Tensor) -> None:
-        """Take an activation in; a container that returns what its last part returned costs nothing."""
-        last, version, needs = self._last_activation
-        if last() is tensor and tensor._version == version and watch.needs == needs and not watch.functions:
-            self._observation.observe_last_again(watch)
-            return
-        self._last_activation = _NONE_YET
-        # An inference tensor does not say whether it was overwritten.
-        if observe_or_fail(self._observation, watch, tensor) and not tensor.is_inference():
-            self._last_activation = (weakref.ref(tensor), tensor._version, watch.needs)
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
         if self.counts_gradients:
             observe_or_fail(self._observation, watch, gradient, self.scale)
-            self._last_activation = _NONE_YET
 
 
 class _ForwardHook(ForwardHook):

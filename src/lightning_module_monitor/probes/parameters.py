@@ -30,7 +30,7 @@ class ParameterProbe(Probe):
 
     def see_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
-        self._observe([(watch, parameter.detach()) for _site, watch, parameter in self._wanted("parameter", among)])
+        self._observe([(watch, parameter) for _site, watch, parameter in self._wanted("parameter", among)])
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
             for site, watch, parameter in self._wanted("parameter_difference", among):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -44,6 +45,8 @@ class Observation:
         self._rows: dict[int, int] = {}
         self._results: dict[str, tuple[Watch, str, Results]] = {}
         self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
+        self._last: tuple[weakref.ref[Tensor], int, int] | None = None
+        """The tensor that the table got last, if it may come again: what it is, its version, and what was needed of it."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -61,8 +64,13 @@ class Observation:
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
         """
         tensor = _strided(tensor)
-        if watch.needs:
-            self._table.add(self._row(watch), tensor, watch.needs)
+        if watch.needs and self._was_last(tensor, watch.needs):
+            # A container returns what its last part returned.
+            self._table.add_last_again(self._row(watch))
+        elif watch.needs:
+            self._taking().add(self._row(watch), tensor, watch.needs)
+            if not tensor.is_inference():  # such a one does not say whether it was overwritten
+                self._last = weakref.ref(tensor), tensor._version, watch.needs
         if watch.functions:
             self._call_functions(watch, tensor)
 
@@ -73,7 +81,7 @@ class Observation:
             terms: Differences of tensors as :meth:`observe` takes them, each with watches, and for each watch the row that it is
                 for: ``OWN`` or ``BASE``. What is made of the same tensors is best taken in together.
         """
-        self._table.add_differences(self._needed(terms))
+        self._taking().add_differences(self._needed(terms))
 
     def _needed(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> Iterator[tuple[list[int], Difference, int]]:
         """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
@@ -111,17 +119,13 @@ class Observation:
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._table.add_differences([([row + OWN], difference, watch.needs)])
+                self._taking().add_differences([([row + OWN], difference, watch.needs)])
             if watch.base_needs:
-                self._table.add(row + BASE, reference, watch.base_needs)
+                self._taking().add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:
-                self._table.add(row + CURRENT, current, Need.SQUARES)
+                self._taking().add(row + CURRENT, current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                self._table.add(row + PRODUCT, current.double() * reference, Need.MEAN)
-
-    def observe_last_again(self, watch: Watch) -> None:
-        """Take the tensor that :meth:`observe` got last in once more, for a watch without functions and with the same needs."""
-        self._table.add_last_again(self._row(watch))
+                self._taking().add(row + PRODUCT, current.double() * reference, Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper.
@@ -137,7 +141,7 @@ class Observation:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
         seen = list(pairs)
         try:
-            self._table.add_all((self._row(watch), _strided(tensor), watch.needs) for watch, tensor in seen if watch.needs)
+            self._taking().add_all((self._row(watch), _strided(tensor), watch.needs) for watch, tensor in seen if watch.needs)
         except Exception:
             for watch, _tensor in seen:
                 self._give_up(watch)
@@ -162,17 +166,17 @@ class Observation:
             moments = moments_of_rows(values, counts, needs)
             if len(measured) < len(watches):
                 moments = moments.rows(torch.tensor(measured, device=values.device))
-            self._table.add_moments([self._row(watches[place]) for place in measured], moments)
+            self._taking().add_moments([self._row(watches[place]) for place in measured], moments)
         for watch, row, of_row in zip(watches, values, counts, strict=True):
             if watch.histograms:
-                self._table.add_counted(self._row(watch), row, of_row)
+                self._taking().add_counted(self._row(watch), row, of_row)
             if watch.functions:
                 self._call_functions(watch, torch.where(of_row, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""
         relative = ((watch, tensor) for watch, tensor in pairs if watch.base_needs)
-        self._table.add_all((self._row(watch) + BASE, _strided(tensor), watch.base_needs) for watch, tensor in relative)
+        self._taking().add_all((self._row(watch) + BASE, _strided(tensor), watch.base_needs) for watch, tensor in relative)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
@@ -259,6 +263,15 @@ class Observation:
     def _set_histograms(self, counted: Iterable[tuple[Watch, Tensor]]) -> None:
         by_key = {key: Histogram(row.numpy()) for watch, row in counted for key in watch.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
+
+    def _taking(self) -> Table:
+        """The table, which gets another tensor now."""
+        self._last = None
+        return self._table
+
+    def _was_last(self, tensor: Tensor, needs: int) -> bool:
+        """Whether the table got this very tensor last, as it is now, and for the same."""
+        return self._last is not None and self._last[0]() is tensor and self._last[1:] == (tensor._version, needs)
 
     def _row(self, watch: Watch) -> int:
         """First row of a watch in the table."""
