@@ -11,6 +11,7 @@ more in float64, which no square of a float32 leaves. Chunks are merged in float
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ CHUNK_ELEMENTS = 4096
 SHARED_CHUNK_ELEMENTS = 2048
 """Of each of the three tensors that a layer's terms are made of: they are in the cache together."""
 
-SQUARED_ELEMENTS = 1024
-"""So many squares, all of one sign, are summed up in float32: what is rounded away is below 1e-7."""
+SUMMED_ELEMENTS = 1024
+"""So many are summed up in float32, in lanes: what is rounded away is below 1e-7."""
 
 LEAST_QUICK = 1e-27
 """A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 4096 times 1.2e-38."""
@@ -71,16 +72,16 @@ def _pointer(_context: Any, _address: Any) -> Any:  # noqa: ANN401  # numba's pr
 
 
 @njit(fastmath=ANY_ORDER)
-def _sums(one: float, chunk: np.ndarray, center: float, magnitude: float) -> tuple[float, float, float]:
-    """Sums of the deviations from ``center``, of their squares, and of what the magnitudes are more than ``magnitude``.
+def _sums(factor: float, chunk: np.ndarray, center: float, magnitude: float) -> tuple[float, float, float]:
+    """Of a chunk times a factor: sums of the deviations from ``center``, of their squares, and of the magnitudes less ``magnitude``.
 
-    In the precision of ``one``, which is 1, and of the other two.
+    In the precision of the factor and of the other two.
     """
-    residual = one - one
-    deviations = one - one
-    excess = one - one
+    residual = factor - factor
+    deviations = factor - factor
+    excess = factor - factor
     for i in range(chunk.size):
-        value = chunk[i] * one
+        value = chunk[i] * factor
         residual += value - center
         deviations += (value - center) * (value - center)
         excess += abs(value) - magnitude
@@ -105,6 +106,15 @@ def _means(sample: np.ndarray) -> tuple[float, float]:
         total += sample[i]
         magnitude += abs(sample[i])
     return np.float32(total / np.float32(sample.size)), np.float32(magnitude / np.float32(sample.size))
+
+
+@njit
+def _normalizing_power_of_two(magnitude: float) -> float:
+    """The power of two that brings a magnitude near 1, one that float32 has; 1 for what is zero or not finite."""
+    if not 0.0 < magnitude < np.inf:
+        return 1.0
+    _fraction, exponent = math.frexp(magnitude)
+    return float(math.ldexp(1.0, min(max(-exponent, -126), 126)))
 
 
 @njit
@@ -182,12 +192,19 @@ def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
     """
     num_elements = chunk.size
     of_sample, magnitude_of_sample = _means(chunk[:SAMPLE_ELEMENTS])
-    center, magnitude = np.float64(of_sample), np.float64(magnitude_of_sample)
-    quick, quick_deviations, quick_excess = _sums(np.float32(1.0), chunk, of_sample, magnitude_of_sample)
-    residual, deviations, excess = np.float64(quick), np.float64(quick_deviations), np.float64(quick_excess)
+    factor = _normalizing_power_of_two(magnitude_of_sample)
+    # Of what was multiplied; a power of two rounds nothing.
+    center, magnitude, scale = np.float64(of_sample), np.float64(magnitude_of_sample), 1.0 / factor
+    residual, deviations, excess = 0.0, 0.0, 0.0
+    for start in range(0, num_elements, SUMMED_ELEMENTS):
+        part = chunk[start : start + SUMMED_ELEMENTS]
+        sums = _sums(np.float32(factor), part, np.float32(center * factor), np.float32(magnitude * factor))
+        residual, deviations, excess = residual + sums[0], deviations + sums[1], excess + sums[2]
     # A square has left float32 upwards or downwards, or is of an element that is not finite; or the sample's mean is so far
     # from the mean that their distance is much of what was summed up.
-    if not (LEAST_QUICK < deviations < np.inf and residual * residual < 0.1 * num_elements * deviations):
+    if LEAST_QUICK < deviations < np.inf and residual * residual < 0.1 * num_elements * deviations:
+        residual, deviations, excess = residual * scale, deviations * scale * scale, excess * scale
+    else:
         # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
         # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
         center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
@@ -219,8 +236,8 @@ def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.nd
     if needs & NEED_SUMS:
         _measure_sums(chunk, chunk_row)
     elif needs & NEED_SQUARES:
-        for start in range(0, num_elements, SQUARED_ELEMENTS):
-            chunk_row[SQUARES] += _squares(chunk[start : start + SQUARED_ELEMENTS])
+        for start in range(0, num_elements, SUMMED_ELEMENTS):
+            chunk_row[SQUARES] += _squares(chunk[start : start + SUMMED_ELEMENTS])
     if needs & (NEED_EXTREMES | NEED_COUNTS):
         largest, smallest, most_negative, zeros = _order(bits)
         has_negative = int(most_negative) >= SIGN
@@ -241,8 +258,8 @@ def _measure_tokens(address: int, num_elements: int, features: int, row: np.ndar
     for token in range(num_tokens):
         chunk = carray(_pointer(address + token * features * ELEMENT_BYTES), (features,), np.float32)
         squares = 0.0
-        for start in range(0, features, SQUARED_ELEMENTS):
-            squares += _squares(chunk[start : start + SQUARED_ELEMENTS])
+        for start in range(0, features, SUMMED_ELEMENTS):
+            squares += _squares(chunk[start : start + SUMMED_ELEMENTS])
         total += np.sqrt(squares)
     row[TOKENS] = num_tokens
     row[TOKEN_NORM] = total
