@@ -119,6 +119,7 @@ def test_char_gpt_learns_and_tells_its_update_ratios(tmp_path: Path) -> None:
         assert clipped == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.shows("plain loop", "gradients")
 def test_plain_loop_prints_what_clipping_did(tmp_path: Path) -> None:
     """One line for each monitored step, with finite values, a falling loss, and gradients that clipping made smaller."""
     printed = run_example("plain_loop.py", "--max_steps 41 --every_n_steps 20", tmp_path)
@@ -163,6 +164,7 @@ def test_without_trainer_looks_at_raw_tensors(tmp_path: Path) -> None:
     assert dead[0] == int((first <= 0).all(dim=0).sum())
 
 
+@pytest.mark.shows("Fabric, FSDP2, 2 processes", "activations", "gradients", "store and loggers")
 def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
     """The CSV file has a row for each monitored step, under the names of the module and not of Fabric's wrapper."""
     printed = run_example("fabric_loop.py", "--max_epochs 4 --every_n_steps 10", tmp_path)

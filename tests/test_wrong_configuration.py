@@ -324,10 +324,14 @@ def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_pa
     assert "expected torch 2.6 or later" in message
 
 
-def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.refuses("FSDP1, DeepSpeed and other strategies")
+def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     """Of a strategy of somebody's nobody knows which elements each rank has."""
     monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
     message = refusal(tmp_path, lambda: [ModuleMonitorCallback()])
+    record_property("refusal", message)
     assert message.startswith("SingleDeviceStrategy keeps parameters in a way that is not measured; expected strategy ddp")
 
 

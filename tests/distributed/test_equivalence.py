@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from distributed import scenarios
+from helpers.equivalence import TENSORS
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.record import Key
 
 RunScenarios = Callable[[int, str], list[Any]]
+
+LAID_OUT = (*TENSORS, "gradient flow", "histograms", "functions")
+"""What is compared where parameters are laid out over ranks."""
 
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
@@ -41,6 +45,20 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows(
+    "DDP, {num_ranks} ranks",
+    "activations",
+    "activation gradients",
+    "parameters",
+    "gradients",
+    "updates",
+    "differences",
+    "RCC",
+    "attention",
+    "gradient flow",
+    "histograms",
+    "functions",
+)
 def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
     whole = scenarios.whole_and_parts(tmp_path)
@@ -58,7 +76,13 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
 
 @pytest.mark.parametrize(
     ("scenario", "num_ranks", "num_shares"),
-    [("fully_sharded", 2, 2), ("fully_sharded", 3, 3), ("tensor_parallel", 2, 1), ("laid_out_activations", 2, 1), ("both_ways", 4, 2)],
+    [
+        pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *LAID_OUT)),
+        pytest.param("fully_sharded", 3, 3, marks=pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT)),
+        pytest.param("tensor_parallel", 2, 1, marks=pytest.mark.shows("tensor parallel, 2 ranks", *LAID_OUT)),
+        pytest.param("laid_out_activations", 2, 1, marks=pytest.mark.shows("tensor parallel, DTensor activations", *LAID_OUT)),
+        pytest.param("both_ways", 4, 2, marks=pytest.mark.shows("tensor parallel and FSDP2, 4 ranks", *LAID_OUT)),
+    ],
 )
 def test_parameters_that_are_laid_out_over_ranks(
     scenario: str, num_ranks: int, num_shares: int, run_scenarios: RunScenarios, tmp_path: Path
@@ -82,6 +106,7 @@ def expected_factor(key: str, num_ranks: int) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, {num_ranks} ranks", "training unchanged")
 def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
     for result in run_scenarios(num_ranks, "unchanged"):
@@ -92,6 +117,7 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, what one rank alone has", "activations", "activation gradients", "attention", "histograms", "functions")
 def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A module, a second output, and from step 1 on heads of attention: two collectives a step, more only where something is new."""
     by_rank = run_scenarios(num_ranks, "branches")
@@ -129,6 +155,7 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, an error on one rank", "activations", "functions")
 def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
@@ -142,6 +169,7 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
     assert sum("on purpose" in message for message in by_rank[-1]["said"]) == 2
 
 
+@pytest.mark.shows("DDP, 2 ranks", "store and loggers")
 def test_the_store_has_what_all_ranks_have(run_scenarios: RunScenarios, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The file that rank 0 writes holds the records that every rank has."""
     by_rank = run_scenarios(2, "whole_and_parts")

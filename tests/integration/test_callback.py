@@ -62,6 +62,9 @@ NAMES = ["mean", "std", "norm", "abs_max"]
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.shows("{precision}", "activations", "activation gradients", "parameters", "gradients", "updates")
+@pytest.mark.shows("accumulation", "activations", "activation gradients", "parameters", "gradients", "updates")
+@pytest.mark.shows("clipping", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_values_are_those_of_raw_tensors_under_accumulation_and_clipping(
     precision: Any, optimizer: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 32 keys a step, every 50 steps."]
 
 
+@pytest.mark.shows("accumulation", "store and loggers")
 def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path) -> None:
     """Steps 0, 3, 6, ... under accumulation, over epochs; ``max_steps`` ends in between."""
     callback = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds="parameter", statistics="norm")])
@@ -110,6 +114,8 @@ def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path)
     assert [record.step for record in records.records] == [0, 3, 6, 9]
 
 
+@pytest.mark.shows("validate, test, predict", "activations")
+@pytest.mark.shows("accumulation", "activations")
 def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tmp_path: Path) -> None:
     """Sanity check and validation in the middle of an accumulated step: silent, or, with ``stages``, one record a loop."""
 
@@ -148,6 +154,7 @@ def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tm
 
 
 @pytest.mark.parametrize("stage", ["test", "predict", "validate"])
+@pytest.mark.shows("validate, test, predict", "activations")
 def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
     """``trainer.test``, ``predict`` and ``validate`` give a record when asked for, and nothing otherwise."""
     name = {"test": "test", "predict": "predict", "validate": "validation"}[stage]
@@ -183,6 +190,7 @@ def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pyt
     ]
 
 
+@pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_the_store_holds_every_record(tmp_path: Path) -> None:
     """What the callback recorded is what the file gives back, with the configuration."""
     callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics=NAMES)], store=str(tmp_path / "new" / "run.h5"))
@@ -205,6 +213,7 @@ def checkpointing(folder: Path, every: int) -> ModelCheckpoint:
     return ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, filename="{step}")
 
 
+@pytest.mark.shows("resume at a step", "activations", "parameters", "gradients", "store and loggers")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Steps that are run again are taken out; the file is that of an uninterrupted run, to the last bit."""
     rules = [Rule(kinds=["parameter", "gradient", "activation"], statistics=["norm", "std"])]
@@ -230,6 +239,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert [one["first_step"] for one in resumed.attributes["configurations"]] == [0, 10]
 
 
+@pytest.mark.shows("two fits", "store and loggers")
 def test_a_second_fit_of_the_same_callback_is_a_second_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first run's file is not touched; a numbered name is taken, and said."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="parameter", statistics="norm")])
@@ -243,6 +253,7 @@ def test_a_second_fit_of_the_same_callback_is_a_second_run(tmp_path: Path, caplo
     assert list(load_store(callback.store_path).series("parameter/model.layers.0.weight/norm")[0]) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """One file a run: training's rows stay, and the test loop's record has its own group."""
     rule = Rule(kinds="activation", sites="model", statistics="rms")
@@ -257,6 +268,7 @@ def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert list(store.series("test/activation/model/rms")[0]) == [4]
 
 
+@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_a_validation_before_the_fit_is_not_taken_out_by_it(tmp_path: Path) -> None:
     """Step 0 of the fit is no step that is run again."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=["train", "validate"])
@@ -270,6 +282,7 @@ def test_a_validation_before_the_fit_is_not_taken_out_by_it(tmp_path: Path) -> N
     assert list(store.series("activation/model/rms")[0]) == [0, 1, 2]
 
 
+@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_path: Path) -> None:
     """It is another run, and resumes nothing."""
     rule = Rule(kinds="activation", sites="model", statistics="rms")
@@ -283,6 +296,7 @@ def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_pat
     assert callback.store_path == str(tmp_path / "monitor-2.h5")
 
 
+@pytest.mark.shows("several callbacks", "activations", "activation gradients", "parameters", "gradients", "updates", "store and loggers")
 def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
     """Each has its keys, its cadence, its store and its place in the checkpoint."""
     one = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")
@@ -330,6 +344,7 @@ def test_a_branch_that_first_runs_late_gets_its_keys_once(tmp_path: Path, caplog
     assert len([message for message in caplog.messages if "activation/model.output_1/max" in message]) == 1
 
 
+@pytest.mark.shows("LBFGS", "activations", "gradients")
 def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
     """Five closure calls a step: values are those of the first."""
     seen: list[int] = []
@@ -370,6 +385,7 @@ def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplo
     assert any("on_before_optimizer_step failed (RuntimeError: a bug of ours)" in message for message in caplog.messages)
 
 
+@pytest.mark.shows("fast_dev_run", "store and loggers")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     """As Lightning's own loggers and checkpoints."""
     callback = ModuleMonitorCallback(every_n_steps=1)
@@ -379,6 +395,7 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model"])
+@pytest.mark.shows("layers made in {where}", "gradients")
 def test_layers_made_late_are_watched_and_checked(where: str, tmp_path: Path) -> None:
     """They do not exist in the callback's ``setup``; the names are read when they do."""
 

@@ -76,6 +76,9 @@ PRECISIONS: dict[str, torch.dtype] = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.shows("accumulation", "raw tensors")
+@pytest.mark.shows("clipping", "raw tensors")
+@pytest.mark.shows("Trainer, one device", "raw tensors")
 def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
     """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
     wish = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
@@ -122,6 +125,7 @@ def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert callback.last_record.tensors == ()  # they may be large, and the callback lives on
 
 
+@pytest.mark.shows("validate, test, predict", "raw tensors")
 def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) -> None:
     """Also in the middle of an accumulated step; what the callback never watches is not captured."""
     wish = Capture(sites=".*", steps=[0, 1], kinds="activation")
@@ -146,6 +150,7 @@ def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.Ca
     assert not list(tmp_path.rglob("*.h5"))
 
 
+@pytest.mark.shows("fast_dev_run", "raw tensors")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     """As the store."""
     callback = ModuleMonitorCallback(capture=Capture(sites=".*", steps=0))
@@ -153,6 +158,7 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.h5"))
 
 
+@pytest.mark.shows("two fits", "raw tensors")
 def test_a_second_run_has_its_own_files(tmp_path: Path) -> None:
     """The first run's tensors are not touched."""
     callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=0))
@@ -186,6 +192,7 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -
     return callback
 
 
+@pytest.mark.shows("resume at a step", "raw tensors")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Steps that are run again are taken out; the tensors are those of an uninterrupted run, to the last bit."""
     wish = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
@@ -210,6 +217,7 @@ def test_a_resumed_run_that_captures_nothing_more_takes_out_what_it_runs_again(t
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+@pytest.mark.shows("kill -9", "raw tensors")
 def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> None:
     """A run that kills itself in the middle of step 7 leaves the tensors of the steps before."""
     script = f"""

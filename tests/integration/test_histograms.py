@@ -38,6 +38,8 @@ def recorded(kept: KeepRecords) -> dict[tuple[str, int], Histogram]:
     return {(key, record.step): one for record in kept.records for key, one in record.histograms.items()}
 
 
+@pytest.mark.shows("Trainer, one device", "histograms")
+@pytest.mark.shows("accumulation", "histograms")
 def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
     """Of both micro-batches, and of parameters as they were before the step; as numpy counts."""
     seen: list[torch.Tensor] = []
@@ -132,6 +134,7 @@ def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
     assert len(load_store(callback.store_path).histogram_keys()) == 22
 
 
+@pytest.mark.shows("Trainer, one device", "histograms")
 def test_the_store_has_every_histogram(tmp_path: Path) -> None:
     """All counts, with their steps and edges; keys() has the numbers, which to_frame and series give."""
     callback, kept = train(tmp_path)

@@ -111,6 +111,7 @@ def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
 
 
 @pytest.mark.parametrize("name", MAKE)
+@pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
     """Every key arrives unchanged in each of the four loggers, with the record's values at the record's steps."""
     expected = train(tmp_path, [MAKE[name](tmp_path)], gradient_flow=GradientFlow(blocks="model")).series()
@@ -128,6 +129,7 @@ def test_real_loggers_side_by_side_hold_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
+@pytest.mark.shows("accumulation", "store and loggers")
 def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> None:
     """With two micro-batches a step, what is measured in step k stands where Lightning puts what the model logs in step k."""
     train(tmp_path, [MAKE[name](tmp_path)])

@@ -47,7 +47,7 @@ DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], stat
 ALL_THERE_IS: dict[str, Any] = {"rules": [*EVERYTHING, DIFFERENCES], "attention": True, "reference": "init", "rcc": True}
 
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "Trainer, one device": {},
     "accumulation": {"accumulate_grad_batches": 3},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
@@ -59,6 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "gpt", "shared"])
+@pytest.mark.shows("{way}", "training unchanged")
 def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Path) -> None:
     """Promise 1: losses, weights, buffers and random states are bit-identical over 30 steps, with all there is switched on."""
     steps = 30
@@ -209,15 +210,16 @@ class Ends(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 2:
-            if self.how == "exception":
+            if self.how == "an exception":
                 raise RuntimeError("on purpose")
-            if self.how == "interrupt":
+            if self.how == "Ctrl-C":
                 os.kill(os.getpid(), signal.SIGINT)
             trainer.should_stop = True
 
 
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
-@pytest.mark.parametrize("how", ["success", "exception", "interrupt", "twice"])
+@pytest.mark.parametrize("how", ["end of fit", "an exception", "Ctrl-C", "two fits"])
+@pytest.mark.shows("{how}", "training unchanged")
 def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
     """Promise 5: no hook, no attribute, no patched method; the model deep-copies, pickles and saves as before."""
     seed()
@@ -227,10 +229,10 @@ def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"gradient_flow": FLOWS[model], "capture": CAPTURE, "stages": ["train", "validate"]}
     callback = ModuleMonitorCallback(every_n_steps=1, **more, **ALL_THERE_IS)
     run = trainer(tmp_path, [callback, Ends(how)], max_epochs=2)
-    if how == "exception":
+    if how == "an exception":
         with pytest.raises(RuntimeError, match="on purpose"):
             run.fit(module, loader(), loader(8))
-    elif how == "interrupt":
+    elif how == "Ctrl-C":
         # A shell that starts this suite in the background has it ignore Ctrl-C.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -240,7 +242,7 @@ def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
             signal.signal(signal.SIGINT, handler)
     else:
         run.fit(module, loader(), loader(8))
-        if how == "twice":
+        if how == "two fits":
             trainer(tmp_path, [callback], max_epochs=1).fit(module, loader(), loader(8))
     optimizer_hooks = [len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in run.optimizers]
     assert sum(optimizer_hooks) == 0
@@ -256,6 +258,7 @@ def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
     assert load_store(callback.store_path).keys()
 
 
+@pytest.mark.shows("pickled callback", "activations")
 def test_the_callback_pickles_without_the_model(tmp_path: Path) -> None:
     """What Lightning binds to a callback would drag it along."""
     callback = ModuleMonitorCallback(every_n_steps=1)

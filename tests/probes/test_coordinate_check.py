@@ -120,6 +120,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.shows("plain loop", "RCC")
 def test_the_two_terms_add_up(name: str) -> None:
     """Effective plus propagating update is W x - W0 x0, and effective is what another run of both modules on x gives."""
     kept, rules = keepers()
@@ -165,6 +166,7 @@ def by_hand(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm"])
+@pytest.mark.shows("plain loop", "RCC")
 def test_the_terms_of_the_weight_alone(name: str) -> None:
     """At ``fc.weight``: (W - W0) x and W0 (x - x0), written out; their rms is the textbook's."""
     run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "token_norm"])])
@@ -351,6 +353,7 @@ def test_token_rms_is_token_norm_over_the_root_of_the_features(name: str) -> Non
         assert run.values[f"{kind}/_root_/token_rms"] == pytest.approx(run.values[f"{kind}/_root_/token_norm"] / size**0.5, rel=1e-12), kind
 
 
+@pytest.mark.shows("accumulation", "RCC")
 def test_the_check_is_the_same_whatever_the_split_into_micro_batches() -> None:
     """8 samples at once, 3 and 5, or one by one: the same values, operator norms and alignments too."""
     found = []
@@ -393,6 +396,7 @@ def test_terms_without_the_bias_are_those_of_the_forward_pass_although_the_optim
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "RCC")
 def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> None:
     """The recomputation within the backward pass is no call of the module's."""
 
@@ -560,6 +564,7 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
 
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
+@pytest.mark.shows("plain loop", "histograms")
 def test_histograms_of_terms_count_every_element(name: str) -> None:
     """At both sites; where both are the same tensor it is counted for both."""
     run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "hist"]), Rule(kinds="rcc_alignment")])

@@ -148,6 +148,7 @@ for step in range(100_000):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+@pytest.mark.shows("kill -9", "histograms")
 def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None:
     """Each histogram that was reported is there, at every moment; a repair makes it plain; a resumed run goes on."""
     path = tmp_path / "m.h5"

@@ -47,6 +47,7 @@ def assert_written(path: Path, last_step: int) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("mode", ["append", "widen"])
+@pytest.mark.shows("kill -9", "store and loggers")
 def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
     """Killed at any moment, also while columns are added: readable at once, and as plain HDF5 after a repair."""
     rng = np.random.default_rng()
@@ -62,6 +63,7 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
+@pytest.mark.shows("kill -9", "store and loggers")
 def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The kill gives the lock back; the resumed run cuts what it runs again, and leaves a plain file with both configurations."""
     path = tmp_path / "m.h5"
