@@ -254,7 +254,8 @@ class ModuleMonitorCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The model has the weights of a checkpoint, also where that knows nothing of this callback."""
-        if self._is_fit and self._reference is not None:
+        # What was saved before the first step is where this run begins, not what it resumes: a finder of learning rates puts it back.
+        if self._is_fit and self._reference is not None and checkpoint.get("global_step", 0) > 0:
             self._reference.resume()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from lightning_module_monitor.record import Key
 
 RunScenarios = Callable[[int, str], list[Any]]
 
-LAID_OUT = (*TENSORS, "gradient flow", "histograms", "functions")
-"""What is compared where parameters are laid out over ranks."""
+LAID_OUT = (*TENSORS, "differences", "gradient flow", "histograms", "functions")
+"""What is compared where parameters are laid out over ranks; of differences those of parameters."""
 
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""

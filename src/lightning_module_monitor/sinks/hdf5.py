@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +124,19 @@ class Store(writer.Writer):
             layout.rewrite(source, target, attributes=attributes)
         else:
             layout.rewrite(source, target, attributes=attributes, more=self._columns(record), before_step=self._resume_from)
+            self._tell_changes(layout.read_attributes(source).configurations[-1], record.step)
+
+    def _tell_changes(self, before: Mapping[str, Any], step: int) -> None:
+        """Say what a run that is resumed was configured with, if that was something else."""
+        was, now = before["configuration"], json.loads(json.dumps(dict(self._configuration), default=str))
+        changes = [
+            f"{name} was {textwrap.shorten(json.dumps(was.get(name)), 100)}, is {textwrap.shorten(json.dumps(now.get(name)), 100)}"
+            for name in {**was, **now}
+            if was.get(name) != now.get(name)
+        ]
+        if changes:
+            message = "The run that is resumed had another configuration (%s). In its store rows from step %d on are of this one."
+            self._logger.warning(message, "; ".join(changes), step)
 
     def _adopt(self, file: h5py.File) -> None:
         self._file, self._place_by_key, self._last_keys = file, {}, None

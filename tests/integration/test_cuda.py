@@ -1,0 +1,43 @@
+"""The callback on a CUDA device: the values of raw tensors in float64, as on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.equivalence import TENSORS
+from helpers.textbook import textbook
+from helpers.tiny import KeepRecords
+from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from helpers.zoo import raw_tensors
+from torch.nn import functional as F
+
+from lightning_module_monitor import ModuleMonitorCallback, Rule
+
+KINDS = ["activation", "activation_gradient", "parameter", "gradient", "update"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.shows("Trainer, one CUDA device", *TENSORS, "training unchanged")
+def test_values_on_a_cuda_device(tmp_path: Path) -> None:
+    """The first step against raw tensors on the CPU; training is bit for bit that without the callback."""
+    losses = []
+    for monitored in (False, True):
+        seed()
+        module, keep = Classifier("shared", torch.optim.SGD, lr=0.1), KeepLosses()
+        raw = raw_tensors(module.model, list(loader(4)), F.cross_entropy)
+        callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], on_error="raise")
+        records = KeepRecords(callback)
+        options = {"accelerator": "cuda", "devices": 1, "max_steps": 3, "limit_val_batches": 0, "deterministic": True}
+        trainer(tmp_path, [callback, records, keep] if monitored else [keep], **options).fit(module, loader(), loader(8))
+        losses.append(keep.losses)
+    assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
+    first = records.records[0].values
+    for (kind, site), tensors in raw.items():
+        whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        key = f"{kind}/model" + (f".{site}" if site != "_root_" else "")
+        assert first[f"{key}/norm"] == pytest.approx(textbook("norm", whole), rel=1e-4), key
+        if kind == "gradient":
+            assert first[f"update/model.{site}/norm"] == pytest.approx(0.1 * textbook("norm", whole), rel=1e-4)
