@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.equivalence import TENSORS
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -87,6 +88,7 @@ def _fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"module": "model"}], ids=["all", "within the model"])
 @pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
+@pytest.mark.shows("torch.compile", *TENSORS, "differences", "RCC", "training unchanged")
 def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Every key and every value, the reference and the coordinate check too; and the compiler makes no graph more."""
     eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
@@ -101,6 +103,7 @@ def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict
     assert all(torch.equal(one, other) for one, other in zip(plain.losses, compiled.losses, strict=True))
 
 
+@pytest.mark.shows("torch.compile", *TENSORS)
 def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
     """With a backend that takes the graph apart: steps that are monitored round as eager ones do, the others as compiled ones."""
     eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
