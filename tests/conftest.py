@@ -47,8 +47,10 @@ class Gather:
             refusal = next(iter(_properties(report, "refusal")), before.refusal if before is not None else "")
             self.outcomes[report.nodeid] = Outcome(report.nodeid, claims, report.outcome, reason, refusal)
 
-    def pytest_sessionfinish(self) -> None:
-        """Write the page."""
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write the page, of a run that nobody has cut short."""
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device here"
         versions = (
             f"Written by `pytest --write-equivalence` with Python {platform.python_version()}, torch {torch.__version__}, "

@@ -182,6 +182,7 @@ def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
         assert clipped == pytest.approx(min(unclipped, 1.0), rel=1e-4)
 
 
+@pytest.mark.shows("manual optimization, two optimizers", "store and loggers")
 def test_gan_has_one_set_of_keys_with_two_optimizers(tmp_path: Path) -> None:
     """Every parameter of both networks at every monitored step, as is printed; both move, and both get gradients."""
     printed = run_example("gan.py", "--max_epochs 1 --every_n_steps 7", tmp_path)

@@ -3,7 +3,7 @@
 A test says it with a marker; names in braces are its parameters, so that each case shows its own row::
 
     @pytest.mark.shows("DDP, {num_ranks} ranks", "activations", "gradients")
-    @pytest.mark.refuses("manual optimization", "differences", "RCC")
+    @pytest.mark.refuses("FSDP2, 2 ranks", "RCC")
 
 ``refuses`` is for a test of the error that says before the first batch why not; without columns it is of all of them. The test hands
 the error over: ``record_property("refusal", str(error.value))``. Rows and columns are those below: a new way to train is one more
@@ -64,14 +64,20 @@ ROWS = (
     "bf16-true",
     "64-true",
     "16-mixed with a GradScaler",
+    "16-mixed, fused optimizers",
+    "16-mixed, a skipped step",
     "accumulation, bf16-mixed, clipping",
     # Optimization
-    "manual optimization",
+    "manual optimization, two optimizers",
+    "manual optimization, accumulation by hand",
+    "manual optimization with a GradScaler",
     "LBFGS",
     "frozen parameters",
+    "parameters frozen and unfrozen",
     "shared modules, tied weights",
-    "layers made in setup",
-    "layers made in configure_model",
+    "layers built late, lazy",
+    "layers built late, setup",
+    "layers built late, configure_model",
     # Graph
     "checkpointing, use_reentrant=True",
     "checkpointing, use_reentrant=False",

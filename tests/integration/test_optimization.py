@@ -170,6 +170,17 @@ def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **wi
 
 
 @pytest.mark.parametrize("way", [in_turn, toggled, several_steps, one_backward, past_lightning, closures])
+@pytest.mark.shows(
+    "manual optimization, two optimizers",
+    "activations",
+    "activation gradients",
+    "parameters",
+    "gradients",
+    "updates",
+    "store and loggers",
+    "raw tensors",
+    "training unchanged",
+)
 def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) -> None:
     """One set of keys in every step, which is a batch; of the first step of each optimizer; all backward passes. Training is the same."""
     rules = [Rule(kinds=KINDS, sites=r"encoder.*|decoder.*", statistics=NAMES), Rule(kinds="parameter", sites="free", statistics=NAMES)]
@@ -193,6 +204,7 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.shows("manual optimization with a GradScaler", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None:
     """Gradients of the loss without its scale, which changes between the two optimizers of a batch; also where one unscales by itself."""
 
@@ -215,6 +227,7 @@ def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None
     assert plugin.scaler.get_scale() == 300.0 * 2**6
 
 
+@pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
     """The decoder's gradient overflows: its update is 0, the encoder's is not, and the step is one with a skip."""
 
@@ -257,6 +270,7 @@ def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
             assert record.values[f"gradient/{name}.weight/nonfinite_count"] == size
 
 
+@pytest.mark.shows("manual optimization, accumulation by hand", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_accumulation_by_hand(tmp_path: Path) -> None:
     """A batch in which an optimizer does not step has its parameters, updates of 0 and no gradients: those are not complete."""
 
@@ -281,6 +295,7 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
     assert [len(truth) for truth in module.truth] == [10, 16, 10, 16, 10]
 
 
+@pytest.mark.shows("manual optimization, accumulation by hand", "parameters", "gradients", "updates")
 def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None:
     """As with two; its parameters are those of the whole model."""
 
@@ -302,6 +317,7 @@ def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None
         assert (record.values["update/model.layers.0.weight/norm"] > 0) == bool(record.step % 2)
 
 
+@pytest.mark.shows("manual optimization, two optimizers", "differences", "RCC")
 def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: Path) -> None:
     """At step 0 nothing differs before the first optimizer has stepped; later it does. The coordinate check adds up."""
 
@@ -322,6 +338,7 @@ def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: 
     assert first["monitor/errors"] == later["monitor/errors"] == 0
 
 
+@pytest.mark.shows("LBFGS", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_of_a_closure_that_is_called_many_times_the_first_call_counts(tmp_path: Path) -> None:
     """LBFGS under automatic optimization: values of all kinds are those of the first call, which here is another loss than the rest."""
 
@@ -374,7 +391,13 @@ class ByHand(Classifier):
         return {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("way", ["by hand", "LBFGS"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("by hand", marks=pytest.mark.shows("manual optimization, two optimizers", "training unchanged")),
+        pytest.param("LBFGS", marks=pytest.mark.shows("LBFGS", "training unchanged")),
+    ],
+)
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_monitoring_changes_nothing(model: str, way: str, tmp_path: Path) -> None:
     """Promise 1, with all there is: losses, weights, buffers and random states."""
@@ -410,6 +433,7 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.get_submodule("model.layers.0"), optimizer, lr=0.01)
 
 
+@pytest.mark.shows("parameters frozen and unfrozen", "parameters", "gradients", "updates", "store and loggers", "training unchanged")
 def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
     """While frozen: no gradient, update 0. From then on both, in columns of the store that turn up late. Training is the same."""
     runs = []
@@ -441,6 +465,9 @@ def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])
+@pytest.mark.shows(
+    "layers built late, {way}", "activations", "activation gradients", "parameters", "gradients", "updates", "training unchanged"
+)
 def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
     """A lazy layer gets its shape in the first forward pass, which is that of a monitored step; all its kinds are of that step."""
 
@@ -473,6 +500,7 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
         assert len(x) == len(y) == 4
 
 
+@pytest.mark.shows("plain loop", "parameters", "gradients", "updates")
 def test_a_loop_of_your_own_with_two_optimizers() -> None:
     """``parameters`` tells whose turn it is; each is recorded once."""
     torch.manual_seed(0)

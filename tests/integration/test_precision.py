@@ -91,6 +91,17 @@ def assert_true(record: Record, truth: dict[tuple[str, str], list[Tensor]]) -> N
 
 
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
+@pytest.mark.shows(
+    "16-mixed with a GradScaler",
+    "activations",
+    "activation gradients",
+    "parameters",
+    "gradients",
+    "updates",
+    "gradient flow",
+    "histograms",
+    "raw tensors",
+)
 def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: Path) -> None:
     """All kinds, histograms, gains and raw tensors, under accumulation and clipping; the scale doubles with every step."""
     rules = [
@@ -130,6 +141,7 @@ def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: P
 
 
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
+@pytest.mark.shows("16-mixed, fused optimizers", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_optimizers_that_unscale_themselves(init_scale: float, tmp_path: Path) -> None:
     """Fused ones get scaled gradients; both gradient kinds are what they make of them. Lightning allows no clipping then."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES)])
@@ -152,6 +164,7 @@ class Meddles(Callback):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.shows("16-mixed, a skipped step", "gradients", "updates")
 def test_a_skipped_step_is_no_update(fused: bool, tmp_path: Path) -> None:
     """The first step overflows: ``step_skipped`` 1, update 0 whoever else moves weights, gradients as they are; the next is a step."""
     rules = [Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES), Rule(kinds="update", statistics="ratio")]
@@ -189,6 +202,7 @@ def test_without_a_scaler_nothing_is_said_of_skipped_steps(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.shows("16-mixed with a GradScaler", "training unchanged")
 def test_a_scaler_trains_as_if_nobody_looked(model: str, fused: bool, tmp_path: Path) -> None:
     """Promise 1, with skipped steps and a scale that changes."""
     runs = []

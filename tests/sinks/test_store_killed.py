@@ -73,7 +73,8 @@ def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogC
     store.write(Record(first, {"activation/fc/rms": -1.0, "activation/out/rms": -2.0}))
     store.close()
     assert store.path == path
-    assert not caplog.records
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert 'another configuration (by was "writer", is "resumed")' in caplog.messages[0]
     reader = load_store(path)
     assert reader.series("activation/fc/rms")[1].tolist() == [0.5 * step for step in range(first)] + [-1.0]
     assert reader.series("validation/activation/fc/rms")[0].tolist() == list(range(first))
