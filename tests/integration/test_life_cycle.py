@@ -143,11 +143,13 @@ def run_steady(folder: Path, save_at: int, resume: Path | None = None, **options
 
 
 def series(path: str | None) -> dict[str, dict[int, float]]:
-    """Value by step, by key, of a store."""
+    """Value by step, by key, of a store, in which every step is once."""
     assert path is not None
     found: dict[str, dict[int, float]] = {}
     for row in load_store(path).to_frame().itertuples():
-        found.setdefault(f"{row.kind}/{row.site}/{row.statistic}", {})[row.step] = row.value
+        of_key = found.setdefault(f"{row.kind}/{row.site}/{row.statistic}", {})
+        assert row.step not in of_key
+        of_key[row.step] = row.value
     return found
 
 
