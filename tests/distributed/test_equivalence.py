@@ -155,7 +155,7 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, an error on one rank", "activations", "functions")
+@pytest.mark.shows("DDP, an error on one rank", "functions")
 def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")

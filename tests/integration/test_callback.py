@@ -395,7 +395,6 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model"])
-@pytest.mark.shows("layers built late, {where}", "gradients")
 def test_layers_made_late_are_watched_and_checked(where: str, tmp_path: Path) -> None:
     """They do not exist in the callback's ``setup``; the names are read when they do."""
 

@@ -250,7 +250,7 @@ def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
     assert all(in_validation[0][step] != in_validation[1][step] for step in in_validation[0])
 
 
-@pytest.mark.shows("SWA", "activations", "gradients", "updates", "differences", "RCC", "training unchanged")
+@pytest.mark.shows("SWA", "gradients", "updates", "training unchanged")
 def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
     """Its last pass, which renews the statistics of BatchNorm, is one more step, without gradients, that moves no weight."""
     rates: list[float] = []
@@ -371,7 +371,7 @@ TUNERS: dict[str, tuple[Callable[[Trainer, LightningModule], None], Callable[[],
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.shows("Tuner", *TENSORS, "differences", "RCC", "store and loggers", "training unchanged")
+@pytest.mark.shows("Tuner", "activations", "activation gradients", "parameters", "gradients", "store and loggers", "training unchanged")
 @pytest.mark.parametrize("how", TUNERS)
 def test_what_the_tuner_tries_is_not_recorded(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run after it is as without the monitor; its values are those of the steps that count, from step 0 on; nothing stays behind."""
