@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 
 COLUMNS = (
     "activations", "activation gradients", "parameters", "gradients", "updates", "differences", "RCC", "attention", "gradient flow",
-    "histograms", "functions", "store and loggers", "raw tensors", "training unchanged",
+    "histograms", "functions", "store and loggers", "raw tensors", "training unchanged", "nothing left behind",
 )  # fmt: skip
 
 TENSORS = COLUMNS[:5]
@@ -76,7 +76,6 @@ ROWS = (
     "parameters frozen and unfrozen",
     "shared modules, tied weights",
     "layers built late, lazy",
-    "layers built late, setup",
     "layers built late, configure_model",
     # Graph
     "checkpointing, use_reentrant=True",
