@@ -14,7 +14,7 @@ from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
 
-SHARED_CHUNK_ELEMENTS = 2048
+SHARED_CHUNK_ELEMENTS = 1024
 """What the compiled kernel measures at once."""
 
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
