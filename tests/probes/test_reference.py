@@ -415,6 +415,68 @@ def test_what_is_kept_is_not_what_is_overwritten_and_no_more_than_asked_for() ->
         assert torch.equal(_as_it_is(odd), odd)
 
 
+def _refuses(_tensor: Tensor) -> Tensor:
+    raise RuntimeError("not for this tensor")
+
+
+@pytest.mark.parametrize("replacement", [None, _refuses])
+def test_without_torchs_private_function_there_is_a_copy(replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be gone in another version, or refuse."""
+    if replacement is None:
+        monkeypatch.delattr(torch, "_lazy_clone")
+    else:
+        monkeypatch.setattr(torch, "_lazy_clone", replacement)
+    x = torch.ones(3)
+    kept = _as_it_is(x)
+    x.add_(1)
+    assert kept.tolist() == [1.0, 1.0, 1.0]
+
+
+class WritesInPlace(nn.Module):
+    """Gives its input, after everything that layers write into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.dropout = nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Write into the input."""
+        y = x * 2
+        x = self.dropout(self.relu(x))
+        x += y
+        x[:, 0] = 0
+        x.index_put_((torch.arange(len(x)),), torch.ones(x.shape), accumulate=True)
+        return x.masked_fill_(x > 2, -1.0)
+
+
+def test_large_tensors_are_written_in_place_by_several_threads() -> None:
+    """What is kept of the reference shares its memory until then; what several threads write must have its own before they start."""
+    reference = nn.Sequential(nn.Linear(16, 256), WritesInPlace(), nn.Linear(256, 256), WritesInPlace())
+    model = moved(reference)
+    x = torch.randn(1024, 16)
+    assert x.shape[0] * 256 > 4 * 32768  # elements that torch gives to one thread
+    current, other = raw_outputs(model, [(x, x)]), raw_outputs(reference, [(x, x)])
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ModuleMonitor(rules=[Rule(kinds=["activation_difference"], statistics=["norm"])], on_error="raise") as monitor:
+            monitor.set_module(model)
+            monitor.set_reference_module(reference)
+            torch.manual_seed(5)
+            monitor.begin_step(0)
+            with torch.no_grad():
+                reference(x)
+            torch.manual_seed(5)
+            model(x)
+            record = monitor.end_step()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert record is not None
+    for site, tensors in current.items():
+        expected = textbook("norm", tensors[0] - other[site][0])
+        assert record.values[f"activation_difference/{site}/norm"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
     """What a logger has hooked would write down the copy's values; what the model's own methods do is part of it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 import torch
 from helpers.textbook import textbook
@@ -71,7 +73,12 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     observation = Observation(lambda *_trouble: None)
     added: list[object] = []
     original = observation._table.add_differences
-    monkeypatch.setattr(observation._table, "add_differences", lambda several: (added.extend(kept := [*several]), original(kept)))
+
+    def add(several: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
+        added.extend(kept := [*several])
+        original(kept, readable)
+
+    monkeypatch.setattr(observation._table, "add_differences", add)
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
@@ -122,3 +129,19 @@ def test_terms_of_one_shape_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch
     values = observation.collect()
     for i, term in enumerate(terms):
         assert values[f"activation_difference/term_{i}/norm"] == pytest.approx(textbook("norm", term.computed()), rel=1e-6)
+
+
+def test_what_shares_its_memory_until_it_is_written_is_read_without_a_copy() -> None:
+    """And a part of a tensor is read where it begins."""
+    if running.kernel() is None or not hasattr(torch._C, "_is_cow_tensor"):
+        pytest.skip("needs the compiled kernel, and torch's private word for it")
+    x = torch.randn(4, 300)
+    kept = torch._lazy_clone(x)
+    observation = Observation(lambda *_trouble: None)
+    observation.observe_for(
+        [(Difference(kept, 3 * x), [(watch("all", "norm"), OWN)]), (Difference(kept[2]), [(watch("part", "norm"), OWN)])]
+    )
+    assert torch._C._is_cow_tensor(x)
+    values = observation.collect()
+    assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", 2 * x), rel=1e-6)
+    assert values["activation_difference/part/norm"] == pytest.approx(textbook("norm", x[2]), rel=1e-6)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import UNWATCHED
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.layers import Layer, layer_of
+from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import Call, ReferenceProbe, named_inputs
@@ -121,10 +122,9 @@ class _Unit:
     begun: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
     """Arguments and random states of calls that are not over, of a module that may draw numbers or overwrite its input."""
 
-    @property
-    def may_draw(self) -> bool:
+    def __post_init__(self) -> None:
+        self.may_draw = self.layer is None or is_parametrized(self.twin)
         """Whether it may draw numbers: it is of no known type, or its weight is computed from others."""
-        return self.layer is None or is_parametrized(self.twin)
 
     def wish(self, kind: str, site: str | None = None) -> list[Wish]:
         """The wish for a term, at the module's own site or a further output's or input's."""
@@ -167,6 +167,8 @@ class CoordinateCheckProbe(Probe):
         self._operator_norms = operator_norms
         self._further_name = further_name
         self._say = say
+        self._device = twins.reference.device()
+        self._linear_again = LinearAgain()
         self._hooks = HookSet()
         pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if not one.watches.keys().isdisjoint(KINDS))
         self._units = [self._unit(one, twin) for one, twin in pairs if twin is not None]
@@ -183,7 +185,7 @@ class CoordinateCheckProbe(Probe):
                 self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.add(module.register_forward_hook(UncopiedHook(functools.partial(self._after_forward, unit)), with_kwargs=True))
         try:
-            with _exactly(self._twins.reference.device()):
+            with _exactly(self._device):
                 self._see_weights()
         except MonitorError:
             raise
@@ -208,7 +210,7 @@ class CoordinateCheckProbe(Probe):
         for unit in self._units:
             for name, watch in unit.alignment.items():
                 asked, norm = self._operator_norm_watch(unit)
-                key, norm_key = watch.key(name), norm.key(_ALIGNED[name])
+                key, norm_key = watch.statistic_keys[0], norm.key(_ALIGNED[name])
                 if key in values and (values[key] == _NOTHING or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
@@ -219,13 +221,14 @@ class CoordinateCheckProbe(Probe):
     def _unit(self, watched: WatchedModule, twin: nn.Module) -> _Unit:
         wish = watched.watches.get(ALIGNMENT)
         alignment = {} if wish is None else {
-            name: Watch(wish.kind, wish.site, wish.stage, wish.prefix, {name: _RATIO_OF_NORMS}) for name in wish.functions
+            name: wish.made_of.setdefault(name, Watch(wish.kind, wish.site, wish.stage, wish.prefix, {name: _RATIO_OF_NORMS}))
+            for name in wish.functions
         }  # fmt: skip
         return _Unit(watched, twin, layer_of(watched.site.module), alignment)
 
     def _before_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted():
-            unit.begun.append((*copied((args, kwargs)), RandomStates.now(self._twins.reference.device())))
+            unit.begun.append((*copied((args, kwargs)), RandomStates.now(self._device)))
 
     def _after_forward(self, unit: _Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         if not self._is_counted():
@@ -239,7 +242,7 @@ class CoordinateCheckProbe(Probe):
                 self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
             with torch.no_grad():
                 again = self._run_again(unit, args, kwargs, states)
-                with _exactly(self._twins.reference.device()):
+                with _exactly(self._device):
                     self._observation.observe_for(
                         [
                             *self._of_outputs(unit, output, again, call),
@@ -264,9 +267,12 @@ class CoordinateCheckProbe(Probe):
         watches = unit.watched.watches
         if watches.keys().isdisjoint((EFFECTIVE, PROPAGATING, ALIGNMENT)):
             return None
+        plain = None if kwargs or states is not None else self._linear_again(unit.twin, args)
+        if plain is not None:
+            return {(): plain}
         with ExitStack() as stack:
             if states is not None:
-                stack.enter_context(unchanged_random_states(self._twins.reference.device()))
+                stack.enter_context(unchanged_random_states(self._device))
                 states.restore()
             stack.enter_context(self._twins.replaying(unit.watched.site.module))
             return dict(named_tensors(unit.twin(*args, **kwargs)))
@@ -385,24 +391,20 @@ class CoordinateCheckProbe(Probe):
         if wish is not None:
             return wish.functions, wish
         other = unit.watched.watches.get(ALIGNMENT)
-        return (), Watch(OPERATOR_NORM, unit.watched.site.name) if other is None else Watch(
-            OPERATOR_NORM, other.site, other.stage, other.prefix
-        )
+        if other is None:
+            return (), Watch(OPERATOR_NORM, unit.watched.site.name)
+        return (), other.made_of.setdefault(OPERATOR_NORM, Watch(OPERATOR_NORM, other.site, other.stage, other.prefix))
 
     def _laid_out(self, unit: _Unit, term: Difference, wishes: list[Wish]) -> Iterator[_Wished]:
         """A term with its features last, where anybody looks at them; nothing where nobody wishes for it."""
-        if any(watch.needs & Need.TOKENS or watch.functions for watch, _row in wishes):
+        if not wishes:
+            return
+        if any([watch.looks_at_features for watch, _row in wishes]):
             tensor = term.written()
             term = Difference(tensor if unit.layer is None else tensor.movedim(unit.layer.channels(unit.watched.site.module, tensor), -1))
-        if wishes:
-            yield term, wishes
+        yield term, wishes
 
 
-@contextmanager
-def _exactly(device: torch.device) -> Iterator[None]:
+def _exactly(device: torch.device) -> AbstractContextManager[object]:
     """What the monitor itself computes it does not compute in half precision."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

@@ -198,6 +198,9 @@ def _weight(module: AnyModule) -> Tensor:
 
 def _read(module: AnyModule, name: str) -> Tensor | None:
     """A weight or bias, detached. A parametrized one is computed anew, by a copy: buffers would move (spectral norm), and hooks see it."""
+    plain = module._parameters.get(name)
+    if plain is not None:
+        return plain.detach()  # type: ignore[no-any-return]  # AnyModule
     if not is_parametrized(module, name):
         tensor: Tensor | None = getattr(module, name, None)
         return None if tensor is None else tensor.detach()

@@ -100,7 +100,7 @@ def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Ite
     matrices = []
     for weight in weights:
         groups, rows, _columns = weight.tensor.shape
-        first, other = weight.tensor.data_ptr(), 0 if weight.other is None else weight.other.data_ptr()
+        first, other = running.address(weight.tensor), running.address(weight.other)
         for group in range(groups):
             offset = group * rows * columns * weight.tensor.itemsize
             matrices.append((first + offset, other + offset if other else 0, rows))

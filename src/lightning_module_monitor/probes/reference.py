@@ -150,6 +150,8 @@ class Call:
 
 def named_inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> NamedTensors:
     """The floating tensors among a module's arguments, positional ones first."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return [((0,), args[0])] if args[0].is_floating_point() else []
     return [(path, tensor) for part in (args, kwargs) for path, tensor in named_tensors(part) if tensor.is_floating_point()]
 
 
@@ -301,7 +303,12 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     if not is_whole or tensor.is_neg() or tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor.clone()
-    return torch._lazy_clone(tensor) if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return tensor.clone()
+    try:
+        return torch._lazy_clone(tensor)
+    except Exception:
+        return tensor.clone()  # the other is private to torch, and may refuse, or be gone
 
 
 def _nothing() -> None:

@@ -32,7 +32,7 @@ SUMMED_ELEMENTS = 1024
 """So many are summed up in float32, in lanes: what is rounded away is below 1e-7."""
 
 LEAST_QUICK = 1e-27
-"""A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 1024 times 1.2e-38."""
+"""A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 4096 times 1.2e-38."""
 
 ELEMENT_BYTES = 4
 
@@ -314,7 +314,7 @@ def _squares_of_two(own: np.ndarray, other: np.ndarray, totals: np.ndarray) -> N
 
 
 @njit(fastmath=ANY_ORDER)
-def _squares_of_three(  # noqa: PLR0917  # machine code
+def _squares_of_three(  # machine code
     own: np.ndarray,
     other: np.ndarray,
     third: np.ndarray,
@@ -411,7 +411,7 @@ def _choose(differences: np.ndarray, pending: np.ndarray, members: np.ndarray) -
 
 
 @njit
-def _add_squares(differences: np.ndarray, members: np.ndarray, tensors: Any, num_elements: int, features: int, totals: np.ndarray) -> None:  # noqa: ANN401, PLR0917  # three addresses; machine code
+def _add_squares(differences: np.ndarray, members: np.ndarray, tensors: Any, num_elements: int, features: int, totals: np.ndarray) -> None:  # noqa: ANN401  # three addresses; machine code
     """Add the squares of chosen differences to their rows of ``totals``."""
     period = max(1, QUICK_CHUNK_ELEMENTS // features) * features
     zeros = np.zeros(min(period, QUICK_CHUNK_ELEMENTS), np.float32)

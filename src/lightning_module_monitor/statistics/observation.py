@@ -81,22 +81,29 @@ class Observation:
             terms: Differences of tensors as :meth:`observe` takes them, each with watches, and for each watch the row that it is
                 for: ``OWN`` or ``BASE``. What is made of the same tensors is best taken in together.
         """
-        self._taking().add_differences(self._needed(terms))
+        readable: set[int] = set()
+        self._taking().add_differences(self._needed(terms, readable), readable)
 
-    def _needed(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> Iterator[tuple[list[int], Difference, int]]:
+    def _needed(
+        self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]], readable: set[int]
+    ) -> Iterator[tuple[list[int], Difference, int]]:
         """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
         for term, wishes in terms:
-            difference = Difference(_strided(term.tensor), term.other, term.shift)
+            strided = term.tensor if id(term.tensor) in readable else _strided(term.tensor)
+            difference = term if strided is term.tensor else Difference(strided, term.other, term.shift)
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
                 needs = watch.base_needs if part == BASE else watch.needs
-                if needs:
+                if needs in rows:
+                    rows[needs].append(self._row(watch) + part)
+                elif needs:
                     # A row that no histogram was asked for gets none.
                     enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
                     rows.setdefault(next(enough, needs), []).append(self._row(watch) + part)
                 if watch.functions and part == OWN:
                     self._call_functions(watch, difference.written())
-            yield from ((of_needs, difference, needs) for needs, of_needs in rows.items())
+            for needs, of_needs in rows.items():
+                yield of_needs, difference, needs
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -119,7 +126,7 @@ class Observation:
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._taking().add_differences([([row + OWN], difference, watch.needs)])
+                self._taking().add_differences([([row + OWN], difference, watch.needs)], set())
             if watch.base_needs:
                 self._taking().add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:

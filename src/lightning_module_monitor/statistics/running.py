@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -88,12 +88,22 @@ def takes(tensor: Tensor) -> bool:
     )
 
 
-def takes_difference(difference: Difference, needs: int) -> bool:
-    """Whether a difference can be measured here without being written down: its squares, of float32 elements in order."""
-    parts = [part for part in (difference.tensor, difference.other, difference.shift) if part is not None]
-    if needs != Need.SQUARES or not all(takes(part) and is_in_order(part) for part in parts):
+def takes_difference(difference: Difference, needs: int, readable: set[int]) -> bool:
+    """Whether a difference can be measured here without being written down: its squares, of float32 elements in order.
+
+    Args:
+        difference: What is to be measured.
+        needs: What of it, bits of :class:`Need`.
+        readable: Identities of tensors that are known to be so; gets those of this difference too.
+    """
+    if needs != Need.SQUARES or (difference.shift is not None and difference.shift.shape != difference.tensor.shape[-1:]):
         return False
-    return difference.shift is None or difference.shift.shape == difference.tensor.shape[-1:]
+    own = [one for one in (difference.tensor, difference.other, difference.shift) if one is not None and id(one) not in readable]
+    for tensor in own:
+        if not (takes(tensor) and is_in_order(tensor)):
+            return False
+    readable.update(map(id, own))
+    return True
 
 
 def _kernel() -> ModuleType:
@@ -122,11 +132,11 @@ class RunningRows:
             self._grow(row)
         features = _features(tensor, needs)
         if is_in_order(tensor):
-            _kernel().add(tensor.data_ptr(), tensor.numel(), features, needs, self._rows, row, self._latest)
+            _kernel().add(address(tensor), tensor.numel(), features, needs, self._rows, row, self._latest)
             return
         self._whole[:] = _identity(1)
         for part in parts_in_order(tensor, features):
-            _kernel().add(part.data_ptr(), part.numel(), features, needs, self._whole, 0, self._latest)
+            _kernel().add(address(part), part.numel(), features, needs, self._whole, 0, self._latest)
         self._latest[:] = self._whole[0]
         _kernel().merge(self._latest, self._rows, row)
 
@@ -140,9 +150,7 @@ class RunningRows:
             highest = max(row for row, _place in targets)
             if highest >= len(self._rows):
                 self._grow(highest)
-            addresses = [
-                (_address(one.tensor), _address(one.other), _address(one.shift)) for _rows, one in members
-            ]  # fmt: skip
+            addresses = [(address(one.tensor), address(one.other), address(one.shift)) for _rows, one in members]
             features = shape[-1] if shape else 1
             table, pairs = np.array(addresses, dtype=np.int64), np.array(targets, dtype=np.int64)
             _kernel().add_differences(table, shape.numel(), features, pairs, self._rows)
@@ -158,7 +166,7 @@ class RunningRows:
         by_needs: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         for row, tensor, needs in rows:
             if is_in_order(tensor):
-                by_needs[needs].append((row, tensor.data_ptr(), tensor.numel(), _features(tensor, needs)))
+                by_needs[needs].append((row, address(tensor), tensor.numel(), _features(tensor, needs)))
             else:
                 self.add(row, tensor, needs)
         for needs, tensors in by_needs.items():
@@ -177,9 +185,16 @@ class RunningRows:
         self._rows = np.concatenate([self._rows, _identity(max(len(self._rows), row + 1 - len(self._rows)))])
 
 
-def _address(tensor: Tensor | None) -> int:
-    """Where the elements begin; 0 for nothing."""
-    return 0 if tensor is None else tensor.data_ptr()
+def address(tensor: Tensor | None) -> int:
+    """Where the elements begin, to be read; 0 for nothing."""
+    if tensor is None:
+        return 0
+    # Of a part of a storage, versions of torch may not agree what the first of the two functions means.
+    return tensor.data_ptr() if tensor.storage_offset() else _address_to_read(tensor)
+
+
+_address_to_read: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.data_ptr)
+"""``Tensor.data_ptr`` is for whoever may write: it copies a tensor that shares its memory until then. The other is private to torch."""
 
 
 def _identity(num_rows: int) -> np.ndarray:

@@ -54,17 +54,18 @@ class Table:
             self._histograms.add(row, tensor)
             self._last.append(self._histograms)
 
-    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]]) -> None:
+    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
         """Merge all elements of each of several differences into rows, as :meth:`add` does those of a tensor.
 
         Args:
             differences: Rows, difference and needs of each. What is not written down and of one shape is read at once.
+            readable: Gets the identities of tensors that the compiled kernel will read, which are kept until then.
         """
         unwritten = []
         for rows, difference, needs in differences:
             if not difference.tensor.numel():
                 continue
-            if takes_difference(difference, needs):
+            if takes_difference(difference, needs, readable):
                 unwritten.append((rows, difference))
                 continue
             self.add(rows[0], difference.written(), needs)

@@ -41,6 +41,8 @@ class Watch:
     """The same wish for the module's weight alone, where that is a site of its own."""
     is_one_token: bool = False
     """Whether what is watched is a single token that several ranks have parts of; its norm is that of all elements."""
+    made_of: dict[str, Watch] = field(default_factory=dict)
+    """Watches of what its values are made of, by name; they live from step to step as it does."""
     origin: Watch | None = None
     """The watch that this is a further one of."""
 
@@ -65,6 +67,11 @@ class Watch:
     def is_paired(self) -> bool:
         """Whether any statistic is of two tensors."""
         return any(one.paired for one in self.statistics.values())
+
+    @functools.cached_property
+    def looks_at_features(self) -> bool:
+        """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
+        return bool(self.needs & Need.TOKENS or self.functions)
 
     @functools.cached_property
     def num_rows(self) -> int:

@@ -1,0 +1,82 @@
+"""A linear layer that is run once more gives the very numbers that a call gives, or is called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from lightning_module_monitor.modules.hooks import UncopiedHook
+from lightning_module_monitor.probes.linear_again import LinearAgain
+from lightning_module_monitor.statistics import running
+
+pytestmark = pytest.mark.skipif(running.kernel() is None, reason="needs the compiled kernel")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 40), (3, 5, 40), (8, 128, 40), (0, 40)])
+def test_the_numbers_are_those_of_a_call(shape: tuple[int, ...], bias: bool) -> None:
+    """Bit by bit, without a graph, although the input has one."""
+    again = LinearAgain()
+    for out_features in (30, 100, 1):
+        module = nn.Linear(40, out_features, bias)
+        module.register_forward_hook(UncopiedHook(lambda *_args: None))
+        x = torch.randn(shape).requires_grad_()
+        found = again(module, (x,))
+        assert found is not None
+        assert torch.equal(found, module(x))
+        assert not found.requires_grad
+
+
+class Doubled(nn.Linear):
+    """Not what it is derived from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice the output."""
+        return 2 * super().forward(x)
+
+
+def hooked() -> nn.Module:
+    """With a hook that changes the output."""
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(lambda _module, _args, output: output + 1)
+    return module
+
+
+def overridden() -> nn.Module:
+    """With a forward of the object's own."""
+    module = nn.Linear(4, 4)
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    return module
+
+
+OTHERS = {
+    "another forward": lambda: (Doubled(4, 4), torch.ones(2, 4)),
+    "a hook": lambda: (hooked(), torch.ones(2, 4)),
+    "a forward of its own": lambda: (overridden(), torch.ones(2, 4)),
+    "parametrized": lambda: (parametrizations.weight_norm(nn.Linear(4, 4)), torch.ones(2, 4)),
+    "another precision": lambda: (nn.Linear(4, 4).double(), torch.ones(2, 4).double()),
+    "one vector": lambda: (nn.Linear(4, 4), torch.ones(4)),
+    "not in order": lambda: (nn.Linear(4, 4), torch.ones(4, 2).t()),
+    "an input that does not fit": lambda: (nn.Linear(4, 4), torch.ones(2, 3)),
+    "another layer": lambda: (nn.LayerNorm(4), torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_something_else_is_left_to_a_call(name: str) -> None:
+    """What else than torch's operation on the layer's own parameters would be run."""
+    module, x = OTHERS[name]()
+    assert LinearAgain()(module, (x,)) is None
+
+
+def test_a_call_under_autocast_or_with_hooks_of_all_modules_is_another_operation() -> None:
+    """Both are known to the call alone."""
+    again, module, x = LinearAgain(), nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu"):
+        assert again(module, (x,)) is None
+    handle = nn.modules.module.register_module_forward_hook(lambda _module, _args, output: output + 1)
+    assert again(module, (x,)) is None
+    handle.remove()
+    assert again(module, (x,)) is not None
