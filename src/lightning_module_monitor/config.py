@@ -85,6 +85,8 @@ class ParsedGradientFlow:
 class Capture:
     """Which raw tensors to write to a file beside the store, and at which steps.
 
+    Of several ranks the first one's activations and their gradients are written; parameters, their gradients and their updates whole.
+
     Attributes:
         sites: Pattern or patterns (``re.fullmatch``) of names of modules and of parameters: ``head`` is that module's output, ``head.*``
             its parameters, too.

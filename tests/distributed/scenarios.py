@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.modules.shards import is_sharded
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -443,6 +443,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             reference="init",
             rules=rules,
             gradient_flow=GradientFlow(blocks=["network.first", "network.up", "network.head"]),
+            capture=Capture(sites="network.*", kinds=["activation", "parameter", "gradient", "update"], steps=[1]),
             on_error="raise",
         )
         strategy = ModelParallelStrategy(WORLD // tensor_parallel, tensor_parallel) if WORLD > 1 else "auto"

@@ -97,6 +97,23 @@ def test_parameters_that_are_laid_out_over_ranks(
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("scenario", "num_ranks"), [("fully_sharded", 2), ("tensor_parallel", 2), ("laid_out_activations", 2)])
+def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """Parameters, gradients and updates that are laid out over ranks are put together; of an activation there is what rank 0 has."""
+    whole = load_store(scenarios.SCENARIOS[scenario](tmp_path)["folder"] / "rank_0" / "monitor.h5")
+    store = load_store(run_scenarios(num_ranks, scenario)[0]["folder"] / "rank_0" / "monitor.h5")
+    shapes = {name: parameter.shape for name, parameter in scenarios.Uneven().named_parameters()}
+    for kind in ("parameter", "gradient", "update"):
+        for name, shape in shapes.items():
+            tensor = store.tensor(kind, f"network.{name}", step=1)
+            assert tensor.shape == shape
+            torch.testing.assert_close(tensor, whole.tensor(kind, f"network.{name}", step=1), rtol=1e-3, atol=1e-6)
+    full = whole.tensor("activation", "network.up", step=1)
+    rows, columns = (num_ranks, 1) if scenario == "fully_sharded" else (1, num_ranks)
+    part = store.tensor("activation", "network.up", step=1)
+    torch.testing.assert_close(part, full[: full.shape[0] // rows, : full.shape[1] // columns], rtol=1e-4, atol=1e-5)
+
+
 def expected_factor(key: str, num_ranks: int) -> float:
     """What a value of the whole batch is multiplied by on ranks, each of which has the mean loss of its own share."""
     parts = Key.parse(key)

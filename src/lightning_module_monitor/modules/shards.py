@@ -41,6 +41,11 @@ def own_part(tensor: Tensor, rank: int) -> Tensor | None:
     return None if is_elsewhere else part
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be laid out over ranks: then by a collective, in which all of them take part."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
 def has_parts_of_tokens(tensor: Tensor) -> bool:
     """Whether the last dimension is laid out over ranks."""
     return is_sharded(tensor) and any(placement.is_shard(tensor.dim() - 1) for placement in tensor.placements)

@@ -14,6 +14,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, unwrapped
+from lightning_module_monitor.modules.shards import is_sharded, whole
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.updates import Copies, updates
@@ -64,7 +65,7 @@ class CaptureProbe(BackwardProbe):
     def see_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is wanted."""
         for site, parameter in self._wanted("parameter", among):
-            self._keep("parameter", site.name, 0, parameter)
+            self._keep("parameter", site.name, 0, whole(parameter))
         for site, parameter in self._wanted("update", among):
             self._before.keep(site, parameter)
 
@@ -72,12 +73,12 @@ class CaptureProbe(BackwardProbe):
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             if parameter.grad is not None:
-                self._keep(kind, site.name, 0, unscaled(parameter.grad, scale))
+                self._keep(kind, site.name, 0, unscaled(whole(parameter.grad), scale))
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
         for site, update in updates(self._before.take(among), is_skipped=is_skipped):
-            self._kept.append(RawTensor("update", site.name, 0, update))
+            self._kept.append(RawTensor("update", site.name, 0, whole(update)))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -186,6 +187,10 @@ class _Awaited:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the same device that belongs to nobody else; of a sparse tensor with its zeros, of a mapped one all samples."""
+    """A copy on the same device that belongs to nobody else; of a sparse tensor with its zeros, of a mapped one all samples.
+
+    Of one that is laid out over ranks this rank's part.
+    """
     tensor = unwrapped(tensor).detach()
+    tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return tensor.clone() if tensor.layout is torch.strided else tensor.to_dense()

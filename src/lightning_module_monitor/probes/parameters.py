@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.shards import has_parts_of_tokens, is_sharded, own_part
+from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part, whole
 from lightning_module_monitor.probes.probe import Among, Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, updates
@@ -66,9 +66,9 @@ class ParameterProbe(Probe):
         self.observation.measure_all(self._own(pairs))
         for watch, tensor in pairs:
             # A function gets the whole; to put it together all ranks are needed.
-            whole = tensor if not watch.functions or not is_sharded(tensor) else tensor.full_tensor()
+            all_of_it = whole(tensor) if watch.functions else tensor
             if self.rank == 0:
-                self.observation.call_functions(watch, whole)
+                self.observation.call_functions(watch, all_of_it)
 
     def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
         parts = []
@@ -90,9 +90,9 @@ class ParameterProbe(Probe):
             if own is not None and of_twin is not None:
                 self.observation.measure_pair(watch, own, of_twin.to(own.device))
             if watch.functions:
-                whole, whole_twin = (one.full_tensor() if is_sharded(one) else one for one in (parameter.detach(), twin.detach()))
+                pair = whole(parameter.detach()), whole(twin.detach())
                 if self.rank == 0:
-                    self.observation.call_functions(watch, whole, whole_twin.to(whole.device))
+                    self.observation.call_functions(watch, pair[0], pair[1].to(pair[0].device))
         except Exception as error:
             self.observation.fail(watch, parameter, error)
 
