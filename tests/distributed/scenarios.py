@@ -390,6 +390,7 @@ class Uneven(nn.Module):
         self.first = nn.Linear(6, 5)
         self.gate = nn.Linear(5, 1, bias=False)
         self.up = nn.Linear(5, 12)
+        nn.init.constant_(self.up.bias, 0.5)  # parts of it are alike
         self.down = nn.Linear(12, 6)
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 3)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.statistics.functions import Results, UserFunction
 from lightning_module_monitor.statistics.moments import Moments
 from lightning_module_monitor.statistics.ranks import Merged, Ranks, merge_over_ranks
@@ -180,7 +181,7 @@ class Exchange:
         of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
         moments = share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device))
         counts = share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)]
-        moments, counts, results = _without_copies(moments, counts, results, self.ranks)
+        moments, counts, results = _without_copies(directory, moments, counts, results, self.ranks)
         merged = merge_over_ranks(
             moments,
             torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
@@ -240,19 +241,39 @@ def _results(share: Share, directory: Directory, device: torch.device) -> _Resul
     )
 
 
-def _without_copies(moments: Moments, counts: Tensor, results: _Results, ranks: Ranks) -> tuple[Moments, Tensor, _Results]:
-    """Leave out what ranks with the same input have alike: a replicated activation, say. Parts of one never are."""
+def _without_copies(
+    directory: Directory, moments: Moments, counts: Tensor, results: _Results, ranks: Ranks
+) -> tuple[Moments, Tensor, _Results]:
+    """Leave out what ranks with the same input have alike: a replicated activation, say. Parts of one are taken not to be."""
     columns = torch.stack(moments), counts.T, torch.stack(results)
     is_copy = ranks.is_copy(torch.cat([one.flatten() for one in columns]))
     if is_copy is None:
         return moments, counts, results
     parts = is_copy.split([one.numel() for one in columns])
-    of_rows, of_counts, of_results = (part.view_as(one).all(0) for part, one in zip(parts, columns, strict=True))
+    of_parts = [part.view_as(one).all(0) for part, one in zip(parts, columns, strict=True)]
+    is_whole = _all_of_watch(torch.cat(of_parts), directory)
+    of_rows, of_counts, of_results = is_whole.split([one.numel() for one in of_parts])
     nothing = Moments.of_nothing(1).to(ranks.device)
     kept = Moments(*(torch.where(of_rows, empty, field) for field, empty in zip(moments, nothing, strict=True)))
     least = _Results(*(torch.full_like(one, -torch.inf if one is results.extremes else 0.0) for one in results))
     kept_results = _Results(*(torch.where(of_results, empty, one) for one, empty in zip(results, least, strict=True)))
     return kept, counts.masked_fill(of_counts.unsqueeze(1), 0.0), kept_results
+
+
+def _all_of_watch(is_copy: Tensor, directory: Directory) -> Tensor:
+    """Whether all that is known of a watch is a copy, for each of its rows, histograms and functions: parts may well have one histogram.
+
+    Of a parameter every rank takes in only what is its own to count, which is no copy: parts of a constant are alike.
+    """
+    watches = list(directory.watches.values())
+    numbers = {watch.identity: number for number, watch in enumerate(watches)}
+    of_rows = [number for number, watch in enumerate(watches) for _row in range(watch.num_rows)]
+    of_counts = [number for number, watch in enumerate(watches) if watch.histograms]
+    of_functions = [numbers[watch.identity] for watch, _function in directory.functions]
+    index = torch.tensor(of_rows + of_counts + of_functions, dtype=torch.int64, device=is_copy.device)
+    is_own = [watch.kind in KINDS and KINDS[watch.kind].site == "parameter" for watch in watches]
+    differs = torch.tensor(is_own, dtype=torch.float64, device=is_copy.device).scatter_reduce(0, index, (~is_copy).double(), "amax")
+    return differs[index] == 0
 
 
 def _on_host(merged: Merged) -> Merged:
