@@ -186,7 +186,7 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._said: set[str] = set()
-        self._own_watches: dict[tuple[str, str, str], Watch] = {}
+        self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._told_plans: dict[str, Plan] = {}
         """What is wanted of attention that the model tells of by hand, where no rule is about attention, by stage."""
 
@@ -426,10 +426,7 @@ class ModuleMonitor:
         Raises:
             ValueError: If no module was set.
         """
-        if self._window is not None:
-            self.lose()
-            self._finish()
-        self.abandon()
+        self._join_what_is_open()
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         due, is_captured = self._due(step), self._is_captured(step)
@@ -497,7 +494,7 @@ class ModuleMonitor:
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
         if self._window is not None:
-            watch = self._own_watch(OWN_KIND, "", self._window.stage)
+            watch = self._own_watch(OWN_KIND, "", STEP_SKIPPED, self._window.stage)
             skipped = (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped)
             self._window.observation.add_result(watch, UserFunction(STEP_SKIPPED, float, "max"), skipped, 1)
 
@@ -570,6 +567,8 @@ class ModuleMonitor:
     def begin_stage(self, stage: str, step: int) -> bool:
         """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
 
+        A loop that an error left open is closed first.
+
         Args:
             stage: ``validation``, ``test`` or ``predict``.
             step: The step that its record gets.
@@ -579,6 +578,9 @@ class ModuleMonitor:
         """
         if self._sites is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
+        if self._window is not None and self.is_in_stage():
+            self._window.lose()
+            self.end_stage()
         everything = self._everything()
         plan = self._plan(everything, stage)
         if self._window is not None:
@@ -624,6 +626,14 @@ class ModuleMonitor:
             if window is not None:
                 window.lose()
 
+    def _join_what_is_open(self) -> None:
+        """Close what an error has left open, in the order in which other ranks have ended it: the loop, then the step around it."""
+        self.lose()
+        while self._window is not None or self._suspended:
+            if self._window is not None:
+                self._finish()
+            self._window = self._suspended.pop() if self._suspended else None
+
     def abandon(self) -> None:
         """Close the step, and what it suspended, at once and without a record; other ranks are not told."""
         for window in (self._window, *self._suspended):
@@ -666,7 +676,7 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         if self._window is not None and not self._silenced:
-            watch = self._own_watch(parts.kind, parts.site, self._window.stage)
+            watch = self._own_watch(parts.kind, parts.site, parts.statistic, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
             function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
@@ -828,9 +838,9 @@ class ModuleMonitor:
         self.storage.add(record)
         return record
 
-    def _own_watch(self, kind: str, site: str, stage: str) -> Watch:
-        """What stands for values that no probe takes: always the same for the same."""
-        return self._own_watches.setdefault((kind, site, stage), Watch(kind, site, stage, self._prefix))
+    def _own_watch(self, kind: str, site: str, name: str, stage: str) -> Watch:
+        """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""
+        return self._own_watches.setdefault((kind, site, name, stage), Watch(kind, site, stage, self._prefix))
 
     def _own_key(self, name: str, stage: str = TRAIN) -> str:
         return Key(OWN_KIND, "", name, stage, self._prefix).format()

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.modules.shards import is_sharded
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -355,6 +355,56 @@ def one_rank_fails(folder: Path) -> dict[str, Any]:
     return fit(folder, module, callback, data(RANK, WORLD, steps=6, micro_batches=1), more=[Count()], limit_val_batches=0)
 
 
+class OnPurposeError(Exception):
+    """What the user's own code catches."""
+
+
+def own_loop(folder: Path) -> dict[str, Any]:
+    """DDP without Lightning: values of the user's own, and errors on the last rank that it catches and goes on after."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with ModuleMonitor(rules=[Rule(kinds=["activation", "gradient"], statistics="norm")], distributed=True) as monitor:
+        monitor.set_module(model)
+        for step, (x, y) in enumerate(own_data(RANK, WORLD)):
+            fails_in = {2: "train", 3: "validation", 5: "test"}.get(step) if RANK == WORLD - 1 else None
+            with suppress(OnPurposeError):
+                _monitored_step(monitor, parallel, step, (x, y), fails_in)
+        return {"values": monitor.get_all_metrics()}
+
+
+def own_data(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """A batch for each of eight steps."""
+    return data(rank, world, steps=8, micro_batches=1)
+
+
+def _monitored_step(
+    monitor: ModuleMonitor, model: nn.parallel.DistributedDataParallel, step: int, batch: tuple[Tensor, Tensor], fails_in: str | None
+) -> None:
+    """A step, from the third on with a validation loop in the middle, and from the fifth on with a test loop after it."""
+    monitor.begin_step(step)
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    monitor.log_scalar(f"own/site/of_rank_{RANK}", step + 0.5)
+    monitor.log_tensor("own/site/largest", torch.tensor([float(RANK), float(step)]), lambda values: values.max())
+    if step > 3:
+        monitor.log_scalar("own/site/late", float(RANK))
+    if fails_in == "train":
+        raise OnPurposeError
+    if step >= 3:
+        _monitored_loop(monitor, model.module, "validation", step, batch[0], fails=fails_in == "validation")
+    monitor.end_step()
+    if step >= 5:
+        _monitored_loop(monitor, model.module, "test", step, batch[0], fails=fails_in == "test")
+
+
+def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: int, x: Tensor, *, fails: bool) -> None:
+    monitor.begin_stage(stage, step)
+    model(x)
+    if fails:
+        raise OnPurposeError
+    monitor.end_stage()
+
+
 class Laid(LightningModule):
     """A network whose parameters are laid out over ranks in ``configure_model``; in one process they are not.
 
@@ -482,6 +532,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "unchanged": unchanged,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
+    "own_loop": own_loop,
     "fully_sharded": laid(fully_sharded, 1),
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),

@@ -114,6 +114,36 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
     torch.testing.assert_close(part, full[: full.shape[0] // rows, : full.shape[1] // columns], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """In a step, in a loop within one, in a loop after one: those of all ranks are lost, nobody waits, and nothing mixes after it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+    batches = [scenarios.own_data(rank, num_ranks) for rank in range(num_ranks)]
+    for result in run_scenarios(num_ranks, "own_loop"):
+        for prefix, steps in (("", {0, 1, 4, 5, 6, 7}), ("validation/", {4, 5, 6, 7}), ("test/", {6, 7})):
+            key = f"{prefix}activation/_root_/norm"
+            assert {step for step, values in result["values"].items() if key in values} == steps
+            for step, values in result["values"].items():
+                if key in values:
+                    x = torch.cat([of_rank[step][0] for of_rank in batches]).double()
+                    assert values[key] == pytest.approx(float(model(x).detach().norm()), rel=1e-5)
+                    assert values[f"{prefix}monitor/errors"] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Of one site: each rank has one of its own, all have one with an aggregate of theirs, one comes later."""
+    for result in run_scenarios(num_ranks, "own_loop"):
+        for step in (0, 1, 4, 5, 6, 7):
+            values = {key: value for key, value in result["values"][step].items() if key.startswith("own/")}
+            expected = {f"own/site/of_rank_{rank}": step + 0.5 for rank in range(num_ranks)}
+            expected["own/site/largest"] = max(step, num_ranks - 1)
+            if step > 3:
+                expected["own/site/late"] = sum(range(num_ranks)) / num_ranks
+            assert values == pytest.approx(expected)
+
+
 def expected_factor(key: str, num_ranks: int) -> float:
     """What a value of the whole batch is multiplied by on ranks, each of which has the mean loss of its own share."""
     parts = Key.parse(key)
