@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -58,3 +59,16 @@ def process_ranks(same_input: DeviceMesh | None = None) -> ProcessRanks | None:
 def is_first_process() -> bool:
     """Whether this is rank 0, or the only process."""
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+@torch.no_grad()
+def share_values_of_first(tensors: Iterable[Tensor]) -> None:
+    """Give plain tensors the values that they have on rank 0, as DDP does with a model's; called on every rank."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    for tensor in tensors:
+        # As bytes: not every backend knows every dtype.
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        distributed.broadcast(values.view(-1).view(torch.uint8), 0)
+        if not torch.equal(values, tensor):  # an expanded buffer, which is alike everywhere, cannot be written to
+            tensor.copy_(values)

@@ -21,6 +21,7 @@ from lightning_module_monitor.modules.copies import (
 )
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.processes import share_values_of_first
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 INIT, MODULE = "init", "module"
@@ -103,6 +104,9 @@ class ReferenceOfRun:
         try:
             if values is not None:
                 set_tensors(reference, values)
+            if trainer.world_size > 1 and not any(is_sharded(one) for one in reference.parameters()):
+                # Made from a seed of its own on every rank: a module that was handed over, or a new initialization.
+                share_values_of_first(tensors_of(reference).values())
             monitor.set_reference_module(reference, follows=self._within is not None)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error

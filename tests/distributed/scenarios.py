@@ -405,6 +405,16 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
     monitor.end_stage()
 
 
+def own_reference(folder: Path) -> dict[str, Any]:
+    """A reference that is handed over, and made from another seed on every rank."""
+    torch.manual_seed(RANK)
+    reference = Classifier(Attending(), torch.optim.SGD)
+    rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics="norm")]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, reference=reference, on_error="raise")
+    options: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
+    return fit(folder, Classifier(Attending(), torch.optim.SGD), callback, data(RANK, WORLD, steps=1, micro_batches=1), **options)
+
+
 class Laid(LightningModule):
     """A network whose parameters are laid out over ranks in ``configure_model``; in one process they are not.
 
@@ -533,6 +543,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "own_loop": own_loop,
+    "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),

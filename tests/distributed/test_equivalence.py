@@ -144,6 +144,20 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
             assert values == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
+    torch.manual_seed(0)
+    reference = scenarios.Attending().double()
+    for result in run_scenarios(num_ranks, "own_reference"):
+        model = scenarios.Classifier(scenarios.Attending())
+        model.load_state_dict(result["states"][0])
+        x = torch.cat([scenarios.data(rank, num_ranks, steps=1, micro_batches=1)[0][0] for rank in range(num_ranks)]).double()
+        difference = model.double().model(x) - reference(x)
+        (record,) = result["records"]
+        assert record.values["activation_difference/model/norm"] == pytest.approx(float(difference.detach().norm()), rel=1e-4)
+
+
 def expected_factor(key: str, num_ranks: int) -> float:
     """What a value of the whole batch is multiplied by on ranks, each of which has the mean loss of its own share."""
     parts = Key.parse(key)
