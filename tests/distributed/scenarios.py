@@ -405,6 +405,19 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
     monitor.end_stage()
 
 
+def other_rules(folder: Path) -> dict[str, Any]:
+    """The last rank wants something else of the same model."""
+    model, logger = nn.Linear(6, 3), logging.getLogger("lightning.pytorch.module_monitor")
+    rule = Rule(kinds="activation", statistics="norm" if RANK < WORLD - 1 else ["norm", "hist"])
+    with listening() as said, ModuleMonitor(rules=[rule], distributed=True, logger=logger) as monitor:
+        monitor.set_module(model)
+        for step in range(2):
+            monitor.begin_step(step)
+            model(torch.ones(2, 6))
+            monitor.end_step()
+        return {"values": monitor.get_all_metrics(), "said": said}
+
+
 def own_reference(folder: Path) -> dict[str, Any]:
     """A reference that is handed over, and made from another seed on every rank."""
     torch.manual_seed(RANK)
@@ -543,6 +556,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "own_loop": own_loop,
+    "other_rules": other_rules,
     "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),
     "tensor_parallel": laid(tensor_parallel, 2),

@@ -145,6 +145,16 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rules_that_differ_from_rank_to_rank_are_said(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """On every rank, before anything is exchanged that would not fit; what is of no rank is not recorded."""
+    for result in run_scenarios(num_ranks, "other_rules"):
+        assert list(result["values"].values()) == [{"monitor/errors": 1.0}] * 2
+        (message,) = result["said"]
+        assert f"ranks 0 and {num_ranks - 1} do not watch the same: rank 0 alone has 'activation/_root_/train/norm'" in message
+        assert "expected the same rules and modules on every rank" in message
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
     torch.manual_seed(0)
@@ -192,8 +202,9 @@ def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num
         # Both ask torchmetrics, whose objects pay for themselves: a barrier and a gathering for each of their two states.
         of_ours = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
         assert [len(calls) for calls in of_ours] == [4, 4, 2, 2, 2, 2]
+        # And in the first step whether all watch the same.
         of_objects = [calls.count("all_gather_object") for calls in result["collectives"]]
-        assert of_objects == [1, 1, 0, 0, 0, 0]
+        assert of_objects == [2, 1, 0, 0, 0, 0]
     for step, record in enumerate(by_rank[0]["records"]):
         last = scenarios.data(num_ranks - 1, num_ranks)[step]
         elements = len(last[0]) * 6

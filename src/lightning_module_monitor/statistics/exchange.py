@@ -1,14 +1,16 @@
 """From what each rank has seen to what all have seen together: the same rows in the same order on every rank.
 
 A step is two collectives and, from an accelerator, one transfer. Rows and results are laid out by a directory that all ranks
-have alike: what the rules want, and what turned up later (a further output, a head of attention) on any of them. When something
-turns up for the first time, its rank tells the others, and that step is exchanged once more. What cannot be told by numbers
-alone (torchmetrics objects, aggregates of the user's) is synchronized after the two, on all ranks in the directory's order.
+have alike: what the rules want (which they make sure of in the first step), and what turned up later (a further output, a head
+of attention) on any of them. When something turns up for the first time, its rank tells the others, and that step is exchanged
+once more. What cannot be told by numbers alone (torchmetrics objects, aggregates of the user's) is synchronized after the two,
+on all ranks in the directory's order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +150,8 @@ class Exchange:
     def __init__(self, ranks: Ranks, watches: Iterable[Watch]) -> None:
         self.ranks = ranks
         self.directory = Directory(watches)
+        self._disagreement: str | None = None
+        """What ranks want differently; empty if nothing; ``None`` before they were asked."""
 
     def bring_together(self, share: Share, failed: Callable[[Watch, Exception], None]) -> Together:
         """Exchange a step.
@@ -155,7 +159,14 @@ class Exchange:
         Args:
             share: What this rank has seen.
             failed: Told of a watch that other ranks cannot be told of.
+
+        Raises:
+            ValueError: On every rank, if their rules or modules are not the same.
         """
+        if self._disagreement is None:
+            self._disagreement = self._asked()
+        if self._disagreement:
+            raise ValueError(self._disagreement)
         untold: set[Identity] = set()
         while True:
             unknown = [watch for watch in self.directory.unknown(share.watches) if watch.identity not in untold]
@@ -165,6 +176,18 @@ class Exchange:
             message = message_of(unknown, failed)
             self.directory.learn(self.ranks.gather(message), unknown)
             untold.update(watch.identity for watch in self.directory.unknown(unknown))
+
+    def _asked(self) -> str:
+        """What ranks want differently, the same on each; nothing if their rows will fit."""
+        identities = [*self.directory.watches]
+        digest = hashlib.sha256(repr(identities).encode()).digest()
+        if len(set(self.ranks.gather(digest))) == 1:
+            return ""
+        first, *others = self.ranks.gather(identities)
+        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+        only = [(0, one) for one in first if one not in other] + [(rank, one) for one in other if one not in first]
+        what = f"rank {only[0][0]} alone has {'/'.join(filter(None, only[0][1]))!r}" if only else "they are in another order"
+        return f"ranks 0 and {rank} do not watch the same: {what}; expected the same rules and modules on every rank"
 
     def _exchanged(self, share: Share, has_more: bool) -> Together | None:
         """What all ranks have together; ``None`` if any of them has more than the directory knows."""
