@@ -102,6 +102,21 @@ def counting_collectives() -> Iterator[list[str]]:
             setattr(distributed, name, original)
 
 
+def collectives_of_steps(callback: ModuleMonitorCallback) -> list[list[str]]:
+    """The collectives that end each of the steps to come."""
+    counts: list[list[str]] = []
+    end_step = callback.monitor.end_step
+
+    def counted() -> Record | None:
+        with counting_collectives() as calls:
+            record = end_step()
+        counts.append(calls)
+        return record
+
+    callback.monitor.end_step = counted  # type: ignore[method-assign]
+    return counts
+
+
 def sizes(rank: int, world: int, steps: int = 3, micro_batches: int = 2) -> list[int]:
     """How many samples each micro-batch of a rank has: as uneven as can be."""
     return [2 + rank + (2 * number + rank) % world for number in range(steps * micro_batches)]
@@ -311,16 +326,7 @@ def branches(folder: Path) -> dict[str, Any]:
         Rule(kinds="attention_entropy", statistics="mean"),
     ]
     callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, on_error="raise")
-    counts: list[list[str]] = []
-    end_step = callback.monitor.end_step
-
-    def counted() -> Record | None:
-        with counting_collectives() as calls:
-            record = end_step()
-        counts.append(calls)
-        return record
-
-    callback.monitor.end_step = counted  # type: ignore[method-assign]
+    counts = collectives_of_steps(callback)
     module = Classifier(model, torch.optim.SGD, lr=0.1)
     return fit(folder, module, callback, limit_val_batches=0) | {"collectives": counts}
 
@@ -522,16 +528,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
         )
         strategy = ModelParallelStrategy(WORLD // tensor_parallel, tensor_parallel) if WORLD > 1 else "auto"
         groups = WORLD // tensor_parallel if WORLD > 1 else 1
-        counts: list[list[str]] = []
-        end_step = callback.monitor.end_step
-
-        def counted() -> Record | None:
-            with counting_collectives() as calls:
-                record = end_step()
-            counts.append(calls)
-            return record
-
-        callback.monitor.end_step = counted  # type: ignore[method-assign]
+        counts = collectives_of_steps(callback)
         options: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
         micro_batches = even_data(RANK // tensor_parallel if WORLD > 1 else 0, groups)
         return fit(folder, Laid(lay), callback, micro_batches, **options) | {"collectives": counts}
