@@ -3,15 +3,14 @@
 Importing this file needs numba (the extra ``fast``) and compiles it, the first time for some seconds; later the machine
 code is taken from numba's cache on disk. Nothing else imports numba.
 
-Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, a tensor is read here in *chunks* that
-stay in the first-level cache while the loops that are needed pass over them; the compiler turns each loop into vector
-instructions. A chunk's sums are of deviations, and in float32; where that is seen to have lost anything they are taken once
-more in float64, which no square of a float32 leaves. Chunks are merged in float64.
+Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, and powers of two to stay within
+float32, here every element is widened to float64 as it is read: no square of a float32 leaves that, and no sum of them
+rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache while the loops
+that are needed pass over them; the compiler turns each loop into vector instructions.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,6 @@ CHUNK_ELEMENTS = 4096
 
 QUICK_CHUNK_ELEMENTS = 1024
 """Of each of the three tensors that a layer's terms are made of, and of three shifts: they are in the first-level cache together."""
-
-SUMMED_ELEMENTS = 1024
-"""So many are summed up in float32, in lanes: what is rounded away is below 1e-7."""
 
 LEAST_QUICK = 1e-27
 """A sum of a chunk's squares in float32 that is larger than this misses nothing that has become too small: 4096 times 1.2e-38."""
@@ -54,9 +50,6 @@ INFINITY = 0x7F800000
 """The bits of float32's infinity: a magnitude of at least this is not finite."""
 SIGN = 1 << 31
 
-SAMPLE_ELEMENTS = 64
-"""So many of a chunk's elements tell where its sums are taken from."""
-
 ANY_ORDER = {"reassoc", "contract"}
 """Sums may be taken in any order, four or eight at a time. NaN, infinity and signed zero keep their meaning."""
 
@@ -72,20 +65,17 @@ def _pointer(_context: Any, _address: Any) -> Any:  # noqa: ANN401  # numba's pr
 
 
 @njit(fastmath=ANY_ORDER)
-def _sums(factor: float, chunk: np.ndarray, center: float, magnitude: float) -> tuple[float, float, float]:
-    """Of a chunk times a factor: sums of the deviations from ``center``, of their squares, and of the magnitudes less ``magnitude``.
-
-    In the precision of the factor and of the other two.
-    """
-    residual = factor - factor
-    deviations = factor - factor
-    excess = factor - factor
+def _sums(chunk: np.ndarray, center: float) -> tuple[float, float, float]:
+    """Sums of the deviations from ``center``, of their squares, and of the magnitudes."""
+    residual = 0.0
+    deviations = 0.0
+    magnitude = 0.0
     for i in range(chunk.size):
-        value = chunk[i] * factor
+        value = np.float64(chunk[i])
         residual += value - center
         deviations += (value - center) * (value - center)
-        excess += abs(value) - magnitude
-    return residual, deviations, excess
+        magnitude += abs(value)
+    return residual, deviations, magnitude
 
 
 @njit(fastmath=ANY_ORDER)
@@ -95,26 +85,6 @@ def _squares_in(one: float, own: np.ndarray) -> float:
         value = own[i] * one
         total += value * value
     return total
-
-
-@njit(fastmath=ANY_ORDER)
-def _means(sample: np.ndarray) -> tuple[float, float]:
-    """Mean, and mean magnitude, in float32."""
-    total = np.float32(0.0)
-    magnitude = np.float32(0.0)
-    for i in range(sample.size):
-        total += sample[i]
-        magnitude += abs(sample[i])
-    return np.float32(total / np.float32(sample.size)), np.float32(magnitude / np.float32(sample.size))
-
-
-@njit
-def _normalizing_power_of_two(magnitude: float) -> float:
-    """The power of two that brings a magnitude near 1, one that float32 has; 1 for what is zero or not finite."""
-    if not 0.0 < magnitude < np.inf:
-        return 1.0
-    _fraction, exponent = math.frexp(magnitude)
-    return float(math.ldexp(1.0, min(max(-exponent, -126), 126)))
 
 
 @njit
@@ -185,45 +155,19 @@ def _merge(other: np.ndarray, row: np.ndarray) -> None:
 
 @njit
 def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
-    """Mean, deviations, magnitude, and the squares that follow from them.
-
-    In float32, which has twice the elements of a vector, where that is as good: of a few thousand deviations from a sample's
-    mean, summed up in lanes, little is rounded away. Else, and that is seen from the sums, in float64.
-    """
+    """Mean, deviations, magnitude, and the squares that follow from them."""
     num_elements = chunk.size
-    of_sample, magnitude_of_sample = _means(chunk[:SAMPLE_ELEMENTS])
-    factor = _normalizing_power_of_two(magnitude_of_sample)
-    # Of what was multiplied; a power of two rounds nothing.
-    center, magnitude, scale = np.float64(of_sample), np.float64(magnitude_of_sample), 1.0 / factor
-    residual, deviations, excess = 0.0, 0.0, 0.0
-    for start in range(0, num_elements, SUMMED_ELEMENTS):
-        part = chunk[start : start + SUMMED_ELEMENTS]
-        sums = _sums(np.float32(factor), part, np.float32(center * factor), np.float32(magnitude * factor))
-        residual, deviations, excess = residual + sums[0], deviations + sums[1], excess + sums[2]
-    # A square has left float32 upwards or downwards, or is of an element that is not finite; or the sample's mean is so far
-    # from the mean that their distance is much of what was summed up.
-    if LEAST_QUICK < deviations < np.inf and residual * residual < 0.1 * num_elements * deviations:
-        residual, deviations, excess = residual * scale, deviations * scale * scale, excess * scale
-    else:
-        # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
-        # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
-        center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
-        magnitude = 0.0
-        residual, deviations, excess = _sums(1.0, chunk, center, magnitude)
+    # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
+    # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
+    center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
+    residual, deviations, magnitude = _sums(chunk, center)
     mean = center + residual / num_elements
     chunk_row[MEAN] = mean
     chunk_row[DEVIATIONS] = max(deviations - residual * (residual / num_elements), 0.0)
-    chunk_row[MAGNITUDE] = magnitude * num_elements + excess
+    chunk_row[MAGNITUDE] = magnitude
     # Of an infinite element the deviations are not a number, and the squares are infinite.
     squares = chunk_row[DEVIATIONS] + num_elements * mean * mean
     chunk_row[SQUARES] = squares if np.isfinite(squares) else _squares_in(1.0, chunk)
-
-
-@njit
-def _squares(chunk: np.ndarray) -> float:
-    """Sum of squares, in float32 where that is as good."""
-    quick = _squares_in(np.float32(1.0), chunk)
-    return float(quick) if LEAST_QUICK < quick < np.inf else float(_squares_in(1.0, chunk))
 
 
 @njit
@@ -236,8 +180,7 @@ def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.nd
     if needs & NEED_SUMS:
         _measure_sums(chunk, chunk_row)
     elif needs & NEED_SQUARES:
-        for start in range(0, num_elements, SUMMED_ELEMENTS):
-            chunk_row[SQUARES] += _squares(chunk[start : start + SUMMED_ELEMENTS])
+        chunk_row[SQUARES] = _squares_in(1.0, chunk)
     if needs & (NEED_EXTREMES | NEED_COUNTS):
         largest, smallest, most_negative, zeros = _order(bits)
         has_negative = int(most_negative) >= SIGN
@@ -257,10 +200,7 @@ def _measure_tokens(address: int, num_elements: int, features: int, row: np.ndar
     total = 0.0
     for token in range(num_tokens):
         chunk = carray(_pointer(address + token * features * ELEMENT_BYTES), (features,), np.float32)
-        squares = 0.0
-        for start in range(0, features, SUMMED_ELEMENTS):
-            squares += _squares(chunk[start : start + SUMMED_ELEMENTS])
-        total += np.sqrt(squares)
+        total += np.sqrt(_squares_in(1.0, chunk))
     row[TOKENS] = num_tokens
     row[TOKEN_NORM] = total
     row[TOKEN_RMS] = total / np.sqrt(features)
