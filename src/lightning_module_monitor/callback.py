@@ -199,7 +199,7 @@ class ModuleMonitorCallback(Callback):
 
     def _add_reference_rules(self, rcc: bool) -> None:
         """The rules that the reference and the coordinate check stand for."""
-        source, needed_by = None if self._reference is None else self._reference.source, self.monitor.needs_reference()
+        source, needed_by = None if self._reference is None else self._reference.source, self.monitor.wishes.first_of_reference()
         if not isinstance(rcc, bool):
             raise ConfigError(f"rcc is {rcc!r}; expected true or false.")
         if source is None and needed_by is not None:
@@ -302,8 +302,9 @@ class ModuleMonitorCallback(Callback):
         if not trainer.is_global_zero:
             return
         if self._dry_run:
-            keys, histograms, captured = self.monitor.planned_keys(), self.monitor.planned_histograms(), self.monitor.capture_plan()
-            print(forecast(self.monitor.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
+            wishes = self.monitor.wishes
+            keys, histograms, captured = wishes.planned_keys(), wishes.planned_histograms(), wishes.capture_plan()
+            print(forecast(wishes.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
         else:
             _messages.info(self._announcement())
 
@@ -436,7 +437,7 @@ class ModuleMonitorCallback(Callback):
         if self._uses_reference() and self._module_name is None:
             remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
             raise ConfigError(f"{model} uses manual optimization, and no reference can run its training_step; {remedy}.")
-        wish = self.monitor.first_wish("gradient_before_clip", without="gradient")
+        wish = self.monitor.wishes.first_of_kind("gradient_before_clip", without="gradient")
         if wish is not None:
             why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
             raise ConfigError(f"{wish}: {why}; expected 'gradient', what the optimizer uses.")
@@ -453,7 +454,7 @@ class ModuleMonitorCallback(Callback):
         self._may_skip = _scaler(trainer) is not None
         self.monitor.set_module(pl_module)
         planned = self._planned_keys()
-        if not self.monitor.has_wishes():
+        if not self.monitor.wishes.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
@@ -472,7 +473,7 @@ class ModuleMonitorCallback(Callback):
                 raise ConfigError(
                     f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; expected keys of numbers{near}"
                 )
-            if self.monitor.plan().knows_all_keys():
+            if self.monitor.wishes.plan().knows_all_keys():
                 near = nearest(pattern.pattern, planned)
                 raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
 
@@ -480,17 +481,18 @@ class ModuleMonitorCallback(Callback):
         return self._reference is not None and TRAIN in self._stages and not self._dry_run
 
     def _planned_keys(self) -> list[str]:
-        return self.monitor.planned_keys((name for stage, name in STAGES.items() if stage in self._stages), may_skip=self._may_skip)
+        return self.monitor.wishes.planned_keys((name for stage, name in STAGES.items() if stage in self._stages), may_skip=self._may_skip)
 
     def _planned_histograms(self) -> list[str]:
-        return self.monitor.planned_histograms(name for stage, name in STAGES.items() if stage in self._stages)
+        return self.monitor.wishes.planned_histograms(name for stage, name in STAGES.items() if stage in self._stages)
 
     def _announcement(self) -> str:
-        plan = self.monitor.plan()
-        num_keys = len(self.monitor.planned_keys()) + len(self.monitor.planned_histograms())
+        wishes = self.monitor.wishes
+        plan = wishes.plan()
+        num_keys = len(wishes.planned_keys()) + len(wishes.planned_histograms())
         keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
-        captured = self.monitor.capture_plan()
+        captured = wishes.capture_plan()
         return (
             f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
             + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
@@ -499,10 +501,8 @@ class ModuleMonitorCallback(Callback):
 
     def _rolls_up(self) -> bool:
         # By the plan and not by the record, so that a logger's columns are the same at every step.
-        names = [[STAGES[stage]] for stage in self._stages]
-        return any(
-            len(self.monitor.planned_keys(name)) + len(self.monitor.planned_histograms(name)) > self._max_logged_keys for name in names
-        )
+        names, wishes = [[STAGES[stage]] for stage in self._stages], self.monitor.wishes
+        return any(len(wishes.planned_keys(name)) + len(wishes.planned_histograms(name)) > self._max_logged_keys for name in names)
 
     def _begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""

@@ -9,38 +9,34 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.bins import Histogram
+from lightning_module_monitor.complaints import Complaints
 from lightning_module_monitor.config import (
     Capture,
     GradientFlow,
-    ParsedRule,
     Rule,
     as_tuple,
     default_rules,
-    parse_capture,
-    parse_gradient_flow,
     parse_patterns,
-    parse_rule,
 )
-from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
-from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.names import ModuleSite, without_wrappers
-from lightning_module_monitor.plan import Plan, Sites
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.modules.names import without_wrappers
+from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
-from lightning_module_monitor.probes.gradient_flow import Chain, GradientFlowProbe
+from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.probe import Among, Probe, Watched, WatchedModule
+from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import (
@@ -58,10 +54,10 @@ from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 from lightning_module_monitor.window import Window
+from lightning_module_monitor.wishes import Due, Wishes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,14 +74,6 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     """The monitor that a module is watched by; of several one that observes now, else the one that was set last."""
     watching = [monitor for _number, monitor in sorted(_monitors.items(), reverse=True) if monitor.watches(module)]
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
-
-
-class Due(NamedTuple):
-    """What is to be watched in a step; ``any(due)`` tells whether anything is."""
-
-    rules: tuple[int, ...]
-    """Numbers of the rules."""
-    gradient_flow: bool
 
 
 class ModuleMonitor:
@@ -152,32 +140,34 @@ class ModuleMonitor:
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
             raise ConfigError(f"module is a {type(module).__name__}; expected the name of a submodule, e.g. 'encoder'.")
-        self._schedule = parse_schedule(monitor_step_fn, "every_n_steps")
-        self._format_name = format_module_name_fn
-        self._exclude = parse_patterns(as_tuple(exclude), "exclude")
+        excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
-            self._exclude += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
-        self._logger = logger or logging.getLogger(__name__)
+            excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
+        self._complaints = Complaints(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         self._within = module
         self._prefix = check_prefix(prefix)
         if not {*prefix.split("/")}.isdisjoint(STAGES):
             expected = f"expected none of {', '.join(STAGES)}, which keys have already"
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
-        self._on_error = on_error
         self._cpu_offload = cpu_offload
         self.distributed: bool | DeviceMesh = distributed
-        wish = default_rules() if rules is None else as_tuple(rules)
-        self._rules = [parse_rule(rule, f"rules[{i}]", self._schedule) for i, rule in enumerate(wish)]
-        self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
-        self._capture = None if capture is None else parse_capture(capture)
+        self.wishes = Wishes(
+            parse_schedule(monitor_step_fn, "every_n_steps"),
+            default_rules() if rules is None else as_tuple(rules),
+            gradient_flow,
+            capture,
+            within=module,
+            exclude=excluded,
+            format_name=format_module_name_fn,
+            prefix=prefix,
+            say=self._complaints.say_once,
+        )
+        """What is watched, when and where."""
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
         self._number = next(_numbers)
         self._module: nn.Module | None = None
         self._watched: frozenset[nn.Module] = frozenset()
-        self._sites: Sites | None = None
-        self._chain: Chain | None = None
-        self._plans: dict[tuple[str, Due], Plan] = {}
         self._exchanges: dict[tuple[str, Due], Exchange] = {}
         """How what all ranks have seen is brought together, by the plan that says what may be seen."""
         self._reference: Reference | None = None
@@ -185,10 +175,7 @@ class ModuleMonitor:
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
-        self._said: set[str] = set()
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
-        self._told_plans: dict[str, Plan] = {}
-        """What is wanted of attention that the model tells of by hand, where no rule is about attention, by stage."""
 
     # What is watched
 
@@ -207,18 +194,13 @@ class ModuleMonitor:
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         if not isinstance(self.distributed, bool) and self.distributed.size() > 1:
-            _check_tensor_parallel(self._rules)
-        sites = Sites(module, self._within, self._exclude, self._format_name)
-        for rule in self._rules:
-            for kind in sites.check(rule):
-                self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
-        self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
-        if self._capture is not None:
-            sites.check(self._capture)
-        self._module, self._sites, self._watched = module, sites, sites.with_wrapped(module)
+            self.wishes.check_tensor_parallel()
+        sites = self.wishes.read_names(module)
+        self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
         for old, new in sites.renamed.items():
-            self._say_once(f"{old!r} is called {new!r} in keys: loggers take letters, digits, '_', '-' and '.', and names must differ.")
+            fit = "loggers take letters, digits, '_', '-' and '.', and names must differ"
+            self._complaints.say_once(f"{old!r} is called {new!r} in keys: {fit}.")
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -242,11 +224,11 @@ class ModuleMonitor:
         Raises:
             ValueError: If no module was set, or if names or shapes of modules or parameters differ; lists them.
         """
-        if self._module is None or self._sites is None:
+        if self._module is None:
             raise ValueError("There is no module that this could be the reference of; call set_module(module) first.")
         self.remove_reference_module()
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
-        live = self._module if is_of_whole else self._sites.within
+        live = self._module if is_of_whole else self.wishes.sites.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
         self._operator_norms.clear()
 
@@ -285,7 +267,8 @@ class ModuleMonitor:
         """
         if self._window is not None:
             self._window.observation.num_errors += 1
-        self._report(f"The reference could not run ({type(error).__name__}: {error}).", error, f"reference {type(error).__name__}")
+        name = type(error).__name__
+        self._complaints.report(f"The reference could not run ({name}: {error}).", error, f"reference {name}")
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -340,7 +323,7 @@ class ModuleMonitor:
             ConfigError: If one is wrong, or matches nothing in the module.
         """
         for rule in as_tuple(rules):
-            self._add_rule(parse_rule(rule, f"{label}[{len(self._rules)}]" if label == "rules" else label, self._schedule))
+            self._add_rule(rule, label)
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
@@ -356,59 +339,13 @@ class ModuleMonitor:
         Raises:
             ValueError: If no module was set.
         """
-        if self._sites is None:
-            raise ValueError("There is no module to monitor; call set_module(module) first.")
-        return self._sites.within
-
-    def needs_reference(self) -> str | None:
-        """The first rule with a kind that is nothing without a reference, and that kind; ``None`` if no rule has one."""
-        of_rules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].needs_reference)
-        return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_rules), None)
-
-    def needs_running_reference(self) -> str | None:
-        """The first rule with a kind that a reference has to run for, and that kind; ``None`` if no rule has one."""
-        of_modules = ((rule, kind) for rule in self._rules for kind in rule.kinds if KINDS[kind].site == "module")
-        return next((f"{rule.label}.kinds {kind!r}" for rule, kind in of_modules if KINDS[kind].needs_reference), None)
-
-    def first_wish(self, kind: str, *, without: str) -> str | None:
-        """The first rule, or capture, of a kind that is not of another kind as well; ``None`` if there is none."""
-        wishes = [*self._rules, *([] if self._capture is None else [self._capture])]
-        return next((f"{wish.label}.kinds {kind!r}" for wish in wishes if kind in wish.kinds and without not in wish.kinds), None)
-
-    def has_wishes(self) -> bool:
-        """Whether anything is asked for."""
-        return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
-
-    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, may_skip: bool = False) -> list[str]:
-        """Every key of a number that is known before the first step, those of all rules together.
-
-        Args:
-            stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
-            may_skip: Whether a ``GradScaler`` may skip steps, which is recorded too.
-        """
-        names = [*stages]
-        keys = [key for stage in names for key in (*self._plan(self._everything(), stage).keys(), self._own_key("errors", stage))]
-        return keys + ([self._own_key(STEP_SKIPPED)] if may_skip and TRAIN in names else [])
-
-    def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
-        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
-        return [key for stage in stages for key in self._plan(self._everything(), stage).histogram_keys()]
-
-    def plan(self) -> Plan:
-        """What is watched when every rule is due."""
-        return self._plan(self._everything(), TRAIN)
-
-    def capture_plan(self) -> Plan | None:
-        """Where raw tensors are captured; ``None`` if none are."""
-        if self._capture is None or self._sites is None:
-            return None
-        return self._sites.plan([self._capture])
+        return self.wishes.sites.within
 
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether any rule is due in a step, or tensors are captured in it."""
-        return any(self._due(step)) or self._is_captured(step)
+        return any(self._due(step)) or self.wishes.is_captured(step)
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -427,11 +364,11 @@ class ModuleMonitor:
             ValueError: If no module was set.
         """
         self._join_what_is_open()
-        if self._sites is None:
+        if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, is_captured = self._due(step), self._is_captured(step)
+        due, is_captured = self._due(step), self.wishes.is_captured(step)
         if any(due) or is_captured:
-            self._open(due, step, TRAIN, self.capture_plan() if is_captured else None)
+            self._open(due, step, TRAIN, self.wishes.capture_plan() if is_captured else None)
         return any(due) or is_captured
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
@@ -509,14 +446,15 @@ class ModuleMonitor:
         Raises:
             ValueError: If the model has no such module.
         """
-        if self._window is None or self._silenced or self._sites is None or self._module is None:
+        if self._window is None or self._silenced or self._module is None:
             return
-        site, attention = self._sites.module_site(module), self._window.attention
+        sites = self.wishes.sites
+        site, attention = sites.module_site(module), self._window.attention
         if site is not None and attention is not None:
-            watched = self._told_attention(self._sites, site, attention, self._window.stage)
+            watched = self.wishes.told_attention(attention.watched(site), self._window.stage)
             attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
         elif all(module is not one for one in self._module.modules()):
-            raise ValueError(_none_of(module, "that are watched", [one.name for one in self._sites.modules]))
+            raise ValueError(_none_of(module, "that are watched", [one.name for one in sites.modules]))
 
     def monitor_reference_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of the reference's, to compare the model's own with; like :meth:`monitor_attention`.
@@ -528,22 +466,23 @@ class ModuleMonitor:
         """
         if self._reference is None:
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
-        if self._window is None or self._sites is None:
+        if self._window is None:
             return
+        sites = self.wishes.sites
         live = module if isinstance(module, str) else self._reference.model_of(module)
-        site, attention = None if live is None else self._sites.module_site(live), self._window.attention
+        site, attention = None if live is None else sites.module_site(live), self._window.attention
         if site is not None and attention is not None:
             call = RawCall((), arguments, output)
             watched = attention.watched(site)
             attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
         elif not isinstance(live, nn.Module):
-            raise ValueError(_none_of(module, "of the reference", [one.name for one in self._sites.modules]))
+            raise ValueError(_none_of(module, "of the reference", [one.name for one in sites.modules]))
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._window is not None:
             for probe in self._window.probes:
-                with self._guard("micro-batch", self._window.observation):
+                with self._complaints.guard("micro-batch", self._window.observation):
                     probe.end_micro_batch()
 
     def end_step(self) -> Record | None:
@@ -576,13 +515,11 @@ class ModuleMonitor:
         Returns:
             Whether any rule asks for activations.
         """
-        if self._sites is None:
-            raise ValueError("There is no module to monitor; call set_module(module) before the first loop.")
         if self._window is not None and self.is_in_stage():
             self._window.lose()
             self.end_stage()
-        everything = self._everything()
-        plan = self._plan(everything, stage)
+        everything = self.wishes.everything()
+        plan = self.wishes.plan(everything, stage)
         if self._window is not None:
             self._window.set_open(False)
             self._window.set_suspended(True)
@@ -646,13 +583,11 @@ class ModuleMonitor:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
         self.remove_reference_module()
-        self._module = self._sites = self._chain = None
-        self._watched = frozenset()
+        self._module, self._watched = None, frozenset()
         _monitors.pop(self._number, None)
-        self._plans.clear()
+        self.wishes.forget_names()
         self._exchanges.clear()
-        self._told_plans.clear()
-        self._said.clear()
+        self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -717,58 +652,38 @@ class ModuleMonitor:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
         rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **wish)
-        self._add_rule(parse_rule(rule, f"metric {name!r}", self._schedule))
+        self._add_rule(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
 
-    def _add_rule(self, rule: ParsedRule) -> None:
-        if self._sites is not None:
-            for kind in self._sites.check(rule):
-                self._say_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
-        self._rules.append(rule)
-        self._plans.clear()
+    def _add_rule(self, rule: Rule, label: str) -> None:
+        self.wishes.add(rule, label)
         self._exchanges.clear()
 
-    def _everything(self) -> Due:
-        return Due(tuple(range(len(self._rules))), self._gradient_flow is not None)
-
     def _due(self, step: int) -> Due:
+        """What is due; nothing where a function of the user's cannot say so."""
         try:
-            rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
-            return Due(rules, self._gradient_flow is not None and self._schedule(step))
+            return self.wishes.due(step)
         except Exception as error:
-            self._report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
+            self._complaints.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
             return Due((), gradient_flow=False)
 
-    def _is_captured(self, step: int) -> bool:
-        return self._capture is not None and self._capture.schedule(step)
-
-    def _plan(self, due: Due, stage: str) -> Plan:
-        if self._sites is None:
-            raise ValueError("There is no module to monitor; call set_module(module) first.")
-        plan = self._plans.get((stage, due))
-        if plan is None:
-            chain = self._chain if due.gradient_flow else None
-            plan = self._plans[stage, due] = self._sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
-        return plan
-
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
-        assert self._sites is not None
-        plan = self._plan(due, stage)
-        observation = Observation(self._trouble)
+        plan, sites = self.wishes.plan(due, stage), self.wishes.sites
+        observation = Observation(self._complaints.of_watch)
         exchange = self._exchange(due, stage)
         self._window = Window(step, stage, observation, exchange)
         probes: list[Probe] = [
             ParameterProbe(plan.parameters, observation, self._reference, 0 if exchange is None else exchange.ranks.index),
-            ActivationProbe(plan.modules, observation, self._sites.further_name, self._say_once),
+            ActivationProbe(plan.modules, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
         if captured is not None:
             report = functools.partial(self._not_captured, observation)
-            probes.append(CaptureProbe(captured.modules, captured.parameters, self._sites.further_name, report))
+            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, report))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
-        attention = AttentionProbe(plan.modules, observation, self._sites.head_name, self._say_once)
+        attention = AttentionProbe(plan.modules, observation, sites.head_name, self._complaints.say_once)
         self._window.attach(attention, probes)
         self._set_open()
 
@@ -779,24 +694,12 @@ class ModuleMonitor:
         if ranks is None:
             return None
         if (stage, due) not in self._exchanges:
-            self._exchanges[stage, due] = Exchange(ranks, self._plan(due, stage).all_watches())
+            self._exchanges[stage, due] = Exchange(ranks, self.wishes.plan(due, stage).all_watches())
         return self._exchanges[stage, due]
-
-    def _told_attention(self, sites: Sites, site: ModuleSite, attention: AttentionProbe, stage: str) -> WatchedModule:
-        """What is wanted of a call that is told by hand: what the rules say, and where none is about attention the mean entropy."""
-        watched = attention.watched(site)
-        if any(KINDS[kind].of_heads for rule in self._rules for kind in rule.kinds):
-            return watched
-        if stage not in self._told_plans:
-            rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
-            self._told_plans[stage] = sites.plan([rule], stage=stage, prefix=self._prefix)
-        told = next(one for one in self._told_plans[stage].modules if one.site is site)
-        return Watched(site, {**told.watches, **watched.watches})
 
     def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
-        assert self._sites is not None
-        name, say = self._sites.further_name, self._say_once
+        name, say = self.wishes.sites.further_name, self._complaints.say_once
         twins = ReferenceProbe(reference, self.reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name, say),
@@ -813,7 +716,7 @@ class ModuleMonitor:
         """Tell every probe of a moment of the step; an error in one keeps it from no other."""
         if self._window is not None and not self._silenced:
             for probe in self._window.probes:
-                with self._guard(what, self._window.observation):
+                with self._complaints.guard(what, self._window.observation):
                     tell(probe)
 
     def _finish(self) -> Record | None:
@@ -822,18 +725,18 @@ class ModuleMonitor:
         window, self._window = self._window, None
         tensors: list[RawTensor] = []
         try:
-            with self._guard("raw tensors", window.observation):
+            with self._complaints.guard("raw tensors", window.observation):
                 tensors = [raw for probe in window.probes for raw in probe.tensors()]
         finally:
             window.close()
         values: dict[str, float] = {}
-        with self._guard("values", window.observation):
+        with self._complaints.guard("values", window.observation):
             values = window.observation.collect(window.exchange)
             for probe in window.probes:
                 probe.derive(values)
         if window.observation.is_lost:
             return None
-        values[self._own_key("errors", window.stage)] = float(window.observation.num_errors)
+        values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
@@ -842,42 +745,13 @@ class ModuleMonitor:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""
         return self._own_watches.setdefault((kind, site, name, stage), Watch(kind, site, stage, self._prefix))
 
-    def _own_key(self, name: str, stage: str = TRAIN) -> str:
-        return Key(OWN_KIND, "", name, stage, self._prefix).format()
-
-    @contextmanager
-    def _guard(self, what: str, observation: Observation) -> Iterator[None]:
-        """An error of ours is said and counted, and never the reason that a run dies."""
-        try:
-            with torch.no_grad():
-                yield
-        except MonitorError:
-            raise
-        except Exception as error:
-            observation.num_errors += 1
-            self._report(f"The {what} of this step could not be taken ({type(error).__name__}: {error}).", error)
-
-    def _trouble(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
-        message = f"{watch.kind} {watch.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
-        self._report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")
-
     def _not_captured(self, observation: Observation, what: str, error: Exception) -> None:
         observation.num_errors += 1
-        self._report(f"{what} could not be captured ({type(error).__name__}: {error}).", error, f"capture {type(error).__name__}")
+        name = type(error).__name__
+        self._complaints.report(f"{what} could not be captured ({name}: {error}).", error, f"capture {name}")
 
-    def _report(self, message: str, error: Exception, once: str = "") -> None:
-        if self._on_error == "raise":
-            raise MonitorError(message) from error
-        if (once or message) not in self._said:
-            self._said.add(once or message)
-            self._logger.warning("%s Said once; monitor/errors counts them.", message)
-
-    def _say_once(self, message: str, level: int = logging.INFO) -> None:
-        # What is no problem one of several ranks says.
-        is_for_us = level >= logging.WARNING or self.distributed is False or is_first_process()
-        if is_for_us and message not in self._said:
-            self._said.add(message)
-            self._logger.log(level, message)
+    def _speaks_for_all(self) -> bool:
+        return self.distributed is False or is_first_process()
 
 
 def _beginning_with(regex: str) -> str:
@@ -896,19 +770,6 @@ def check_prefix(prefix: str, label: str = "prefix") -> str:
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
-
-
-def _check_tensor_parallel(rules: Iterable[ParsedRule]) -> None:
-    """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
-
-    Raises:
-        ConfigError: Names the rule.
-    """
-    for rule in rules:
-        names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
-        if names:
-            why = "in tensor parallel training a rank may have parts of the tokens"
-            raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

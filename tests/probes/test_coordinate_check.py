@@ -463,7 +463,7 @@ def test_which_modules_are_checked() -> None:
     monitor.set_module(WithToken())
     monitor.set_reference_module(WithToken())
     RefinedCoordinateCheck(monitor)
-    planned = monitor.planned_keys()
+    planned = monitor.wishes.planned_keys()
     assert [key.split("/")[1] for key in planned if key.startswith("rcc_output/")] == [
         *("_root_", "attention", "blocks.0", "blocks.0.weight", "blocks.2", "blocks.2.weight"),
     ]

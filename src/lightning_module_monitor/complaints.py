@@ -1,0 +1,77 @@
+"""What goes wrong in the monitor, said once and counted; and what else the user is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.watch import Watch
+
+
+class Complaints:
+    """Says everything once, and sees to it that an error of ours is never the reason that a run dies.
+
+    Args:
+        logger: Where it is said.
+        on_error: ``warn``: an error is said and counted. ``raise``: it is a ``MonitorError``.
+        speaks_for_all: Whether this process, of several that have the same to say, is the one to say it.
+    """
+
+    def __init__(self, logger: logging.Logger, on_error: str, speaks_for_all: Callable[[], bool]) -> None:
+        self._logger = logger
+        self._raises = on_error == "raise"
+        self._speaks_for_all = speaks_for_all
+        self._said: set[str] = set()
+
+    @contextmanager
+    def guard(self, what: str, observation: Observation) -> Iterator[None]:
+        """Within the block an error is said and counted; tensors made there have no graph.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        try:
+            with torch.no_grad():
+                yield
+        except MonitorError:
+            raise
+        except Exception as error:
+            observation.num_errors += 1
+            self.report(f"The {what} of this step could not be taken ({type(error).__name__}: {error}).", error)
+
+    def of_watch(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
+        """A statistic or function of a watch failed; ``seen`` says of what tensor."""
+        message = f"{watch.kind} {watch.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
+        self.report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")
+
+    def report(self, message: str, error: Exception, once: str = "") -> None:
+        """Say an error that somebody counts.
+
+        Args:
+            message: A sentence.
+            error: Its cause.
+            once: What of it is said once; without it the sentence itself.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        if self._raises:
+            raise MonitorError(message) from error
+        if (once or message) not in self._said:
+            self._said.add(once or message)
+            self._logger.warning("%s Said once; monitor/errors counts them.", message)
+
+    def say_once(self, message: str, level: int = logging.INFO) -> None:
+        """Say what is good to know; what is no problem one of several ranks says."""
+        if (level >= logging.WARNING or self._speaks_for_all()) and message not in self._said:
+            self._said.add(message)
+            self._logger.log(level, message)
+
+    def forget(self) -> None:
+        """What was said may be said again."""
+        self._said.clear()

@@ -1,0 +1,234 @@
+"""What is asked for: rules, gradient flow, raw tensors; in which steps, and where in the model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.modules.names import NameFormat
+from lightning_module_monitor.plan import Plan, Sites
+from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.probe import Watched, WatchedModule
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
+from lightning_module_monitor.schedule import ParsedSchedule
+from lightning_module_monitor.statistics.moments import Need
+
+
+class Say(Protocol):
+    """Tells the user something, once."""
+
+    def __call__(self, message: str, level: int = logging.INFO) -> None:
+        """Say it."""
+        ...
+
+
+class Due(NamedTuple):
+    """What is to be watched in a step; ``any(due)`` tells whether anything is."""
+
+    rules: tuple[int, ...]
+    """Numbers of the rules."""
+    gradient_flow: bool
+
+
+class Wishes:
+    """All that one monitor is asked for, and what of a model that is.
+
+    Args:
+        schedule: When a rule is due that has no cadence of its own, and the gradient flow.
+        rules: What to watch.
+        gradient_flow: Blocks between which the gain of the gradient is watched.
+        capture: Which raw tensors the records of which steps hold.
+        within: Name of the submodule outside of which nothing is watched; ``None`` for all.
+        exclude: Names that are never watched, with what is inside.
+        format_name: Makes a name of what ``named_modules`` gives.
+        prefix: Put before every key.
+        say: Tells of a rule that matches nothing.
+
+    Raises:
+        ConfigError: If a wish is wrong; says which, what was expected, and the nearest right one.
+    """
+
+    def __init__(
+        self,
+        schedule: ParsedSchedule,
+        rules: Sequence[Rule],
+        gradient_flow: GradientFlow | None,
+        capture: Capture | None,
+        *,
+        within: str | None,
+        exclude: Sequence[re.Pattern[str]],
+        format_name: NameFormat,
+        prefix: str,
+        say: Say,
+    ) -> None:
+        self._schedule = schedule
+        self._rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
+        self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
+        self._capture = None if capture is None else parse_capture(capture)
+        self._within, self._exclude, self._format_name = within, exclude, format_name
+        self._prefix = prefix
+        self._say = say
+        self._sites: Sites | None = None
+        self._chain: Chain | None = None
+        self._plans: dict[tuple[str, Due], Plan] = {}
+        self._told_plans: dict[str, Plan] = {}
+        """What is wanted of attention that the model tells of by hand, where no rule is about attention, by stage."""
+
+    # The model
+
+    def read_names(self, module: nn.Module) -> Sites:
+        """Read a model's names, and check the wishes against them.
+
+        Raises:
+            ConfigError: If a rule matches nothing in it, or it has no such blocks as ``gradient_flow`` names.
+        """
+        sites = Sites(module, self._within, self._exclude, self._format_name)
+        for rule in self._rules:
+            self._check(rule, sites)
+        self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
+        if self._capture is not None:
+            sites.check(self._capture)
+        self._sites = sites
+        return sites
+
+    def forget_names(self) -> None:
+        """The model is gone."""
+        self._sites = self._chain = None
+        self._plans.clear()
+        self._told_plans.clear()
+
+    @property
+    def sites(self) -> Sites:
+        """The names of the model.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._sites is None:
+            raise ValueError("There is no module to monitor; call set_module(module) first.")
+        return self._sites
+
+    # What is asked for
+
+    def add(self, rule: Rule, label: str) -> None:
+        """Add a rule; from the next plan on it counts.
+
+        Raises:
+            ConfigError: If it is wrong, or matches nothing in the model.
+        """
+        parsed = parse_rule(rule, f"{label}[{len(self._rules)}]" if label == "rules" else label, self._schedule)
+        if self._sites is not None:
+            self._check(parsed, self._sites)
+        self._rules.append(parsed)
+        self._plans.clear()
+
+    def has_any(self) -> bool:
+        """Whether anything is asked for."""
+        return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
+
+    def first_of_reference(self, *, running: bool = False) -> str | None:
+        """The first rule with a kind that is nothing without a reference, and that kind; ``None`` if no rule has one.
+
+        Args:
+            running: Whether only what a reference has to run for is meant.
+        """
+        wishes = (
+            f"{rule.label}.kinds {kind!r}"
+            for rule in self._rules
+            for kind in rule.kinds
+            if KINDS[kind].needs_reference and (KINDS[kind].site == "module" or not running)
+        )
+        return next(wishes, None)
+
+    def first_of_kind(self, kind: str, *, without: str) -> str | None:
+        """The first rule, or capture, of a kind that is not of another kind as well; ``None`` if there is none."""
+        wishes = [*self._rules, *([] if self._capture is None else [self._capture])]
+        return next((f"{wish.label}.kinds {kind!r}" for wish in wishes if kind in wish.kinds and without not in wish.kinds), None)
+
+    def check_tensor_parallel(self) -> None:
+        """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
+
+        Raises:
+            ConfigError: Names the rule.
+        """
+        for rule in self._rules:
+            names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+            if names:
+                why = "in tensor parallel training a rank may have parts of the tokens"
+                raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+
+    # When
+
+    def due(self, step: int) -> Due:
+        """What is to be watched in a step. An error is one of a function of the user's."""
+        rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+        return Due(rules, self._gradient_flow is not None and self._schedule(step))
+
+    def everything(self) -> Due:
+        """What is watched when every rule is due."""
+        return Due(tuple(range(len(self._rules))), self._gradient_flow is not None)
+
+    def is_captured(self, step: int) -> bool:
+        """Whether the record of a step holds raw tensors."""
+        return self._capture is not None and self._capture.schedule(step)
+
+    # Where
+
+    def plan(self, due: Due | None = None, stage: str = TRAIN) -> Plan:
+        """What of the model is watched; without ``due`` when every rule is.
+
+        Raises:
+            ValueError: If there is no model.
+        """
+        due = self.everything() if due is None else due
+        plan = self._plans.get((stage, due))
+        if plan is None:
+            chain = self._chain if due.gradient_flow else None
+            plan = self._plans[stage, due] = self.sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
+        return plan
+
+    def capture_plan(self) -> Plan | None:
+        """Where raw tensors are captured; ``None`` if none are."""
+        return None if self._capture is None or self._sites is None else self._sites.plan([self._capture])
+
+    def told_attention(self, watched: WatchedModule, stage: str) -> WatchedModule:
+        """What is wanted of a call of attention that is told by hand: what the rules say; if none is about attention the mean entropy."""
+        if any(KINDS[kind].of_heads for rule in self._rules for kind in rule.kinds):
+            return watched
+        if stage not in self._told_plans:
+            rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
+            self._told_plans[stage] = self.sites.plan([rule], stage=stage, prefix=self._prefix)
+        told = next(one for one in self._told_plans[stage].modules if one.site is watched.site)
+        return Watched(watched.site, {**told.watches, **watched.watches})
+
+    # Keys
+
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, may_skip: bool = False) -> list[str]:
+        """Every key of a number that is known before the first step, those of all rules together.
+
+        Args:
+            stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
+            may_skip: Whether a ``GradScaler`` may skip steps, which is recorded too.
+        """
+        names = [*stages]
+        keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
+        return keys + ([self.own_key(STEP_SKIPPED)] if may_skip and TRAIN in names else [])
+
+    def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
+        return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
+
+    def own_key(self, name: str, stage: str = TRAIN) -> str:
+        """The key of a figure of the monitor's own."""
+        return Key(OWN_KIND, "", name, stage, self._prefix).format()
+
+    def _check(self, rule: ParsedRule, sites: Sites) -> None:
+        for kind in sites.check(rule):
+            self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
