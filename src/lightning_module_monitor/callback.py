@@ -6,11 +6,8 @@ import dataclasses
 import functools
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -30,7 +27,6 @@ from lightning_module_monitor.config import (
     attention_rules,
     coordinate_check_rules,
     default_rules,
-    parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
@@ -40,8 +36,7 @@ from lightning_module_monitor.record import TRAIN, Record
 from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
 from lightning_module_monitor.schedule import Schedule, parse_schedule
-from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.sinks_of_run import SinksOfRun
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""
@@ -133,9 +128,6 @@ class ModuleMonitorCallback(Callback):
     ) -> None:
         self._configuration = _describe(locals())
         self._stages: frozenset[str] = frozenset()
-        self._store_option = store
-        self._progress_bar = progress_bar
-        self._max_logged_keys = max_logged_keys
         self._on_error = on_error
         self._attention = attention
         self._dry_run = dry_run
@@ -147,11 +139,8 @@ class ModuleMonitorCallback(Callback):
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
-        self.store_path: str | None = None
-        """Where the store of this run is, once something was recorded."""
-        self._files: RunFiles | None = None
-        self._loggers: LoggerSink | None = None
-        self._last_trainer: weakref.ref[Trainer] | None = None
+        self._sinks: SinksOfRun | None = None
+        """Missing where an option is wrong."""
         self._reset()
         self._refusal: ConfigError | None = None
         try:
@@ -172,29 +161,33 @@ class ModuleMonitorCallback(Callback):
             self._add_reference_rules(rcc)
             self._cadence = parse_schedule(every_n_steps, "every_n_steps")
             self._stages = _parse_stages(stages)
-            self._callback_metrics = parse_patterns(callback_metrics, "callback_metrics")
-            self._check_options(captures=capture is not None)
+            self._check_options(progress_bar=progress_bar, captures=capture is not None, has_store=store is not False)
+            self._sinks = SinksOfRun(
+                self.monitor.wishes,
+                [name for stage, name in STAGES.items() if stage in self._stages],
+                store=store,
+                callback_metrics=callback_metrics,
+                progress_bar=progress_bar,
+                max_logged_keys=max_logged_keys,
+                configuration=self._configuration,
+                messages=_messages,
+            )
         except ConfigError as error:
             # Raised in `setup`, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own:
             # it tries every type that a callback may have, and prints what was wrong with each.
             self._refusal = error
 
-    def _check_options(self, captures: bool) -> None:
+    def _check_options(self, *, progress_bar: bool, captures: bool, has_store: bool) -> None:
         booleans = {
             "attention": self._attention,
-            "progress_bar": self._progress_bar,
+            "progress_bar": progress_bar,
             "dry_run": self._dry_run,
             "save_reference": self._save_reference,
         }
         for name, value in booleans.items():
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
-        if self._progress_bar and not self._callback_metrics:
-            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
-        if not isinstance(self._max_logged_keys, int) or self._max_logged_keys < 1:
-            raise ConfigError(f"max_logged_keys is {self._max_logged_keys!r}; expected a number >= 1.")
-        _check_store(self._store_option)
-        if captures and self._store_option is False:
+        if captures and not has_store:
             raise ConfigError("capture is given, and store is false; expected a store: raw tensors are written to a file beside it.")
 
     def _add_reference_rules(self, rcc: bool) -> None:
@@ -220,16 +213,22 @@ class ModuleMonitorCallback(Callback):
         self._redirected: list[RedirectedCalls] = []
         """Of the step, and of the loop that interrupts it."""
         self._in_step = False
-        self._may_skip = False
-        """Whether a ``GradScaler`` may skip steps."""
-        self._first_step: int | None = None
         self._is_fit = False
-        self._runs_steps_again = False
         if self._reference is not None:
             self._reference.begin()
         self._said: set[tuple[str, type[Exception]]] = set()
 
     # The life of a run
+
+    @property
+    def store_path(self) -> str | None:
+        """Where the store of this run is, once something was recorded."""
+        return None if self._sinks is None else self._sinks.store_path
+
+    @property
+    def _sinks_of_run(self) -> SinksOfRun:
+        assert self._sinks is not None, "setup has refused to go on without them"
+        return self._sinks
 
     @property
     def state_key(self) -> str:
@@ -247,8 +246,7 @@ class ModuleMonitorCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
         if self._is_fit:
-            self.store_path = state_dict.get("store")
-            self._runs_steps_again = True
+            self._sinks_of_run.resume(state_dict.get("store"))
             if self._reference is not None:
                 self._reference.load(state_dict.get("reference"))
 
@@ -261,7 +259,6 @@ class ModuleMonitorCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along."""
         return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
-            "_last_trainer": None,
             "_optimizers": None,
         }
 
@@ -276,10 +273,7 @@ class ModuleMonitorCallback(Callback):
         self._close()
         self._reset()
         self._is_fit = stage == "fit"
-        if self._last_trainer is None or self._last_trainer() is not trainer:
-            # Another run. One more loop of the same Trainer, a test after the fit, goes on in the same store.
-            self._last_trainer = weakref.ref(trainer)
-            self.store_path = None
+        self._sinks_of_run.begin(trainer)
         if not self._is_wanted(stage):
             return
         if not pl_module.automatic_optimization:
@@ -324,8 +318,7 @@ class ModuleMonitorCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins it; the hooks go on."""
         step = _step(trainer)
-        if self._first_step is None:
-            self._first_step = step
+        self._sinks_of_run.note_step(step)
         if TRAIN not in self._stages or self._dry_run:
             return
         if not self._in_step:
@@ -451,40 +444,29 @@ class ModuleMonitorCallback(Callback):
         self.monitor.distributed = trainer.world_size > 1
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
-        self._may_skip = _scaler(trainer) is not None
         self.monitor.set_module(pl_module)
-        planned = self._planned_keys()
         if not self.monitor.wishes.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
+        self._sinks_of_run.expect(may_skip=_scaler(trainer) is not None)
+        self._check_others(trainer)
+
+    def _check_others(self, trainer: Trainer) -> None:
+        """Check that no other callback of this kind writes the same keys.
+
+        Raises:
+            ConfigError: If so; names one.
+        """
+        mine = self._sinks_of_run.all_planned()
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
             if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
-                mine, theirs = ({*one._planned_keys(), *one._planned_histograms()} for one in (self, other))
-                common = mine & theirs
+                common = mine & other._sinks_of_run.all_planned()
                 if common:
                     raise ConfigError(
                         f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
                     )
-        for pattern in self._callback_metrics:
-            if any(pattern.fullmatch(key) for key in planned):
-                continue
-            histogram = next((key for key in self._planned_histograms() if pattern.fullmatch(key)), None)
-            if histogram is not None:
-                near = nearest(pattern.pattern, planned)
-                raise ConfigError(
-                    f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; expected keys of numbers{near}"
-                )
-            if self.monitor.wishes.plan().knows_all_keys():
-                near = nearest(pattern.pattern, planned)
-                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(planned)} keys{near}")
 
     def _uses_reference(self) -> bool:
         return self._reference is not None and TRAIN in self._stages and not self._dry_run
-
-    def _planned_keys(self) -> list[str]:
-        return self.monitor.wishes.planned_keys((name for stage, name in STAGES.items() if stage in self._stages), may_skip=self._may_skip)
-
-    def _planned_histograms(self) -> list[str]:
-        return self.monitor.wishes.planned_histograms(name for stage, name in STAGES.items() if stage in self._stages)
 
     def _announcement(self) -> str:
         wishes = self.monitor.wishes
@@ -495,14 +477,9 @@ class ModuleMonitorCallback(Callback):
         captured = wishes.capture_plan()
         return (
             f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
-            + (f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else "")
+            + self._sinks_of_run.roll_ups_in_words()
             + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )
-
-    def _rolls_up(self) -> bool:
-        # By the plan and not by the record, so that a logger's columns are the same at every step.
-        names, wishes = [[STAGES[stage]] for stage in self._stages], self.monitor.wishes
-        return any(len(wishes.planned_keys(name)) + len(wishes.planned_histograms(name)) > self._max_logged_keys for name in names)
 
     def _begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""
@@ -545,45 +522,7 @@ class ModuleMonitorCallback(Callback):
             return
         # Raw tensors are for the file, and may be large.
         self.last_record = dataclasses.replace(record, tensors=())
-        if trainer.is_global_zero:
-            self._write(trainer, record)
-        if self._callback_metrics:
-            # On every rank: what decides by them decides alike everywhere.
-            CallbackMetrics(self._callback_metrics, self._progress_bar).write(record, pl_module)
-
-    def _write(self, trainer: Trainer, record: Record) -> None:
-        """Write a record to the store and the loggers."""
-        if self._loggers is None:
-            # Keys of attention's heads are not planned; those of the first record are as many as there will be.
-            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
-            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._callback_metrics, _messages)
-        if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
-            self._files = self._open_files(trainer)
-        if self._files is not None:
-            self._files.write(record)
-            self.store_path = str(self._files.path)
-        self._loggers.write(record)
-
-    def _open_files(self, trainer: Trainer) -> RunFiles:
-        """The store of this run, and what is beside it: the one that it goes on in, without the steps that are run again, or a new one."""
-        path, resume_from = self._new_store_path(trainer), None
-        if self.store_path is not None:
-            # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
-            cut = self._first_step if self._runs_steps_again else None
-            path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
-        return RunFiles(
-            path,
-            configuration=self._configuration,
-            keys=self._planned_keys(),
-            histogram_keys=self._planned_histograms(),
-            resume_from=resume_from,
-            logger=_messages,
-        )
-
-    def _new_store_path(self, trainer: Trainer) -> Path:
-        if not isinstance(self._store_option, bool):
-            return Path(self._store_option)
-        return _run_directory(trainer) / "monitor.h5"
+        self._sinks_of_run.emit(trainer, pl_module, record)
 
     def _lose_step(self) -> None:
         """Go on without monitoring what is left of this step."""
@@ -603,10 +542,7 @@ class ModuleMonitorCallback(Callback):
         self._forget_optimizers()
         self._in_step = False
         self.monitor.close()
-        self._loggers = None
-        files, self._files = self._files, None
-        if files is not None:
-            files.close()
+        self._sinks_of_run.close()
 
 
 def _scaler(trainer: Trainer) -> GradScaler | None:
@@ -618,31 +554,6 @@ def _scaler(trainer: Trainer) -> GradScaler | None:
 def _step(trainer: Trainer) -> int:
     """The step that Lightning's own loggers plot against: the number of batches that stepped (not public anywhere)."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def _run_directory(trainer: Trainer) -> Path:
-    """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-
-
-def _check_store(store: object) -> None:
-    """Check that a file can be at the path.
-
-    Raises:
-        ConfigError: If not.
-    """
-    if not isinstance(store, bool | str | os.PathLike):
-        raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
-    if not isinstance(store, bool):
-        path = Path(store)
-        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
-        if not store or path.is_dir() or blocking is not None:
-            why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
-            raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
 
 
 def _parse_stages(stages: str | Sequence[str] | None) -> frozenset[str]:

@@ -1,0 +1,216 @@
+"""Where the records of one run go: its store, the Trainer's loggers, and what monitors metrics."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_module_monitor.config import parse_patterns
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.wishes import Wishes
+
+
+class SinksOfRun:
+    """Opens what a run writes to when its first record comes, and gives every record to all of it.
+
+    Args:
+        wishes: What is asked for.
+        stages: Of which stages, as keys name them.
+        store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
+        callback_metrics: Pattern or patterns of keys that other callbacks can monitor.
+        progress_bar: Whether the progress bar shows those keys.
+        max_logged_keys: Where there are more keys, loggers get roll-ups.
+        configuration: What the store says of how it was made.
+        messages: Where problems are said.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        stages: Sequence[str],
+        *,
+        store: bool | str,
+        callback_metrics: str | Sequence[str] | None,
+        progress_bar: bool,
+        max_logged_keys: int,
+        configuration: Mapping[str, object],
+        messages: logging.Logger,
+    ) -> None:
+        self._patterns = parse_patterns(callback_metrics, "callback_metrics")
+        if progress_bar and not self._patterns:
+            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
+        if not isinstance(max_logged_keys, int) or max_logged_keys < 1:
+            raise ConfigError(f"max_logged_keys is {max_logged_keys!r}; expected a number >= 1.")
+        _check_store(store)
+        self._wishes, self._stages = wishes, stages
+        self._store_option = store
+        self._progress_bar = progress_bar
+        self._max_logged_keys = max_logged_keys
+        self._configuration = configuration
+        self._messages = messages
+        self.store_path: str | None = None
+        """Where the store of this run is, once something was recorded."""
+        self._files: RunFiles | None = None
+        self._loggers: LoggerSink | None = None
+        self._last_trainer: weakref.ref[Trainer] | None = None
+        self._first_step: int | None = None
+        self._runs_steps_again = False
+        self._may_skip = False
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_last_trainer": None}
+
+    # The run
+
+    def begin(self, trainer: Trainer) -> None:
+        """A run begins, or one more loop of the same Trainer, which goes on in the same store."""
+        self._first_step = None
+        self._runs_steps_again = False
+        if self._last_trainer is None or self._last_trainer() is not trainer:
+            self._last_trainer = weakref.ref(trainer)
+            self.store_path = None
+
+    def resume(self, store_path: str | None) -> None:
+        """Go on in the store of the run that is resumed; the steps that it runs again are taken out."""
+        self.store_path = store_path
+        self._runs_steps_again = True
+
+    def note_step(self, step: int) -> None:
+        """The first step of a run tells which are run again."""
+        if self._first_step is None:
+            self._first_step = step
+
+    def close(self) -> None:
+        """Close the files; twice does no harm."""
+        self._loggers = None
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
+
+    # What is expected
+
+    def expect(self, *, may_skip: bool) -> None:
+        """The model is there, and what records will hold is known.
+
+        Args:
+            may_skip: Whether a ``GradScaler`` may skip steps.
+
+        Raises:
+            ConfigError: If ``callback_metrics`` matches no key.
+        """
+        self._may_skip = may_skip
+        keys = self.planned_keys()
+        for pattern in self._patterns:
+            if any(pattern.fullmatch(key) for key in keys):
+                continue
+            histogram = next((key for key in self.planned_histograms() if pattern.fullmatch(key)), None)
+            near = nearest(pattern.pattern, keys)
+            if histogram is not None:
+                expected = f"expected keys of numbers{near}"
+                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; {expected}")
+            if self._wishes.plan().knows_all_keys():
+                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(keys)} keys{near}")
+
+    def planned_keys(self) -> list[str]:
+        """Every key of a number that is known before the first step."""
+        return self._wishes.planned_keys(self._stages, may_skip=self._may_skip)
+
+    def planned_histograms(self) -> list[str]:
+        """Every key of a histogram that is."""
+        return self._wishes.planned_histograms(self._stages)
+
+    def all_planned(self) -> set[str]:
+        """Both together."""
+        return {*self.planned_keys(), *self.planned_histograms()}
+
+    def roll_ups_in_words(self) -> str:
+        """What is said of roll-ups, if there will be any."""
+        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
+
+    def _rolls_up(self) -> bool:
+        """Whether loggers get roll-ups: by the plan and not by the record, so that a logger's columns are the same at every step."""
+        return any(
+            len(self._wishes.planned_keys([stage])) + len(self._wishes.planned_histograms([stage])) > self._max_logged_keys
+            for stage in self._stages
+        )
+
+    # Records
+
+    def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record) -> None:
+        """Give a record to every sink; the first process writes."""
+        if trainer.is_global_zero:
+            self._write(trainer, record)
+        if self._patterns:
+            # On every rank: what decides by them decides alike everywhere.
+            CallbackMetrics(self._patterns, self._progress_bar).write(record, pl_module)
+
+    def _write(self, trainer: Trainer, record: Record) -> None:
+        """Write a record to the store and the loggers."""
+        if self._loggers is None:
+            # Keys of attention's heads are not planned; those of the first record are as many as there will be.
+            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
+            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
+        if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
+            self._files = self._open_files(trainer)
+        if self._files is not None:
+            self._files.write(record)
+            self.store_path = str(self._files.path)
+        self._loggers.write(record)
+
+    def _open_files(self, trainer: Trainer) -> RunFiles:
+        """The store of this run, and what is beside it: the one that it goes on in, without the steps that are run again, or a new one."""
+        path, resume_from = self._new_store_path(trainer), None
+        if self.store_path is not None:
+            # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
+            cut = self._first_step if self._runs_steps_again else None
+            path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
+        return RunFiles(
+            path,
+            configuration=self._configuration,
+            keys=self.planned_keys(),
+            histogram_keys=self.planned_histograms(),
+            resume_from=resume_from,
+            logger=self._messages,
+        )
+
+    def _new_store_path(self, trainer: Trainer) -> Path:
+        if not isinstance(self._store_option, bool):
+            return Path(self._store_option)
+        return _run_directory(trainer) / "monitor.h5"
+
+
+def _run_directory(trainer: Trainer) -> Path:
+    """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def _check_store(store: object) -> None:
+    """Check that a file can be at the path.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if not isinstance(store, bool | str | os.PathLike):
+        raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
+    if not isinstance(store, bool):
+        path = Path(store)
+        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+        if not store or path.is_dir() or blocking is not None:
+            why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
+            raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
