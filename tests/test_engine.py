@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitor, Record, Rule
+from lightning_module_monitor.statistics import running
+from lightning_module_monitor.statistics.running import RunningRows
+from lightning_module_monitor.statistics.table import Table
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 
@@ -670,18 +673,27 @@ def test_history_is_bounded_and_goes_to_a_file_and_back(tmp_path: Path) -> None:
         assert values.keys() == monitor.get_all_metrics()[step].keys()
 
 
-def test_a_container_that_returns_its_last_parts_output_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_container_that_returns_its_last_parts_output_is_not_computed_again(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor, three rows; but not if it was overwritten in between, nor where more is asked for."""
-    from lightning_module_monitor.statistics.table import Table
-
     added: list[int] = []
-    original = Table.add
+    if is_compiled:
+        original = RunningRows.add_at
 
-    def count(self: Table, row: int, tensor: Tensor, needs: int) -> None:
-        added.append(tensor.numel())
-        original(self, row, tensor, needs)
+        def count(self: RunningRows, row: int, place: int, num_elements: int, *others: int) -> None:
+            added.append(num_elements)
+            original(self, row, place, num_elements, *others)
 
-    monkeypatch.setattr(Table, "add", count)
+        monkeypatch.setattr(RunningRows, "add_at", count)
+    else:
+        monkeypatch.setattr(running, "kernel", lambda: None)
+        add = Table.add
+
+        def count_added(self: Table, row: int, tensor: Tensor, needs: int) -> None:
+            added.append(tensor.numel())
+            add(self, row, tensor, needs)
+
+        monkeypatch.setattr(Table, "add", count_added)
 
     class Doubles(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import pickle
 import sys
+import warnings
 from collections.abc import Iterator
 
 import numba
@@ -178,6 +180,73 @@ def test_only_real_memory_of_a_cpu_is_read() -> None:
         pass
 
     assert not takes(torch.ones(3).as_subclass(Elsewhere))
+
+
+def test_the_address_of_what_can_be_read_is_that_of_the_first_element() -> None:
+    """Of everything that is a plain float32 tensor in order."""
+    whole = torch.arange(30, dtype=torch.float32)
+    with torch.inference_mode():
+        inference = torch.arange(3.0)
+    readable = {
+        "plain": whole,
+        "parameter": nn.Parameter(whole.clone()),
+        "of a graph": nn.Parameter(whole.clone()) * 2,
+        "part": whole[7:],
+        "matrix": whole.view(5, 6)[2:4],
+        "single": torch.tensor(3.0),
+        "inference": inference,
+        "sharing": torch._lazy_clone(whole),
+    }
+    for name, tensor in readable.items():
+        found = ctypes.c_float.from_address(running.readable_address(tensor)).value
+        assert found == tensor.detach().flatten()[0].item(), name
+
+
+def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> None:
+    """Reading it all the same would give other numbers, or end the process."""
+    given_back, part = torch.ones(8), torch.ones(8)[3:]
+    given_back.untyped_storage().resize_(0)
+    part.untyped_storage().resize_(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    negative = torch.ones(1, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+
+    class Elsewhere(Tensor):
+        pass
+
+    unreadable = {
+        "nothing": None,
+        "double": torch.ones(3, dtype=torch.float64),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "out of order": torch.ones(3, 2).t(),
+        "repeated": torch.ones(1).expand(4),
+        "empty": torch.empty(0, 3),
+        "meta": torch.ones(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "negated by a flag": negative,
+        "zeros without memory": torch._efficientzerotensor((3,)),
+        "subclass": torch.ones(3).as_subclass(Elsewhere),
+        "nested": nested,
+        "given back": given_back,
+        "part of what was given back": part,
+    }
+    for name, value in unreadable.items():
+        assert running.readable_address(value) == 0, name
+
+    addresses: list[int] = []
+
+    def noted(x: Tensor) -> Tensor:
+        addresses.append(running.readable_address(x))
+        return x * 2
+
+    torch.vmap(noted)(torch.ones(3, 2))
+    torch.func.grad(lambda x: noted(x).sum())(torch.ones(3))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.trace.* is deprecated", DeprecationWarning)
+        torch.jit.trace(noted, torch.ones(3), check_trace=False)
+    assert addresses == [0, 0, 0]
 
 
 @pytest.fixture

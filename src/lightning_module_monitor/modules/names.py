@@ -31,6 +31,10 @@ class ModuleSite:
     aliases: tuple[str, ...]
     """Every name a pattern may match, without wrappers: a shared module has several."""
     module: nn.Module
+    is_container: bool = False
+    """Whether it has parts."""
+    is_last_part: bool = False
+    """Whether it is the last part of another, which then may return what it returns."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class ParameterSite:
     def tensor(self) -> Tensor | None:
         """The parameter as it is now; ``None`` if it is gone or has no shape yet (lazy modules before the first batch)."""
         parameter = self.owner._parameters.get(self.attribute)
+        if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
+            return parameter
         return None if isinstance(parameter, UninitializedParameter) else parameter
 
 
@@ -87,7 +93,11 @@ class Namer:
             layer = outermost.setdefault(without_wrappers(raw), module)
             if not isinstance(module, UNWATCHED):
                 names.setdefault(layer, []).append(self._format(raw))
-        return [ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module) for module, known in names.items()]
+        last_parts = {next(reversed(module._modules.values())) for module in root.modules() if module._modules}
+        return [
+            ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module, bool(module._modules), module in last_parts)
+            for module, known in names.items()
+        ]
 
     def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
         """Every parameter of ``root``; a tied one once, under its first name."""

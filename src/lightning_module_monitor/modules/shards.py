@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
+from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is laid out over ranks by torch (FSDP2, tensor parallel)."""
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return False
     # Where the module was never imported there is none; importing it takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -63,6 +63,8 @@ class ActivationProbe(BackwardProbe):
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """Take in every tensor of a module's output."""
         try:
+            if self._see_quickly(watched, output):
+                return
             if isinstance(output, Tensor):
                 self._see_output(watched, (), output)
                 return
@@ -75,6 +77,19 @@ class ActivationProbe(BackwardProbe):
             for kind in KINDS:
                 if kind in watched.watches:
                     self._observation.fail(watched.watches[kind], output, error)
+
+    def _see_quickly(self, watched: WatchedModule, output: object) -> bool:
+        """Take in the commonest output in the quickest way, and say whether it was such a one."""
+        watch, site = watched.watches.get("activation"), watched.site
+        if watch is None or is_in_backward():
+            return False
+        may_return_last, may_be_returned = site.is_container, site.is_last_part
+        if not self._observation.read(watch, output, may_return_last=may_return_last, may_be_returned=may_be_returned):
+            return False
+        gradient = watched.watches.get("activation_gradient")
+        if gradient is not None and isinstance(output, Tensor):
+            self._await_gradient(gradient, output)
+        return True
 
     def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""
@@ -89,8 +104,12 @@ class ActivationProbe(BackwardProbe):
         # The gradient hook is wanted also of a recomputed output: under reentrant checkpointing no other gets a gradient.
         if activation is not None and not is_in_backward():
             observe_or_fail(self._observation, activation, tensor)
-        if gradient is not None and tensor.requires_grad:
-            self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, gradient)))
+        if gradient is not None:
+            self._await_gradient(gradient, tensor)
+
+    def _await_gradient(self, watch: Watch, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, watch)))
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from lightning_module_monitor.modules.hooks import UncopiedHook
-from lightning_module_monitor.statistics.running import is_in_order, takes
+from lightning_module_monitor.statistics.running import readable_address
 
 
 class LinearAgain:
@@ -32,7 +32,7 @@ class LinearAgain:
             return None
         x, weight, bias = args[0], module._parameters["weight"], module._parameters["bias"]
         parts = [part for part in (x, weight, bias) if part is not None]
-        if not all(isinstance(part, Tensor) and takes(part) and is_in_order(part) for part in parts) or x.dim() not in (2, 3):
+        if not all(map(readable_address, parts)) or x.dim() not in (2, 3):
             return None
         if weight is None or torch.is_autocast_enabled("cpu") or x.shape[-1] != weight.shape[1]:
             return None

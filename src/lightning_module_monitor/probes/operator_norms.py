@@ -90,7 +90,7 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
 def _takes(weight: Difference) -> bool:
     """Whether the compiled kernel can read the elements."""
     parts = [part for part in (weight.tensor, weight.other) if part is not None]
-    return weight.shift is None and all(running.takes(part) and running.is_in_order(part) for part in parts)
+    return weight.shift is None and all(map(running.readable_address, parts))
 
 
 def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Iterator[Tensor]:

@@ -65,8 +65,10 @@ class ParameterProbe(Probe):
     def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
         self.observation.measure_all(self._own(pairs))
         for watch, tensor in pairs:
+            if not watch.functions:
+                continue
             # A function gets the whole; to put it together all ranks are needed.
-            all_of_it = whole(tensor) if watch.functions else tensor
+            all_of_it = whole(tensor)
             if self.rank == 0:
                 self.observation.call_functions(watch, all_of_it)
 

@@ -101,6 +101,8 @@ def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scal
     A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
     """
     try:
+        if scale is None and observation.read(watch, tensor, may_return_last=False, may_be_returned=False):
+            return True
         observation.observe(watch, unscaled(local_part(tensor), scale))
     except MonitorError:
         raise

@@ -219,20 +219,20 @@ def _add(address: int, num_elements: int, features: int, needs: int, row: np.nda
     _merge(latest, row)
 
 
-@njit("void(int64, int64, int64, int64, float64[:, ::1], int64, float64[::1])", cache=True)
-def add(address: int, num_elements: int, features: int, needs: int, rows: np.ndarray, row: int, latest: np.ndarray) -> None:
-    """Merge a tensor into a row.
+@njit("void(int64, int64, int64, int64, int64, int64)", cache=True)
+def add(address: int, num_elements: int, features: int, needs: int, row: int, latest: int) -> None:
+    """Merge a tensor into a row. All arguments are numbers: taking arrays apart costs as much as reading a small tensor.
 
     Args:
         address: Of the first of ``num_elements`` float32 elements that lie one after the other.
         num_elements: At least 1.
         features: Size of the last dimension; only read for ``Need.TOKENS``.
         needs: Which moments to take, bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
-        rows: Moments, shape ``(rows, len(Moments._fields))``.
-        row: Number of the row.
-        latest: Gets the moments of this tensor alone, shape ``(len(Moments._fields),)``.
+        row: Address of the row: ``len(Moments._fields)`` float64.
+        latest: Address of as many that get the moments of this tensor alone.
     """
-    _add(address, num_elements, features, needs, rows[row], latest)
+    own, alone = carray(_pointer(row), (NUM_FIELDS,), np.float64), carray(_pointer(latest), (NUM_FIELDS,), np.float64)
+    _add(address, num_elements, features, needs, own, alone)
 
 
 # The forms of a difference that are measured by one loop, of three tensors at most: `own`, `other` and `third`. The first three

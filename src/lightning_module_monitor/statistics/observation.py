@@ -21,11 +21,9 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch
-
-PLAIN = (Tensor, torch.nn.Parameter)
-"""The types whose storage is where their elements are."""
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""
@@ -69,10 +67,36 @@ class Observation:
             self._table.add_last_again(self._row(watch))
         elif watch.needs:
             self._taking().add(self._row(watch), tensor, watch.needs)
-            if not tensor.is_inference():  # such a one does not say whether it was overwritten
-                self._last = weakref.ref(tensor), tensor._version, watch.needs
+            self._remember(tensor, watch.needs)
         if watch.functions:
             self._call_functions(watch, tensor)
+
+    def read(self, watch: Watch, output: object, *, may_return_last: bool, may_be_returned: bool) -> bool:
+        """A quicker :meth:`observe`, where that will do.
+
+        Args:
+            watch: What is wanted, of one tensor.
+            output: Anything.
+            may_return_last: Whether it may be the very tensor that another watch has just seen, which is not read again then.
+            may_be_returned: Whether the next watch may see the very same.
+
+        Returns:
+            Whether it was read: where only statistics are wanted, of a tensor that lies where the compiled kernel can read it.
+        """
+        place = readable_address(output) if watch.is_of_moments else 0
+        if not place:
+            return False
+        assert isinstance(output, Tensor)
+        needs, table = watch.needs, self._table
+        if may_return_last and self._was_last(output, needs):
+            table.add_last_again(self._row(watch))
+            return True
+        self._last = None
+        table.running_rows().add_at(self._row(watch), place, output.numel(), num_features(output, needs), needs)
+        if may_be_returned:
+            table.note_read()
+            self._remember(output, needs)
+        return True
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> None:
         """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
@@ -89,7 +113,7 @@ class Observation:
     ) -> Iterator[tuple[list[int], Difference, int]]:
         """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
         for term, wishes in terms:
-            strided = term.tensor if id(term.tensor) in readable else _strided(term.tensor)
+            strided = term.tensor if id(term.tensor) in readable or readable_address(term.tensor) else _strided(term.tensor)
             difference = term if strided is term.tensor else Difference(strided, term.other, term.shift)
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
@@ -147,8 +171,19 @@ class Observation:
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
         seen = list(pairs)
+        readable: defaultdict[int, list[Readable]] = defaultdict(list)
+        others: list[tuple[int, Tensor, int]] = []
         try:
-            self._taking().add_all((self._row(watch), _strided(tensor), watch.needs) for watch, tensor in seen if watch.needs)
+            for watch, tensor in seen:
+                needs = watch.needs
+                place = readable_address(tensor) if 0 < needs < Need.HISTOGRAM else 0
+                if place:
+                    readable[needs].append((self._row(watch), place, tensor.numel(), num_features(tensor, needs)))
+                elif needs:
+                    others.append((self._row(watch), _strided(tensor), needs))
+            for needs, members in readable.items():
+                self._taking().running_rows().add_all_at(members, needs)
+            self._taking().add_all(others)
         except Exception:
             for watch, _tensor in seen:
                 self._give_up(watch)
@@ -275,6 +310,10 @@ class Observation:
         """The table, which gets another tensor now."""
         self._last = None
         return self._table
+
+    def _remember(self, tensor: Tensor, needs: int) -> None:
+        if not tensor.is_inference():  # such a one does not say whether it was overwritten
+            self._last = weakref.ref(tensor), tensor._version, needs
 
     def _was_last(self, tensor: Tensor, needs: int) -> bool:
         """Whether the table got this very tensor last, as it is now, and for the same."""
@@ -443,15 +482,6 @@ def _strided(tensor: Tensor) -> Tensor:
         return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
-    if type(tensor) in PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_memory(tensor):
+    if type(tensor) in PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor):
         raise ValueError("its memory was given back")
     return tensor
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether all elements lie in the tensor's storage: a program that streams weights may have shrunk it. Reading on ends the process."""
-    if tensor.is_contiguous():
-        last = tensor.numel()
-    else:
-        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not tensor.numel() or (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes()

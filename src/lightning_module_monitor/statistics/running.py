@@ -20,10 +20,13 @@ from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
+ROW_BYTES = 8 * NUM_FIELDS
 FIRST_CAPACITY = 256
 PART_ELEMENTS = 1 << 16
 """Elements that are converted to float32 at a time: a copy of them stays in the cache."""
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+PLAIN = (Tensor, nn.Parameter)
+"""The types whose storage is where their elements are."""
 
 _messages = logging.getLogger(__name__)
 
@@ -74,14 +77,70 @@ def compiled_operator_norm() -> ModuleType | None:
     return compiled
 
 
+Readable = tuple[int, int, int, int]
+"""A tensor with a :func:`readable_address`, as the kernel takes it: row, address, number of elements, features."""
+
+
+def readable_address(tensor: object) -> int:
+    """Where the elements begin of what the kernel can read where it lies: a tensor of float32, at least one, in order in a CPU's memory.
+
+    This is what nearly every tensor is, and one quick look tells: its dispatch keys are those of a plain one, which nothing has
+    that is sparse, nested, negated by a flag, without memory, of another device, or wrapped by a transform of torch.func.
+
+    Args:
+        tensor: Anything.
+
+    Returns:
+        0 if it is something else.
+    """
+    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
+        return 0
+    if torch._C._dispatch_keys(tensor).raw_repr() not in _PLAIN_KEYS or not tensor.is_contiguous():
+        return 0
+    if torch._C._get_tracing_state() is not None or not tensor.numel() or kernel() is None:
+        return 0
+    # A program that streams weights may have given the memory back; reading on would end the process. Where the elements do
+    # not begin where the memory does, the address does not tell.
+    if tensor.storage_offset() and not has_memory(tensor):
+        return 0
+    return address(tensor)
+
+
+def num_features(tensor: Tensor, needs: int) -> int:
+    """Size of the last dimension, where it matters to what is needed; else 1."""
+    return tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all elements lie in the tensor's storage: a program that streams weights may have shrunk it."""
+    if tensor.is_contiguous():
+        last = tensor.numel()
+    else:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def _plain_keys() -> frozenset[int]:
+    """The dispatch keys of plain tensors on the CPU."""
+    with torch.inference_mode():
+        inference = torch.empty(0, device="cpu")
+    return frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in (torch.empty(0, device="cpu"), inference))
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
 def takes(tensor: Tensor) -> bool:
-    """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for."""
+    """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for.
+
+    Those of one without a :func:`readable_address` are converted on the way.
+    """
     # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; while torch.jit traces, sizes are no
     # numbers; a float64's square may leave float64.
     return (
         tensor.is_cpu
         and tensor.dtype in DTYPES
-        and type(tensor) in (Tensor, nn.Parameter)
+        and type(tensor) in PLAIN
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and torch._C._get_tracing_state() is None
         and kernel() is not None
@@ -100,7 +159,7 @@ def takes_difference(difference: Difference, needs: int, readable: set[int]) -> 
         return False
     own = [one for one in (difference.tensor, difference.other, difference.shift) if one is not None and id(one) not in readable]
     for tensor in own:
-        if not (takes(tensor) and is_in_order(tensor)):
+        if not readable_address(tensor):
             return False
     readable.update(map(id, own))
     return True
@@ -124,21 +183,30 @@ class RunningRows:
         self._whole = _identity(1)
         """A row for a tensor that is read part by part."""
         self._latest = np.empty(NUM_FIELDS)
+        # Numbers, which the kernel is called with more quickly than with arrays.
+        self._latest_address, self._rows_address = self._latest.ctypes.data, self._rows.ctypes.data
+        self._add = _kernel().add
         """Moments of the tensor that was added last."""
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
         """Merge all elements of a tensor, which has at least one, into a row."""
+        features, place = num_features(tensor, needs), readable_address(tensor)
+        if place:
+            self.add_at(row, place, tensor.numel(), features, needs)
+            return
         if row >= len(self._rows):
             self._grow(row)
-        features = _features(tensor, needs)
-        if is_in_order(tensor):
-            _kernel().add(address(tensor), tensor.numel(), features, needs, self._rows, row, self._latest)
-            return
         self._whole[:] = _identity(1)
         for part in parts_in_order(tensor, features):
-            _kernel().add(address(part), part.numel(), features, needs, self._whole, 0, self._latest)
+            _kernel().add(address(part), part.numel(), features, needs, self._whole.ctypes.data, self._latest_address)
         self._latest[:] = self._whole[0]
         _kernel().merge(self._latest, self._rows, row)
+
+    def add_at(self, row: int, place: int, num_elements: int, features: int, needs: int) -> None:
+        """:meth:`add` of a tensor with a :func:`readable_address`."""
+        if row >= len(self._rows):
+            self._grow(row)
+        self._add(place, num_elements, features, needs, self._rows_address + row * ROW_BYTES, self._latest_address)
 
     def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference]]) -> None:
         """Merge the squares of differences that :func:`takes_difference` is true of, each into rows; those of one shape together."""
@@ -162,18 +230,16 @@ class RunningRows:
         _kernel().merge(self._latest, self._rows, row)
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
-        """Like :meth:`add` for many tensors that exist at the same time, by one call for all of the same needs."""
-        by_needs: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+        """Like :meth:`add` for many tensors that exist at the same time."""
         for row, tensor, needs in rows:
-            if is_in_order(tensor):
-                by_needs[needs].append((row, address(tensor), tensor.numel(), _features(tensor, needs)))
-            else:
-                self.add(row, tensor, needs)
-        for needs, tensors in by_needs.items():
-            highest = max(row for row, *_ in tensors)
-            if highest >= len(self._rows):
-                self._grow(highest)
-            _kernel().add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
+            self.add(row, tensor, needs)
+
+    def add_all_at(self, tensors: Sequence[Readable], needs: int) -> None:
+        """Like :meth:`add_at` for many tensors of the same needs, by one call."""
+        highest = max(row for row, *_ in tensors)
+        if highest >= len(self._rows):
+            self._grow(highest)
+        _kernel().add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
 
     def moments(self, num_rows: int) -> Moments:
         """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
@@ -183,6 +249,7 @@ class RunningRows:
 
     def _grow(self, row: int) -> None:
         self._rows = np.concatenate([self._rows, _identity(max(len(self._rows), row + 1 - len(self._rows)))])
+        self._rows_address = self._rows.ctypes.data
 
 
 def address(tensor: Tensor | None) -> int:
@@ -220,7 +287,3 @@ def parts_in_order(tensor: Tensor, features: int = 1) -> Iterator[Tensor]:
     flat = tensor.detach().resolve_neg().reshape(-1)
     for part in flat.split(max(1, PART_ELEMENTS // features) * features):
         yield part.to(torch.float32, copy=True)
-
-
-def _features(tensor: Tensor, needs: int) -> int:
-    return tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1

@@ -30,7 +30,7 @@ class Table:
         self._histograms = Histograms()
         self._finished: defaultdict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
         """Moments that others have taken, with their rows, by device."""
-        self._last: list[Lanes | RunningRows | Histograms] = []
+        self._last: Sequence[Lanes | RunningRows | Histograms] = ()
         """Who got the tensor that was added last."""
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
@@ -43,16 +43,26 @@ class Table:
             tensor: Any shape, any real floating dtype, strided. It may be part of a graph, which is left as it is.
             needs: What to take, bits of :class:`~lightning_module_monitor.statistics.moments.Need`. Always the same for one row.
         """
-        self._last = []
+        self._last = ()
         if not tensor.numel():
             return
         if needs & Need.EVERYTHING:
             taker = self._taker(tensor)
             taker.add(row, tensor, needs & Need.EVERYTHING)
-            self._last.append(taker)
+            self._last = (taker,)
         if needs & Need.HISTOGRAM:
             self._histograms.add(row, tensor)
-            self._last.append(self._histograms)
+            self._last = (*self._last, self._histograms)
+
+    def running_rows(self) -> RunningRows:
+        """Those rows that the compiled kernel brings up to date, where it is installed."""
+        if self._running is None:
+            self._running = RunningRows()
+        return self._running
+
+    def note_read(self) -> None:
+        """The tensor that was added last was added to :meth:`running_rows`, without this table."""
+        self._last = (self.running_rows(),)
 
     def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
         """Merge all elements of each of several differences into rows, as :meth:`add` does those of a tensor.
@@ -72,8 +82,7 @@ class Table:
             for row in rows[1:]:
                 self.add_last_again(row)
         if unwritten:
-            self._running = self._running or RunningRows()
-            self._running.add_differences(unwritten)
+            self.running_rows().add_differences(unwritten)
 
     def add_last_again(self, row: int) -> None:
         """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""
@@ -128,11 +137,7 @@ class Table:
         return self._histograms.collect(rows) if rows else []
 
     def _taker(self, tensor: Tensor) -> Lanes | RunningRows:
-        if not takes(tensor):
-            return self._lanes
-        if self._running is None:
-            self._running = RunningRows()
-        return self._running
+        return self.running_rows() if takes(tensor) else self._lanes
 
 
 def _merged(parts: Sequence[tuple[list[int], Tensor]], num_rows: int) -> Moments:

@@ -58,6 +58,11 @@ class Watch:
         return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), histogram)
 
     @functools.cached_property
+    def is_of_moments(self) -> bool:
+        """Whether statistics of one tensor are all that is wanted."""
+        return 0 < self.needs < Need.HISTOGRAM and not self.functions
+
+    @functools.cached_property
     def base_needs(self) -> int:
         """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
         needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
