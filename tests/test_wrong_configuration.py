@@ -201,6 +201,9 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "kind of attention": (rule(kinds="attention_max_logits"), ("'attention_max_logits' is not a kind", "nearest: 'attention_max_logit'")),
     "progress_bar alone": ({"progress_bar": True}, ("progress_bar is true", "callback_metrics is empty", "expected patterns of the keys")),
     "max_logged_keys": ({"max_logged_keys": 0}, ("max_logged_keys is 0", "expected a number >= 1")),
+    "max_overhead of nothing": ({"max_overhead": 0}, ("max_overhead is 0", "more than 0 and less than 1")),
+    "max_overhead in percent": ({"max_overhead": 2.0}, ("max_overhead is 2.0", "expected a share of the time")),
+    "max_overhead is no number": ({"max_overhead": "2%"}, ("max_overhead is '2%'", "expected a share of the time")),
     "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a number >= 1")),
 }
 
@@ -216,7 +219,7 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
         "name used twice",
     ),
     *("cadence of a rule", "every 0 steps", "no steps", "stage", "prefix with a blank", "module", "callback_metrics match no key"),
-    *("progress_bar alone", "max_logged_keys"),
+    *("progress_bar alone", "max_logged_keys", "max_overhead in percent"),
     *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
     *("norm of gradient_flow", "thresholds of gradient_flow"),
     *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,8 @@ from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
 from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
-from lightning_module_monitor.record import TRAIN, Record
+from lightning_module_monitor.overhead import Overhead, check_limit, clock_of
+from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Record
 from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
 from lightning_module_monitor.schedule import Schedule, parse_schedule
@@ -100,6 +102,9 @@ class ModuleMonitorCallback(Callback):
         prefix: Put before every key: ``run1`` gives ``run1/...``.
         max_logged_keys: Where there are more keys, loggers get minimum, median and maximum over the sites, and of histograms
             the one of all sites together; the store gets all.
+        max_overhead: Share of the time that monitoring may take, e.g. 0.02. Where it would be more, steps are left out, on all
+            ranks the same; ``monitor/overhead_fraction`` is what it takes. At most every other step is monitored then, for the others
+            tell what one costs.
         on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
         dry_run: Print what would be watched and what it would take, and watch nothing.
     """
@@ -123,6 +128,7 @@ class ModuleMonitorCallback(Callback):
         stages: str | list[str] | None = None,
         prefix: str = "",
         max_logged_keys: int = 500,
+        max_overhead: float | None = None,
         on_error: str = "warn",
         dry_run: bool = False,
     ) -> None:
@@ -130,6 +136,7 @@ class ModuleMonitorCallback(Callback):
         self._stages: frozenset[str] = frozenset()
         self._on_error = on_error
         self._attention = attention
+        self._max_overhead = max_overhead
         self._dry_run = dry_run
         self._module_name = module
         reference = os.fspath(reference) if isinstance(reference, os.PathLike) else reference
@@ -160,6 +167,8 @@ class ModuleMonitorCallback(Callback):
             )
             self._add_reference_rules(rcc)
             self._cadence = parse_schedule(every_n_steps, "every_n_steps")
+            if max_overhead is not None:
+                check_limit(max_overhead)
             self._stages = _parse_stages(stages)
             self._check_options(progress_bar=progress_bar, captures=capture is not None, has_store=store is not False)
             self._sinks = SinksOfRun(
@@ -213,6 +222,9 @@ class ModuleMonitorCallback(Callback):
         self._redirected: list[RedirectedCalls] = []
         """Of the step, and of the loop that interrupts it."""
         self._in_step = False
+        self._overhead: Overhead | None = None
+        self._has_left_out = False
+        """Whether it was said that steps are left out."""
         self._is_fit = False
         if self._reference is not None:
             self._reference.begin()
@@ -293,6 +305,8 @@ class ModuleMonitorCallback(Callback):
             self._set_module(trainer, pl_module)
         if self._reference is not None and self._uses_reference():
             self._reference.prepare(trainer, pl_module, self.monitor)
+        if self._max_overhead is not None:
+            self._overhead = Overhead(self._max_overhead, clock_of(pl_module.device))
         if not trainer.is_global_zero:
             return
         if self._dry_run:
@@ -321,9 +335,11 @@ class ModuleMonitorCallback(Callback):
         self._sinks_of_run.note_step(step)
         if TRAIN not in self._stages or self._dry_run:
             return
+        if self._overhead is not None:
+            self._overhead.begin_batch()
         if not self._in_step:
             self._in_step = True
-            if self.monitor.begin_step(step):
+            if self._begin_step(step):
                 self._watch_redirected_calls(trainer, pl_module)
                 self._watch_optimizers(trainer, pl_module)
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
@@ -362,15 +378,13 @@ class ModuleMonitorCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
         self.monitor.after_micro_batch()
-        if not self._in_step or trainer.fit_loop._should_accumulate():
-            return
-        self._in_step = False
-        if self._redirected:
-            self._redirected.pop().close()
-        optimizers, self._optimizers = self._optimizers, None
-        if optimizers is not None:
-            optimizers.finish()
-        self._emit(trainer, pl_module, self.monitor.end_step())
+        ends_step = self._in_step and not trainer.fit_loop._should_accumulate()
+        if ends_step:
+            self._end_step(trainer, pl_module)
+        if self._overhead is not None:
+            self._overhead.end_batch()
+            if ends_step:
+                self._overhead.end_step()
 
     # Loops without training
 
@@ -421,6 +435,35 @@ class ModuleMonitorCallback(Callback):
 
     # Inside
 
+    def _begin_step(self, step: int) -> bool:
+        """Begin a step, and say whether it is monitored."""
+        if self._overhead is None:
+            return self.monitor.begin_step(step)
+        is_allowed = self._overhead.allows(step)
+        if not is_allowed and not self._has_left_out and self.monitor.is_step_monitored(step):
+            self._has_left_out = True
+            every = f"at most one step in {self._overhead.closest}"
+            _messages.info(f"max_overhead={self._max_overhead}: {every} is monitored, from step {step} on. This is said once.")
+        is_monitored = is_allowed and self.monitor.begin_step(step)
+        self._overhead.begin_step(step, is_monitored=is_monitored)
+        return is_monitored
+
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """With this batch the step is over."""
+        self._in_step = False
+        if self._redirected:
+            self._redirected.pop().close()
+        optimizers, self._optimizers = self._optimizers, None
+        if optimizers is not None:
+            optimizers.finish()
+        fraction = None if self._overhead is None else self._overhead.fraction()
+        if fraction is not None:
+            self.monitor.monitor_overhead(fraction)
+        record = self.monitor.end_step()
+        if record is not None and self._overhead is not None:
+            self._overhead.decide(record.values.get(self.monitor.wishes.own_key(OVERHEAD_FRACTION), math.nan))
+        self._emit(trainer, pl_module, record)
+
     def _check_manual(self, model: str) -> None:
         """Check that nothing is asked for that manual optimization has not.
 
@@ -447,7 +490,8 @@ class ModuleMonitorCallback(Callback):
         self.monitor.set_module(pl_module)
         if not self.monitor.wishes.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
-        self._sinks_of_run.expect(may_skip=_scaler(trainer) is not None)
+        measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}
+        self._sinks_of_run.expect([name for name, is_measured in measured.items() if is_measured])
         self._check_others(trainer)
 
     def _check_others(self, trainer: Trainer) -> None:

@@ -41,6 +41,7 @@ from lightning_module_monitor.probes.reference import Reference, ReferenceProbe,
 from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
+    OVERHEAD_FRACTION,
     OWN_KIND,
     STAGES,
     STEP_SKIPPED,
@@ -430,10 +431,11 @@ class ModuleMonitor:
         Args:
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
-        if self._window is not None:
-            watch = self._own_watch(OWN_KIND, "", STEP_SKIPPED, self._window.stage)
-            skipped = (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped)
-            self._window.observation.add_result(watch, UserFunction(STEP_SKIPPED, float, "max"), skipped, 1)
+        self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
+
+    def monitor_overhead(self, fraction: float) -> None:
+        """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
+        self._see_own_figure(OVERHEAD_FRACTION, fraction)
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
@@ -740,6 +742,11 @@ class ModuleMonitor:
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _see_own_figure(self, name: str, value: Tensor | float) -> None:
+        if self._window is not None:
+            watch = self._own_watch(OWN_KIND, "", name, self._window.stage)
+            self._window.observation.add_result(watch, UserFunction(name, float, "max"), value, 1)
 
     def _own_watch(self, kind: str, site: str, name: str, stage: str) -> Watch:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""

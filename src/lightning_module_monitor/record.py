@@ -23,7 +23,10 @@ OWN_KIND = "monitor"
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
-OWN_FIGURES = ("errors", "overhead_fraction", STEP_SKIPPED)
+OVERHEAD_FRACTION = "overhead_fraction"
+"""The name of the figure that is the share of the time that monitoring takes."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

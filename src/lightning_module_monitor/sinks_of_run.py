@@ -67,7 +67,7 @@ class SinksOfRun:
         self._last_trainer: weakref.ref[Trainer] | None = None
         self._first_step: int | None = None
         self._runs_steps_again = False
-        self._may_skip = False
+        self._figures: Sequence[str] = ()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_last_trainer": None}
@@ -101,16 +101,16 @@ class SinksOfRun:
 
     # What is expected
 
-    def expect(self, *, may_skip: bool) -> None:
+    def expect(self, figures: Sequence[str]) -> None:
         """The model is there, and what records will hold is known.
 
         Args:
-            may_skip: Whether a ``GradScaler`` may skip steps.
+            figures: What they hold of training besides, of the monitor's own.
 
         Raises:
             ConfigError: If ``callback_metrics`` matches no key.
         """
-        self._may_skip = may_skip
+        self._figures = figures
         keys = self.planned_keys()
         for pattern in self._patterns:
             if any(pattern.fullmatch(key) for key in keys):
@@ -125,7 +125,7 @@ class SinksOfRun:
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
-        return self._wishes.planned_keys(self._stages, may_skip=self._may_skip)
+        return self._wishes.planned_keys(self._stages, figures=self._figures)
 
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is."""

@@ -16,7 +16,7 @@ from lightning_module_monitor.modules.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
-from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
+from lightning_module_monitor.record import OWN_KIND, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
@@ -210,16 +210,16 @@ class Wishes:
 
     # Keys
 
-    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, may_skip: bool = False) -> list[str]:
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
-            may_skip: Whether a ``GradScaler`` may skip steps, which is recorded too.
+            figures: What is recorded of training besides, of the monitor's own.
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
-        return keys + ([self.own_key(STEP_SKIPPED)] if may_skip and TRAIN in names else [])
+        return keys + ([self.own_key(name) for name in figures] if TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""

@@ -357,6 +357,7 @@ FULL: dict[str, Any] = {
     "stages": ["train", "validate"],
     "prefix": "run1",
     "max_logged_keys": 10,
+    "max_overhead": 0.05,
     "on_error": "raise",
     "dry_run": False,
 }

@@ -69,6 +69,7 @@ def callback() -> Trainer:
         stages=["train", "validate"],
         prefix="run1",
         max_logged_keys=100,
+        max_overhead=0.02,
         on_error="raise",
         dry_run=True,
     )
