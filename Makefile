@@ -34,6 +34,7 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the cod
 
 bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/scaling.py
 
 dev: $(VENV)/dev.stamp ## only set up .venv for development
 

@@ -39,8 +39,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
-from lightning_module_monitor.config import attention_rules
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
+from lightning_module_monitor.config import GradientFlow, attention_rules
 from lightning_module_monitor.statistics import running, table
 
 WARM_UP_STEPS = 5
@@ -63,6 +63,7 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 PLAIN, IDLE, OURS, FLOOR = "plain", "idle", "ours", "floor"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
+FLOW, HISTOGRAMS = "gradient flow", "histograms"
 IDLE_TARGET = 0.01
 RCC_TARGET = 1.25
 """Forward passes that the check may cost beyond that of the reference."""
@@ -396,6 +397,56 @@ class WatchedAttention(Engine):
         self.monitor.set_module(model)
 
 
+class CountedHistograms(Engine):
+    """Our engine with histograms of what ``wandb.watch`` has histograms of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(rules=[Rule(kinds=["parameter", "gradient"], statistics="hist")])
+        self.monitor.set_module(model)
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        return 0 if record is None else len(record.histograms)
+
+
+class WatchedFlow(Engine):
+    """Our engine with the gain of the gradient from block to block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"))
+        self.monitor.set_module(model)
+
+
+class NoLogger:
+    """Counts what it is given."""
+
+    num_values = 0
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Take the values of a step."""
+        self.num_values = len(metrics)
+
+
+class OneLine(Observer):
+    """TorchWatcher's use: one line in the loop, for the outputs of every layer, their gradients, and the parameters with theirs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.logger = NoLogger()
+        self.watcher = TorchWatcher(model, self.logger, tensor_stats=["mean", "std", "norm", "min", "max"])
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def end(self) -> int:
+        # Where the optimizer's hook has told of the update, this finishes the step.
+        self.watcher.watch(self.step, track_parameters=True)
+        return self.logger.num_values
+
+    def close(self) -> None:
+        self.watcher.close()
+
+
 class TorchModuleMonitor(Observer):
     """torch-module-monitor, with the same statistics as functions."""
 
@@ -478,6 +529,9 @@ VARIANTS = (
     Variant(RCC, "reference and refined coordinate check, all terms and norms", CoordinateCheck, workloads=("W1",)),
     Variant(UNFUSED, "all attention once more, not fused and without a graph", UnfusedAttention, workloads=("W1",)),
     Variant(ATTENTION, "attention: true: four figures of every head", WatchedAttention, workloads=("W1",)),
+    Variant(FLOW, "gain of the gradient from block to block", WatchedFlow, workloads=("W1",)),
+    Variant(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", CountedHistograms),
+    Variant("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", OneLine),
     Variant("torch-module-monitor, RCC", "its refined coordinate check", PeerCheck, "torch_module_monitor", workloads=("W1",)),
     Variant("torch-module-monitor", "the same seven statistics", TorchModuleMonitor, "torch_module_monitor"),
     Variant(
@@ -526,8 +580,9 @@ class Lane:
         loss.backward()
         self.observer.before_update()
         self.optimizer.step()
+        num_values = self.observer.end()
         self.optimizer.zero_grad()
-        return self.observer.end()
+        return num_values
 
 
 class Dispatches(TorchDispatchMode):

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-OVERHEAD = Path(__file__).parents[1] / "benchmarks" / "overhead.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OVERHEAD = BENCHMARKS / "overhead.py"
 
 
 def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
@@ -26,9 +27,9 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
     assert header[:2] == ["workload", "variant"]
     assert [(row["workload"], row["variant"]) for row in rows] == [
-        ("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor")
+        ("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor", "histograms", "TorchWatcher, one line")
     ]
-    plain, idle, ours, eager, floor = rows
+    plain, idle, ours, eager, floor, histograms, one_line = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
@@ -42,6 +43,11 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         "host reads": 0,
         "values": 129 + 128 + 128,
     }
+    counted = {name: int(histograms[name]) for name in ("transfers", "host reads", "values")}
+    assert counted == {"transfers": 1, "host reads": 0, "values": 128 + 128}
+    # Of the outputs also the gradients that arrive at them, and the monitor's own figure.
+    watched = {name: int(one_line[name]) for name in ("transfers", "host reads", "values")}
+    assert watched == {"transfers": 1, "host reads": 0, "values": 5 * (129 + 129 + 128 + 128) + 1}
     for unmonitored in (plain, idle):
         assert [int(unmonitored[name]) for name in ("transfers", "host reads", "dispatches", "values")] == [0, 0, 0, 0]
 
@@ -50,3 +56,54 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         assert found, text
         assert float(found[1]) < 2e-6
     assert re.search(r"transfers 1, target 1: met; host reads 0, target 0: met", text)
+
+
+def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> None:
+    """Those that take a few seconds: what it wrote it has read back, and two processes have found their times."""
+    report = tmp_path / "scaling.md"
+    command = [sys.executable, str(BENCHMARKS / "scaling.py"), "--steps", "1", "--parts", "store", "memory", "--output", str(report)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    text = report.read_text(encoding="utf-8")
+    assert re.search(r"5000 keys x 200 steps, each flushed: [0-9.]+ ms a step", text)
+    assert re.search(r"five kinds: [+-][0-9.]+ MB after 20 further monitored steps", text)
+
+
+CALLS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import overhead
+import torch
+
+workload = overhead.WORKLOADS["W2"]
+lane = overhead.Lane(next(one for one in overhead.VARIANTS if one.name == sys.argv[2]), workload)
+batch = workload.make_batch()
+for _ in range(3):
+    lane.train_step(batch)
+calls = 0
+
+def count(_frame, event, _argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+sys.setprofile(count)
+lane.train_step(batch)
+sys.setprofile(None)
+print(calls)
+"""
+
+
+def test_python_does_little_for_a_site() -> None:
+    """Calls of functions, those of C among them, of a monitored step beyond a plain one: a count that no clock enters."""
+    found = {}
+    for variant in ("plain", "ours"):
+        command = [sys.executable, "-c", CALLS, str(BENCHMARKS), variant]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        found[variant] = int(done.stdout)
+    num_sites = 129 + 128 + 128
+    assert (found["ours"] - found["plain"]) / num_sites < MOST_CALLS, found
+
+
+MOST_CALLS = 45
+"""Of a site; 2026-11-21."""
