@@ -307,6 +307,8 @@ class ModuleMonitorCallback(Callback):
             self._reference.prepare(trainer, pl_module, self.monitor)
         if self._max_overhead is not None:
             self._overhead = Overhead(self._max_overhead, clock_of(pl_module.device))
+        if not self._dry_run:
+            self.monitor.agree()
         if not trainer.is_global_zero:
             return
         if self._dry_run:

@@ -53,9 +53,11 @@ from lightning_module_monitor.record import (
 )
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.statistics.agreement import disagreement
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.watch import Watch
 from lightning_module_monitor.window import Window
 from lightning_module_monitor.wishes import Due, Wishes
@@ -171,6 +173,8 @@ class ModuleMonitor:
         self._watched: frozenset[nn.Module] = frozenset()
         self._exchanges: dict[tuple[str, Due], Exchange] = {}
         """How what all ranks have seen is brought together, by the plan that says what may be seen."""
+        self._has_agreed = False
+        """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
         self._window: Window | None = None
@@ -194,9 +198,8 @@ class ModuleMonitor:
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
-        if not isinstance(self.distributed, bool) and self.distributed.size() > 1:
-            self.wishes.check_tensor_parallel()
-        sites = self.wishes.read_names(module)
+        shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
+        sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
         for old, new in sites.renamed.items():
@@ -341,6 +344,20 @@ class ModuleMonitor:
             ValueError: If no module was set.
         """
         return self.wishes.sites.within
+
+    def agree(self) -> None:
+        """Make sure that all ranks watch the same: one collective, of every rank. Without it the first step that is monitored begins so.
+
+        Raises:
+            ConfigError: On every rank, if rules, schedules or modules differ.
+        """
+        ranks = None if self._has_agreed else self._ranks()
+        if ranks is None or self._module is None:
+            return
+        differences = disagreement(self.wishes.one_by_one(), ranks)
+        if differences:
+            raise ConfigError(differences)
+        self._has_agreed = True
 
     # Phases of a step
 
@@ -589,6 +606,7 @@ class ModuleMonitor:
         _monitors.pop(self._number, None)
         self.wishes.forget_names()
         self._exchanges.clear()
+        self._has_agreed = False
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -660,6 +678,7 @@ class ModuleMonitor:
     def _add_rule(self, rule: Rule, label: str) -> None:
         self.wishes.add(rule, label)
         self._exchanges.clear()
+        self._has_agreed = False
 
     def _due(self, step: int) -> Due:
         """What is due; nothing where a function of the user's cannot say so."""
@@ -670,6 +689,7 @@ class ModuleMonitor:
             return Due((), gradient_flow=False)
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
+        self.agree()
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
         observation = Observation(self._complaints.of_watch)
         exchange = self._exchange(due, stage)
@@ -689,10 +709,14 @@ class ModuleMonitor:
         self._window.attach(attention, probes)
         self._set_open()
 
+    def _ranks(self) -> Ranks | None:
+        """The processes that train together; ``None`` where this is the only one."""
+        same_input = None if isinstance(self.distributed, bool) else self.distributed
+        return None if self.distributed is False else process_ranks(same_input)
+
     def _exchange(self, due: Due, stage: str) -> Exchange | None:
         """What brings all ranks together; ``None`` where this is the only one."""
-        same_input = None if isinstance(self.distributed, bool) else self.distributed
-        ranks = process_ranks(same_input) if self.distributed is not False else None
+        ranks = self._ranks()
         if ranks is None:
             return None
         if (stage, due) not in self._exchanges:

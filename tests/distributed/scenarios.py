@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.shards import is_sharded
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -412,16 +413,24 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
 
 
 def other_rules(folder: Path) -> dict[str, Any]:
-    """The last rank wants something else of the same model."""
-    model, logger = nn.Linear(6, 3), logging.getLogger("lightning.pytorch.module_monitor")
-    rule = Rule(kinds="activation", statistics="norm" if RANK < WORLD - 1 else ["norm", "hist"])
-    with listening() as said, ModuleMonitor(rules=[rule], distributed=True, logger=logger) as monitor:
-        monitor.set_module(model)
-        for step in range(2):
-            monitor.begin_step(step)
+    """The last rank wants something else of the same model, or in other steps."""
+    model, errors, calls = nn.Linear(6, 3), [], []
+    is_other = RANK == WORLD - 1
+    for options in (
+        {"rules": Rule(kinds="activation", statistics=["norm", "hist"] if is_other else "norm")},
+        {"rules": Rule(kinds="activation", statistics="norm", every_n_steps=[0, 2] if is_other else [0, 1])},
+        {"rules": Rule(kinds="activation", statistics="norm"), "capture": Capture(sites="_root_", steps=[0, 2] if is_other else [0])},
+    ):
+        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as of_ours:  # type: ignore[arg-type]
+            monitor.set_module(model)
+            try:
+                monitor.begin_step(0)
+            except ConfigError as error:
+                errors.append(str(error))
             model(torch.ones(2, 6))
             monitor.end_step()
-        return {"values": monitor.get_all_metrics(), "said": said}
+            calls.append(of_ours)
+    return {"errors": errors, "collectives": calls}
 
 
 def own_reference(folder: Path) -> dict[str, Any]:

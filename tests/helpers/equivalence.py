@@ -50,6 +50,7 @@ ROWS = (
     "DDP, accumulation without synchronization, clipping",
     "DDP, what one rank alone has",
     "DDP, an error on one rank",
+    "DDP, rules that differ from rank to rank",
     "FSDP2, 2 ranks",
     "FSDP2, 3 ranks",
     "tensor parallel, 2 ranks",
@@ -194,9 +195,9 @@ def page(outcomes: Sequence[Outcome], versions: str) -> str:
     for test in tests:
         path, _, name = test.partition("::")
         lines.append(f"{number[test]}. [{path}](../{path}) `{name}`: {_summary([o for o in outcomes if function_of(o.nodeid) == test])}")
-    refusals = {claim.row: one.refusal for one in outcomes for claim in one.claims if claim.is_refusal}
+    refusals = {(claim.row, one.refusal): None for one in outcomes for claim in one.claims if claim.is_refusal}
     lines += ["", "## What the errors say", ""]
-    lines += [f"- {row}: {refusals[row]}" for row in ROWS if row in refusals]
+    lines += [f"- {row}: {refusal}" for row in ROWS for of_row, refusal in refusals if of_row == row]
     return "\n".join(lines) + "\n"
 
 
