@@ -38,6 +38,7 @@ from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
 from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
@@ -693,16 +694,19 @@ class ModuleMonitor:
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
         observation = Observation(self._complaints.of_watch)
         exchange = self._exchange(due, stage)
-        self._window = Window(step, stage, observation, exchange)
+        failed = functools.partial(self._not_captured, observation)
+        expected = expected_names(plan.parameters, [] if captured is None else captured.parameters)
+        whole_tensors = WholeTensors(expected, None if exchange is None else exchange.ranks, failed)
+        self._window = Window(step, stage, observation, exchange, whole_tensors)
+        rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters, observation, self._reference, 0 if exchange is None else exchange.ranks.index),
+            ParameterProbe(plan.parameters, observation, whole_tensors, self._reference, rank),
             ActivationProbe(plan.modules, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
         if captured is not None:
-            report = functools.partial(self._not_captured, observation)
-            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, report))
+            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
         attention = AttentionProbe(plan.modules, observation, sites.head_name, self._complaints.say_once)
@@ -751,10 +755,13 @@ class ModuleMonitor:
         window, self._window = self._window, None
         tensors: list[RawTensor] = []
         try:
+            with self._complaints.guard("whole tensors", window.observation):
+                window.whole_tensors.put_together()
             with self._complaints.guard("raw tensors", window.observation):
                 tensors = [raw for probe in window.probes for raw in probe.tensors()]
         finally:
-            window.close()
+            with self._complaints.guard("hooks", window.observation):
+                window.close()
         values: dict[str, float] = {}
         with self._complaints.guard("values", window.observation):
             values = window.observation.collect(window.exchange)

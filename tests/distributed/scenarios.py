@@ -35,6 +35,9 @@ from torchmetrics import Metric
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.shards import is_sharded
+from lightning_module_monitor.optimizer_steps import OptimizerSteps
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.table import Table
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -332,34 +335,80 @@ def branches(folder: Path) -> dict[str, Any]:
     return fit(folder, module, callback, limit_val_batches=0) | {"collectives": counts}
 
 
+class Count(Callback):
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def on_train_batch_end(self, *_args: Any) -> None:
+        self.step += 1
+
+
+BROKEN = {
+    1: (ModuleMonitor, "begin_backward"),
+    2: (Table, "add_all"),
+    3: (OptimizerSteps, "finish"),
+    5: (Observation, "_share"),
+    7: (OptimizerSteps, "finish"),
+}
+"""What of the monitor raises on the last rank, by step; the last of them in the last step."""
+
+
+@contextmanager
+def breaking(count: Count) -> Iterator[None]:
+    """Within the block the monitor of the last rank is broken, step after step in another place."""
+    originals = {(owner, name): getattr(owner, name) for owner, name in BROKEN.values()}
+
+    def broken(owner: type, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if RANK == WORLD - 1 > 0 and BROKEN.get(count.step) == (owner, name):
+                raise RuntimeError(f"{name} is broken, on purpose")
+            return originals[owner, name](*args, **kwargs)
+
+        return call
+
+    for owner, name in originals:
+        setattr(owner, name, broken(owner, name))
+    try:
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
 def one_rank_fails(folder: Path) -> dict[str, Any]:
-    """On the last rank a function raises in step 1, and the monitor itself in step 3: training goes on everywhere."""
-    step = 0
+    """On the last rank a function raises in step 4, and in other steps the monitor itself: training goes on everywhere."""
+    count = Count()
 
     def fails(x: Tensor) -> Tensor:
-        if RANK == WORLD - 1 and step == 1:
+        if RANK == WORLD - 1 and count.step == 4:
             raise ValueError("on purpose")
         return x.mean()
 
-    rules = [Rule(kinds="activation", statistics="norm", functions={"fails": fails}, sites="model.layers.0")]
-    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules)
-    begin_backward = callback.monitor.begin_backward
-
-    def broken() -> None:
-        if RANK == WORLD - 1 and step == 3:
-            raise RuntimeError("the monitor is broken, on purpose")
-        begin_backward()
-
-    callback.monitor.begin_backward = broken  # type: ignore[method-assign]
-
-    class Count(Callback):
-        def on_train_batch_end(self, *_args: Any) -> None:
-            nonlocal step
-            step += 1
-
+    rules = [
+        Rule(kinds="activation", statistics="norm", functions={"fails": fails}, sites="model.layers.0"),
+        Rule(kinds="gradient", statistics="norm", sites="model.layers.0.weight"),
+    ]
     torch.manual_seed(0)
     module = Classifier("mlp", torch.optim.SGD, lr=0.1)
-    return fit(folder, module, callback, data(RANK, WORLD, steps=6, micro_batches=1), more=[Count()], limit_val_batches=0)
+    with breaking(count):
+        micro_batches = data(RANK, WORLD, steps=8, micro_batches=1)
+        return fit(folder, module, ModuleMonitorCallback(1, rules=rules), micro_batches, more=[count], limit_val_batches=0)
+
+
+def one_rank_fails_of_those_with_parts(folder: Path) -> dict[str, Any]:
+    """The same where parameters are laid out over ranks, and functions and the file want whole ones in every step."""
+    count = Count()
+    rules = [
+        Rule(kinds="activation", statistics="norm", sites="network.up"),
+        Rule(kinds=["parameter", "gradient"], statistics="norm", functions={"product": second_to_last}),
+    ]
+    capture = Capture(sites="network.up.*", kinds=["parameter", "gradient"], steps=list(range(8)))
+    callback = ModuleMonitorCallback(1, rules=rules, capture=capture)
+    options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1), "limit_val_batches": 0}
+    with breaking(count):
+        return fit(folder, Laid(fully_sharded), callback, even_data(RANK, WORLD, steps=8), more=[count], **options)
 
 
 class OnPurposeError(Exception):
@@ -482,11 +531,12 @@ class Uneven(nn.Module):
         self.down = nn.Linear(12, 6)
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 3)
+        self.squash = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         h = h * torch.sigmoid(self.gate(h))
-        h = self.norm(self.down(torch.tanh(self.up(h))))
+        h = self.norm(self.down(self.squash(self.up(h))))
         prediction: Tensor = self.head(h)
         return prediction.full_tensor() if is_sharded(prediction) else prediction
 
@@ -494,7 +544,8 @@ class Uneven(nn.Module):
 def fully_sharded(network: nn.Module, mesh: DeviceMesh) -> None:
     """FSDP2 of every layer, and of the whole."""
     for part in network.children():
-        fully_shard(part, mesh=mesh["data_parallel"])
+        if [*part.parameters()]:
+            fully_shard(part, mesh=mesh["data_parallel"])
     fully_shard(network, mesh=mesh["data_parallel"])
 
 
@@ -520,13 +571,20 @@ def both_ways(network: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> Callable[[Path], dict[str, Any]]:
-    """All kinds that need no reference, with functions of whole parameters."""
+    """All kinds that need no reference, with functions of whole parameters in steps 0 and 1."""
 
     def scenario(folder: Path) -> dict[str, Any]:
-        rules = [*_rules(), Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last})]
-        if tensor_parallel > 1:
-            rules[0] = dataclasses.replace(rules[0], statistics=[name for name in EVERYTHING if not name.startswith("token")])
-        rules.append(Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], functions={"largest": largest_difference}))
+        statistics = [name for name in EVERYTHING if tensor_parallel == 1 or not name.startswith("token")]
+        rules = [
+            *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules()),
+            Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last}, every_n_steps=[0, 1]),
+            Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
+            Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
+            # Of this one nothing else: of a part there is then no mean that would tell it from another.
+            Rule(kinds="activation", statistics="hist", sites="network.squash"),
+            Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
+        ]
+        rules[0] = dataclasses.replace(rules[0], statistics=statistics)
         callback = ModuleMonitorCallback(
             every_n_steps=1,
             reference="init",
@@ -550,6 +608,11 @@ def largest_difference(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).abs().max() * x.numel()
 
 
+def num_positive(x: Tensor) -> Tensor:
+    """How many elements are positive."""
+    return (x > 0).sum()
+
+
 def second_to_last(x: Tensor) -> Tensor:
     """A function that parts of a tensor do not tell of: of its last element and the one before."""
     return x.flatten()[-1] - 2 * x.flatten()[-min(2, x.numel())]
@@ -561,6 +624,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "unchanged": unchanged,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
+    "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "own_loop": own_loop,
     "other_rules": other_rules,
     "own_reference": own_reference,

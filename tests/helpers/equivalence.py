@@ -53,6 +53,7 @@ ROWS = (
     "DDP, rules that differ from rank to rank",
     "FSDP2, 2 ranks",
     "FSDP2, 3 ranks",
+    "FSDP2, an error on one rank",
     "tensor parallel, 2 ranks",
     "tensor parallel, DTensor activations",
     "tensor parallel and FSDP2, 4 ranks",

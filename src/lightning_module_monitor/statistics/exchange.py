@@ -10,11 +10,12 @@ on all ranks in the directory's order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ class Share:
     num_errors: int
     is_lost: bool
     """Whether an error has ended the monitoring of this step."""
+
+    @classmethod
+    def of_a_lost_step(cls, device: torch.device) -> Share:
+        """What a rank gives that has nothing to give: it is waited for."""
+        moments, counts = Moments.of_nothing(1).to(device), torch.zeros(1, NUM_COUNTS, dtype=torch.float64, device=device)
+        return cls([], {}, moments, {}, counts, {}, {}, frozenset(), num_errors=0, is_lost=True)
 
 
 class Together(NamedTuple):
@@ -154,25 +161,35 @@ class Exchange:
         self.ranks = ranks
         self.directory = Directory(watches)
 
-    def bring_together(self, share: Share, failed: Callable[[Watch, Exception], None]) -> Together:
+    def bring_together(self, see: Callable[[], Share], failed: Callable[[Watch, Exception], None]) -> Together:
         """Exchange a step.
 
         Args:
-            share: What this rank has seen.
+            see: Gives what this rank has seen. Where that fails, the step is lost on every rank, and the error is raised when
+                they know: they wait for this one.
             failed: Told of a watch that other ranks cannot be told of.
         """
+        nothing = Share.of_a_lost_step(self.ranks.device)
+        share, error = _unless_it_fails(see, nothing)
         untold: set[Identity] = set()
         while True:
             unknown = [watch for watch in self.directory.unknown(share.watches) if watch.identity not in untold]
-            together = self._exchanged(share, bool(unknown))
-            if together is not None:
+            given, another = _unless_it_fails(functools.partial(self._given, share, bool(unknown)), None)
+            if given is None:
+                share, error, given = nothing, error or another, self._given(nothing, bool(unknown))
+            merged = merge_over_ranks(given.moments, given.largest, given.summed, self.ranks, given.marks)
+            together = _read(_on_host(merged), self.directory)
+            if together is None:
+                message = message_of(unknown, failed)
+                self.directory.learn(self.ranks.gather(message), unknown)
+                untold.update(watch.identity for watch in self.directory.unknown(unknown))
+            elif error is not None:
+                raise error
+            else:
                 return together
-            message = message_of(unknown, failed)
-            self.directory.learn(self.ranks.gather(message), unknown)
-            untold.update(watch.identity for watch in self.directory.unknown(unknown))
 
-    def _exchanged(self, share: Share, has_more: bool) -> Together | None:
-        """What all ranks have together; ``None`` if any of them has more than the directory knows."""
+    def _given(self, share: Share, has_more: bool) -> _Given:
+        """What this rank gives, laid out by the directory."""
         directory, device = self.directory, self.ranks.device
         watches = list(directory.watches.values())
         results = _results(share, directory, device)
@@ -186,14 +203,31 @@ class Exchange:
         of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
         moments = share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device))
         counts = share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)]
-        merged = merge_over_ranks(
+        return _Given(
             moments,
             torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
             torch.cat([counts.flatten(), results.totals, results.weights, torch.tensor([float(share.num_errors)], device=device)]),
-            self.ranks,
             None if self.ranks.num_sharing == 1 else _marks(directory, moments, counts, results),
         )
-        return _read(_on_host(merged), directory, counted)
+
+
+class _Given(NamedTuple):
+    """What one rank gives to both collectives."""
+
+    moments: Moments
+    largest: Tensor
+    summed: Tensor
+    marks: Marks | None
+
+
+T = TypeVar("T")
+
+
+def _unless_it_fails(make: Callable[[], T], instead: T) -> tuple[T, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return instead, error
 
 
 def _places(share: Share, watch: Watch) -> list[int]:
@@ -278,9 +312,10 @@ def _on_host(merged: Merged) -> Merged:
     return Merged(Moments(*of_rows.view_as(parts[0])), largest, summed, are_copies > 0)
 
 
-def _read(merged: Merged, directory: Directory, counted: Sequence[Watch]) -> Together | None:
-    """Take what arrived apart, in the order in which it was put together."""
+def _read(merged: Merged, directory: Directory) -> Together | None:
+    """Take what arrived apart, in the order in which it was put together; ``None`` if any rank has more than the directory knows."""
     watches, num_functions = list(directory.watches.values()), len(directory.functions)
+    counted = [watch for watch in watches if watch.histograms]
     of_watches, of_functions, more, lost, extremes, nan = merged.largest.split(
         [2 * len(watches), 2 * num_functions, 1, 1, num_functions, num_functions]
     )

@@ -269,13 +269,19 @@ class Observation:
         return values | dict.fromkeys(self._failed, float("nan"))
 
     def _collect_together(self, exchange: Exchange) -> dict[str, float]:
-        together = exchange.bring_together(self._share(exchange.ranks.device), self._could_not_tell)
+        try:
+            together = exchange.bring_together(functools.partial(self._share, exchange.ranks.device), self._could_not_tell)
+        except Exception:
+            self.is_lost = True
+            raise
         for watch in together.failed:
             self._give_up(watch)
         self._failed.update(together.failed_keys)
         self.num_errors, self.is_lost = together.num_errors, together.is_lost
+        # What takes more collectives first: an error in what follows keeps this rank from none.
+        parts = self._parts_together(together, exchange.ranks)
         values = finished(together.rows, together.moments) | together.values
-        for key, part in self._parts_together(together, exchange.ranks):
+        for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         self._set_histograms(together.counted)
         return values | dict.fromkeys(self._failed, float("nan"))
