@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from helpers.training import Classifier, trainer
 from helpers.zoo import batches
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -603,6 +605,53 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+def plain_loop(folder: Path, fabric: Fabric | None = None) -> dict[str, Any]:
+    """A loop of one's own, with two micro-batches in a step and clipping; by Fabric, if that is given, or by torch alone."""
+    torch.manual_seed(0)
+    network = Uneven()
+    model: nn.Module = network if fabric is None else fabric.setup_module(network)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = plain if fabric is None else fabric.setup_optimizers(plain)
+    rules = [*_rules(), Rule(kinds=["activation", "gradient"], functions={"total": torch.sum}, aggregate="sum", sites="down(.weight)?")]
+    flow = GradientFlow(blocks=["first", "up", "head"])
+    records = []
+    with ModuleMonitor(rules=rules, gradient_flow=flow, distributed=fabric is not None and WORLD > 1) as monitor:
+        monitor.set_module(network)
+        for step, (x, y) in enumerate(even_data(RANK, WORLD)):
+            monitor.begin_step(step)
+            for half, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = F.cross_entropy(model(half), targets) / 2
+                loss.backward() if fabric is None else fabric.backward(loss)
+                monitor.after_micro_batch()
+            monitor.monitor_gradients(before_clip=True)
+            if fabric is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            else:
+                fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            optimizer.step()
+            optimizer.zero_grad()
+            record = monitor.end_step()
+            assert record is not None
+            records.append(record)
+    state = {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in network.state_dict().items()}
+    return {"records": records, "state": state}
+
+
+def fabric_loop(folder: Path) -> dict[str, Any]:
+    """The same under Fabric, with parameters laid out by plain ``fully_shard`` where there are several processes."""
+
+    def share_out(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        fully_sharded(network, mesh)
+        return network
+
+    strategy = FabricModelParallelStrategy(share_out, data_parallel_size=WORLD, tensor_parallel_size=1) if WORLD > 1 else "auto"
+    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    return plain_loop(folder, fabric)
+
+
 def largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """A function of two whole tensors."""
     return (x - y).abs().max() * x.numel()
@@ -632,6 +681,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
+    "fabric_loop": fabric_loop,
 }
 
 

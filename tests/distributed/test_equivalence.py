@@ -21,6 +21,8 @@ RunScenarios = Callable[[int, str], list[Any]]
 LAID_OUT = (*TENSORS, "differences", "gradient flow", "histograms", "functions")
 """What is compared where parameters are laid out over ranks; of differences those of parameters."""
 
+LAID_OUT_IN_A_LOOP = tuple(name for name in LAID_OUT if name != "differences")
+
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
 
@@ -95,6 +97,27 @@ def test_parameters_that_are_laid_out_over_ranks(
         assert [calls.count("all_reduce") for calls in result["collectives"]] == [3, 3, 2]
         assert {call for calls in result["collectives"] for call in calls} == {"all_reduce"}
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
+        for name, value in whole["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        pytest.param(1, marks=pytest.mark.shows("Fabric, one process", *LAID_OUT_IN_A_LOOP)),
+        pytest.param(2, marks=pytest.mark.shows("Fabric, FSDP2, 2 processes", *LAID_OUT_IN_A_LOOP)),
+        pytest.param(3, marks=pytest.mark.shows("Fabric, FSDP2, 3 processes", *LAID_OUT_IN_A_LOOP)),
+    ],
+)
+def test_a_loop_with_fabric(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """Plain ``fully_shard``, two micro-batches a step and clipping, against a loop by torch alone in one process."""
+    whole = scenarios.plain_loop(tmp_path)
+    assert all(
+        record.values["gradient/up.weight/norm"] < 0.9 * record.values["gradient_before_clip/up.weight/norm"] for record in whole["records"]
+    )
+    for result in [scenarios.fabric_loop(tmp_path)] if num_ranks == 1 else run_scenarios(num_ranks, "fabric_loop"):
+        assert len(result["records"]) == 3
+        assert_same(whole, result, num_ranks)
         for name, value in whole["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 

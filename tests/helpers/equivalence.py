@@ -44,6 +44,7 @@ ROWS = (
     "Trainer, one CUDA device",
     "Fabric, one process",
     "Fabric, FSDP2, 2 processes",
+    "Fabric, FSDP2, 3 processes",
     # Several processes
     "DDP, 2 ranks",
     "DDP, 3 ranks",
@@ -84,6 +85,8 @@ ROWS = (
     "checkpointing, use_reentrant=False",
     "torch.compile",
     "inner autograd.grad",
+    "torch.func and no_grad inside of a forward",
+    "hooks of other libraries",
     "in-place layers",
     # Life
     "validate, test, predict",

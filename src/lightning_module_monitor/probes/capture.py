@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, unwrapped
+from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors, unwrapped
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
@@ -115,19 +115,20 @@ class CaptureProbe(BackwardProbe):
 
     def _see_output(self, watched: WatchedModule, name: str, tensor: Tensor) -> None:
         is_repeated = torch._C._current_graph_task_id() != -1
+        differentiated = in_graph(tensor)
         if not is_repeated:
             call = self._num_calls[name]
             self._num_calls[name] += 1
             if "activation" in watched.watches:
                 self._keep("activation", name, call, tensor)
-            if tensor.requires_grad:
-                self._await_gradient(watched, tensor, _Awaited(name, call))
+            if differentiated.requires_grad:
+                self._await_gradient(watched, differentiated, _Awaited(name, call))
             else:
                 self._unhooked[name].append(call)
-        elif tensor.requires_grad and self._unhooked[name]:
+        elif differentiated.requires_grad and self._unhooked[name]:
             awaited = _Awaited(name)
             self._repeated.append(awaited)
-            self._await_gradient(watched, tensor, awaited)
+            self._await_gradient(watched, differentiated, awaited)
 
     def _await_gradient(self, watched: WatchedModule, tensor: Tensor, awaited: _Awaited) -> None:
         if "activation_gradient" in watched.watches:
