@@ -286,6 +286,26 @@ def unchanged(folder: Path) -> dict[str, Any]:
     return {"states": states, "seen": len(callback.last_record.values) if callback.last_record is not None else 0}
 
 
+def unchanged_with_parts(folder: Path) -> dict[str, Any]:
+    """Training with parameters that are laid out over ranks, with the callback and without it: FSDP2, then tensor parallel."""
+    states: dict[str, list[dict[str, Tensor]]] = {}
+    for way, lay, num_sharing in (("FSDP2", fully_sharded, 1), ("tensor parallel", tensor_parallel, 2)):
+        for monitored in (False, True):
+            rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
+            rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
+            rules.append(Rule(kinds="parameter_difference", statistics="norm"))
+            capture = Capture(sites="network.up.*", kinds=["parameter", "update"], steps=[1])
+            callback = ModuleMonitorCallback(1, rules=rules, reference="init", capture=capture, on_error="raise")
+            strategy = ModelParallelStrategy(WORLD // num_sharing, num_sharing)
+            options: dict[str, Any] = {"strategy": strategy, "devices": WORLD, "use_distributed_sampler": False, "limit_val_batches": 0}
+            module = Laid(lay)
+            micro_batches: DataLoader[Any] = DataLoader(even_data(RANK // num_sharing, WORLD // num_sharing), batch_size=None)
+            trainer(folder, [callback] if monitored else [], **options).fit(module, micro_batches)
+            weights = {name: one.full_tensor() if is_sharded(one) else one.clone() for name, one in module.state_dict().items()}
+            states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
+    return states
+
+
 class Branches(nn.Module):
     """What runs depends on the rank and on the step: a tuple on the last rank only, a module and a head from a later step on."""
 
@@ -671,6 +691,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
+    "unchanged_with_parts": unchanged_with_parts,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
@@ -685,8 +706,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-OF_ANY_NUMBER = [name for name in SCENARIOS if name not in ("tensor_parallel", "laid_out_activations", "both_ways")]
-TOGETHER = {2: [*OF_ANY_NUMBER, "tensor_parallel", "laid_out_activations"], 3: OF_ANY_NUMBER, 4: ["both_ways"]}
+OF_TWO, OF_FOUR = ["tensor_parallel", "laid_out_activations", "unchanged_with_parts"], ["both_ways"]
+OF_ANY_NUMBER = [name for name in SCENARIOS if name not in (*OF_TWO, *OF_FOUR)]
+TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO], 3: OF_ANY_NUMBER, 4: OF_FOUR}
 """What is run by one set of processes, which take seconds to start, by their number."""
 
 

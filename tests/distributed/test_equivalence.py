@@ -80,7 +80,12 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
     ("scenario", "num_ranks", "num_shares"),
     [
         pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *LAID_OUT)),
-        pytest.param("fully_sharded", 3, 3, marks=pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT)),
+        pytest.param(
+            "fully_sharded",
+            3,
+            3,
+            marks=[pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT), pytest.mark.shows("FSDP2, uneven and empty shards", *LAID_OUT)],
+        ),
         pytest.param("tensor_parallel", 2, 1, marks=pytest.mark.shows("tensor parallel, 2 ranks", *LAID_OUT)),
         pytest.param("laid_out_activations", 2, 1, marks=pytest.mark.shows("tensor parallel, DTensor activations", *LAID_OUT)),
         pytest.param("both_ways", 4, 2, marks=pytest.mark.shows("tensor parallel and FSDP2, 4 ranks", *LAID_OUT)),
@@ -122,7 +127,14 @@ def test_a_loop_with_fabric(num_ranks: int, run_scenarios: RunScenarios, tmp_pat
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("scenario", "num_ranks"), [("fully_sharded", 2), ("tensor_parallel", 2), ("laid_out_activations", 2)])
+@pytest.mark.parametrize(
+    ("scenario", "num_ranks"),
+    [
+        pytest.param("fully_sharded", 2, marks=pytest.mark.shows("FSDP2, 2 ranks", "raw tensors")),
+        pytest.param("tensor_parallel", 2, marks=pytest.mark.shows("tensor parallel, 2 ranks", "raw tensors")),
+        pytest.param("laid_out_activations", 2, marks=pytest.mark.shows("tensor parallel, DTensor activations", "raw tensors")),
+    ],
+)
 def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Parameters, gradients and updates that are laid out over ranks are put together; of an activation there is what rank 0 has."""
     whole = load_store(scenarios.SCENARIOS[scenario](tmp_path)["folder"] / "rank_0" / "monitor.h5")
@@ -140,6 +152,7 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """In a step, in a loop within one, in a loop after one: those of all ranks are lost, nobody waits, and nothing mixes after it."""
     torch.manual_seed(0)
@@ -192,6 +205,7 @@ def test_rules_that_differ_from_rank_to_rank_are_refused(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, {num_ranks} ranks", "differences")
 def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
     torch.manual_seed(0)
@@ -222,6 +236,17 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
         assert result["seen"] > 100
         assert plain.keys() == monitored.keys()
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
+
+
+@pytest.mark.shows("FSDP2, 2 ranks", "training unchanged")
+@pytest.mark.shows("tensor parallel, 2 ranks", "training unchanged")
+def test_monitoring_does_not_change_training_where_parameters_are_laid_out(run_scenarios: RunScenarios) -> None:
+    """The same, to the last bit, with whole tensors put together in every step."""
+    for result in run_scenarios(2, "unchanged_with_parts"):
+        assert result.keys() == {"FSDP2", "tensor parallel"}
+        for plain, monitored in result.values():
+            assert len(plain) == 12
+            assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
