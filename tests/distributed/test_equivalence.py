@@ -299,8 +299,9 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
         assert [record.values["monitor/errors"] > 0 for record in result["records"]] == [False, True, True, False]
         values = [record.values["activation/model.layers.0/fails"] for record in result["records"]]
         np.testing.assert_array_equal(np.isnan(values), [False, False, True, False])
-        for key in ("activation/model.layers.0/norm", "gradient/model.layers.0.weight/norm"):
+        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse", "gradient/model.layers.0.weight/norm"):
             assert all(record.values[key] > 0 for record in result["records"])
+        assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
     assert not any("on purpose" in message for message in by_rank[0]["said"])
     # Each of them, and those of step 2 for parameters, gradients and updates.
     said = [message for message in by_rank[-1]["said"] if "on purpose" in message]

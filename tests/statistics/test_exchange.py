@@ -265,3 +265,24 @@ def test_what_failed_on_one_rank_is_asked_of_none() -> None:
     assert first["activation/c/spread.low"] == 0.75
     assert np.isnan(second["activation/c/spread"])
     assert first["activation/c/total"] == second["activation/c/total"] == 12.0
+
+
+def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
+    """Its error is its own, and the step is lost on all; nobody goes on to what takes more collectives."""
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], bool, str]:
+        plan, observation, error = wishes(), Observation(no_trouble), ""
+        observation.observe(plan[2], torch.arange(4.0))
+        if rank.index == 1:
+            observation._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
+        values: dict[str, float] = {}
+        try:
+            values = observation.collect(Exchange(rank, plan))
+        except ZeroDivisionError as caught:
+            error = str(caught)
+        return values, observation.is_lost, error
+
+    meeting: Meeting[Any] = Meeting(3)
+    found = meeting.run(work)
+    assert [(values, is_lost, bool(error)) for values, is_lost, error in found] == [({}, True, index == 1) for index in range(3)]
+    assert meeting.calls == ["max", "sum"]

@@ -278,6 +278,9 @@ class Observation:
             self._give_up(watch)
         self._failed.update(together.failed_keys)
         self.num_errors, self.is_lost = together.num_errors, together.is_lost
+        if self.is_lost:
+            # No rank goes on: the one that lost it may have nothing to go on with.
+            return {}
         # What takes more collectives first: an error in what follows keeps this rank from none.
         parts = self._parts_together(together, exchange.ranks)
         values = finished(together.rows, together.moments) | together.values
