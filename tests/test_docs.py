@@ -90,6 +90,18 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "Exponents of width against mup: widths 128, 256, 512; 4 seeds, 1 step" in capsys.readouterr().out
 
 
+def test_python_of_the_page_about_ranks() -> None:
+    """The loop, where there is one rank; as many as there are run it in tests/distributed."""
+    (block,) = snippets("python", (ROOT / "docs" / "distributed.md").read_text())
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = {"model": model, "batches": loader(), "loss_fn": F.cross_entropy, "optimizer": optimizer}
+    names |= {"ModuleMonitor": ModuleMonitor, "Rule": Rule}
+    exec(block, names)  # the page is ours
+    assert names["record"].step == 9
+    assert names["record"].values["gradient/weight/norm"] > 0
+
+
 MIGRATION = (ROOT / "docs" / "migration.md").read_text()
 
 

@@ -201,6 +201,7 @@ def test_gan_has_one_set_of_keys_with_two_optimizers(tmp_path: Path) -> None:
         assert f"{layer}.weight: update ratio {np.median(ratios):.2g}, gradient" in printed
 
 
+@pytest.mark.shows("adapters (LoRA)", "activations", "parameters", "gradients", "updates")
 def test_lora_trains_adapters_and_nothing_else(tmp_path: Path) -> None:
     """Frozen weights have no gradient and updates of 0; adapters have both, and add nothing at first."""
     printed = run_example("lora.py", "--max_epochs 2", tmp_path)

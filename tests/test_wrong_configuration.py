@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from helpers.tiny import Tiny, fit, loader
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
 
 Options = dict[str, Any]
@@ -382,6 +383,31 @@ def test_two_callbacks_of_one_prefix_and_different_modules_are_refused(tmp_path:
         ModuleMonitorCallback(1, module="model.2", store=False),
     ]
     assert "Give each a prefix of its own" in refusal(tmp_path, lambda: callbacks)
+
+
+class MeshOfTwo:
+    """All that is asked of the mesh of two ranks that share their input, before anything runs."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.refuses("tensor parallel, 2 ranks", "attention")
+@pytest.mark.refuses("tensor parallel and FSDP2, 4 ranks", "attention")
+def test_what_parts_of_tensors_do_not_tell_is_refused(record_property: Callable[[str, object], None]) -> None:
+    """Norms of tokens, and heads of attention, where a rank has a part of them and nobody knows which."""
+    mesh = cast("DeviceMesh", MeshOfTwo())
+    for wish, message in (
+        (Rule(kinds="activation", statistics="token_norm"), "statistics 'token_norm': in tensor parallel training a rank may have parts"),
+        (Rule(kinds="attention_entropy", statistics="mean"), "kinds 'attention_entropy': in tensor parallel training a rank may have some"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            ModuleMonitor(rules=wish, distributed=mesh).set_module(nn.Linear(2, 2))
+        with ModuleMonitor(distributed=mesh) as monitor:
+            monitor.set_module(nn.Linear(2, 2))
+            with pytest.raises(ConfigError, match=message):
+                monitor.add_rules(wish)
+    record_property("refusal", str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,8 @@ class ModuleMonitorCallback(Callback):
             self._reference.prepare(trainer, pl_module, self.monitor)
         if self._max_overhead is not None:
             self._overhead = Overhead(self._max_overhead, clock_of(pl_module.device))
+        if not self._dry_run:
+            self.monitor.agree()
         if not trainer.is_global_zero:
             return
         if self._dry_run:
@@ -451,6 +453,15 @@ class ModuleMonitorCallback(Callback):
     def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """With this batch the step is over."""
         self._in_step = False
+        self._before_end_of_step()
+        # Reached whatever has failed: other ranks wait for this one.
+        record = self.monitor.end_step()
+        if record is not None and self._overhead is not None:
+            self._overhead.decide(record.values.get(self.monitor.wishes.own_key(OVERHEAD_FRACTION), math.nan))
+        self._emit(trainer, pl_module, record)
+
+    @_never_fatal
+    def _before_end_of_step(self) -> None:
         if self._redirected:
             self._redirected.pop().close()
         optimizers, self._optimizers = self._optimizers, None
@@ -459,10 +470,6 @@ class ModuleMonitorCallback(Callback):
         fraction = None if self._overhead is None else self._overhead.fraction()
         if fraction is not None:
             self.monitor.monitor_overhead(fraction)
-        record = self.monitor.end_step()
-        if record is not None and self._overhead is not None:
-            self._overhead.decide(record.values.get(self.monitor.wishes.own_key(OVERHEAD_FRACTION), math.nan))
-        self._emit(trainer, pl_module, record)
 
     def _check_manual(self, model: str) -> None:
         """Check that nothing is asked for that manual optimization has not.

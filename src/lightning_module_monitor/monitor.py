@@ -38,6 +38,7 @@ from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
 from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
@@ -53,9 +54,11 @@ from lightning_module_monitor.record import (
 )
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.statistics.agreement import disagreement
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.watch import Watch
 from lightning_module_monitor.window import Window
 from lightning_module_monitor.wishes import Due, Wishes
@@ -171,6 +174,8 @@ class ModuleMonitor:
         self._watched: frozenset[nn.Module] = frozenset()
         self._exchanges: dict[tuple[str, Due], Exchange] = {}
         """How what all ranks have seen is brought together, by the plan that says what may be seen."""
+        self._has_agreed = False
+        """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
         self._window: Window | None = None
@@ -194,9 +199,8 @@ class ModuleMonitor:
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
-        if not isinstance(self.distributed, bool) and self.distributed.size() > 1:
-            self.wishes.check_tensor_parallel()
-        sites = self.wishes.read_names(module)
+        shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
+        sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
         for old, new in sites.renamed.items():
@@ -341,6 +345,20 @@ class ModuleMonitor:
             ValueError: If no module was set.
         """
         return self.wishes.sites.within
+
+    def agree(self) -> None:
+        """Make sure that all ranks watch the same: one collective, of every rank. Without it the first step that is monitored begins so.
+
+        Raises:
+            ConfigError: On every rank, if rules, schedules or modules differ.
+        """
+        ranks = None if self._has_agreed else self._ranks()
+        if ranks is None or self._module is None:
+            return
+        differences = disagreement(self.wishes.one_by_one(), ranks)
+        if differences:
+            raise ConfigError(differences)
+        self._has_agreed = True
 
     # Phases of a step
 
@@ -589,6 +607,7 @@ class ModuleMonitor:
         _monitors.pop(self._number, None)
         self.wishes.forget_names()
         self._exchanges.clear()
+        self._has_agreed = False
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -660,6 +679,7 @@ class ModuleMonitor:
     def _add_rule(self, rule: Rule, label: str) -> None:
         self.wishes.add(rule, label)
         self._exchanges.clear()
+        self._has_agreed = False
 
     def _due(self, step: int) -> Due:
         """What is due; nothing where a function of the user's cannot say so."""
@@ -670,29 +690,37 @@ class ModuleMonitor:
             return Due((), gradient_flow=False)
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
+        self.agree()
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
         observation = Observation(self._complaints.of_watch)
         exchange = self._exchange(due, stage)
-        self._window = Window(step, stage, observation, exchange)
+        failed = functools.partial(self._not_captured, observation)
+        expected = expected_names(plan.parameters, [] if captured is None else captured.parameters)
+        whole_tensors = WholeTensors(expected, None if exchange is None else exchange.ranks, failed)
+        self._window = Window(step, stage, observation, exchange, whole_tensors)
+        rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters, observation, self._reference, 0 if exchange is None else exchange.ranks.index),
+            ParameterProbe(plan.parameters, observation, whole_tensors, self._reference, rank),
             ActivationProbe(plan.modules, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
         if captured is not None:
-            report = functools.partial(self._not_captured, observation)
-            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, report))
+            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
         attention = AttentionProbe(plan.modules, observation, sites.head_name, self._complaints.say_once)
         self._window.attach(attention, probes)
         self._set_open()
 
+    def _ranks(self) -> Ranks | None:
+        """The processes that train together; ``None`` where this is the only one."""
+        same_input = None if isinstance(self.distributed, bool) else self.distributed
+        return None if self.distributed is False else process_ranks(same_input)
+
     def _exchange(self, due: Due, stage: str) -> Exchange | None:
         """What brings all ranks together; ``None`` where this is the only one."""
-        same_input = None if isinstance(self.distributed, bool) else self.distributed
-        ranks = process_ranks(same_input) if self.distributed is not False else None
+        ranks = self._ranks()
         if ranks is None:
             return None
         if (stage, due) not in self._exchanges:
@@ -727,10 +755,13 @@ class ModuleMonitor:
         window, self._window = self._window, None
         tensors: list[RawTensor] = []
         try:
+            with self._complaints.guard("whole tensors", window.observation):
+                window.whole_tensors.put_together()
             with self._complaints.guard("raw tensors", window.observation):
                 tensors = [raw for probe in window.probes for raw in probe.tensors()]
         finally:
-            window.close()
+            with self._complaints.guard("hooks", window.observation):
+                window.close()
         values: dict[str, float] = {}
         with self._complaints.guard("values", window.observation):
             values = window.observation.collect(window.exchange)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from lightning_module_monitor.probes import coordinate_check
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
+from lightning_module_monitor.schedule import Listed
 from lightning_module_monitor.statistics.watch import Watch
 
 
@@ -123,8 +124,8 @@ class Sites:
             self._further_names[key] = self._namer.name(f"{site}.{suffix(path, of)}")
         return self._further_names[key]
 
-    def chain(self, flow: ParsedGradientFlow, prefix: str = "") -> Chain:
-        """The blocks whose gradient flow is asked for. To be called once, for names must differ.
+    def chain(self, flow: ParsedGradientFlow, prefix: str = "", *, is_compared: bool = False) -> Chain:
+        """The blocks whose gradient flow is asked for. To be called once, for names must differ. As for :meth:`plan`.
 
         Raises:
             ConfigError: If the model has no such blocks; names the nearest right name.
@@ -133,7 +134,7 @@ class Sites:
         of_norms = Namer()  # apart from the sites': a block's norm has no key that anybody sees
         return Chain(
             blocks=[self._module_by_name[name] for name in names],
-            watches=[norm_watch(of_norms.name(name), flow.norm) for name in names],
+            watches=[norm_watch(of_norms.name(name), flow.norm, is_compared=is_compared) for name in names],
             transitions=[self._namer.name(f"{one}-{other}") for one, other in pairwise(names)],
             thresholds=flow.thresholds,
             prefix=prefix,
@@ -182,13 +183,33 @@ class Sites:
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
-    def plan(self, rules: Iterable[ParsedRule], chain: Chain | None = None, stage: str = TRAIN, prefix: str = "") -> Plan:
-        """What is watched when these rules, and the gradient flow of a chain, are due. Outside of training there are only activations."""
+    def wishes(self, rules: Iterable[ParsedRule], chain: Chain | None) -> Iterator[str]:
+        """All that is wanted, and when, one by one: what has to be alike wherever this is monitored by several ranks."""
+        for rule in rules:
+            when = f"at steps {sorted(rule.schedule.steps)}" if isinstance(rule.schedule, Listed) else str(rule.schedule)
+            for watch in self.plan([rule]).watches():
+                yield f"{_one_by_one(watch)} {when}"
+        for watch in [] if chain is None else chain.watches:
+            yield _one_by_one(watch)
+
+    def plan(
+        self, rules: Iterable[ParsedRule], chain: Chain | None = None, stage: str = TRAIN, prefix: str = "", *, is_compared: bool = False
+    ) -> Plan:
+        """What is watched when these rules, and the gradient flow of a chain, are due. Outside of training there are only activations.
+
+        Args:
+            rules: Those that are due.
+            chain: Where gradient flow is due.
+            stage: ``train``, ``validation``, ``test`` or ``predict``.
+            prefix: Put before every key.
+            is_compared: Whether ranks share their input, and may have the same of a module.
+        """
         watches: defaultdict[str, dict[str, Watch]] = defaultdict(dict)  # a module and a parameter never have one name
         for rule in rules:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
-                    watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix))
+                    compared = is_compared and KINDS[kind].site == "module"
+                    watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix, is_compared=compared))
                     if isinstance(site, ModuleSite) and coordinate_check.has_weight_site(site.module, kind):
                         watch.alone = watch.at(f"{site.name}.weight")
                     _join(watch, rule)
@@ -203,6 +224,10 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
     watch.statistics.update(rule.statistics)
     watch.histograms.update(dict.fromkeys(rule.histograms))
     watch.functions.update({function.name: function for function in rule.functions})
+
+
+def _one_by_one(watch: Watch) -> str:
+    return "/".join(filter(None, watch.identity))
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:

@@ -26,21 +26,13 @@ class ProcessRanks:
         backend = distributed.get_backend()
         # NCCL reduces only what is on the GPU of its rank.
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._same_input = same_input if same_input is not None and same_input.size() > 1 else None
+        self.place: int = 0 if same_input is None else same_input.get_local_rank()
+        self.num_sharing: int = 1 if same_input is None else same_input.size()
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         """One collective, in place."""
         distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]))
         return tensor
-
-    def is_copy(self, numbers: Tensor) -> Tensor | None:
-        """Which numbers another rank counts: one collective, among the ranks that share their input."""
-        if self._same_input is None:
-            return None
-        parts = torch.stack([numbers.isnan().double(), numbers.masked_fill(numbers.isnan(), 0.0)])
-        both = torch.cat([parts, -parts])
-        distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=self._same_input.get_group())
-        return (both[:2] == -both[2:]).all(0) & (self._same_input.get_local_rank() > 0)
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.whole_tensors import WholeTensors
 from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.uncompiled import Uncompiled
@@ -19,13 +20,15 @@ class Window:
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         observation: What its probes fill.
         exchange: Brings what all ranks have seen together; ``None`` where there is one.
+        whole_tensors: Puts together what is laid out over ranks.
     """
 
-    def __init__(self, step: int, stage: str, observation: Observation, exchange: Exchange | None) -> None:
+    def __init__(self, step: int, stage: str, observation: Observation, exchange: Exchange | None, whole_tensors: WholeTensors) -> None:
         self.step = step
         self.stage = stage
         self.observation = observation
         self.exchange = exchange
+        self.whole_tensors = whole_tensors
         self.attention: AttentionProbe | None = None
         """The one of the probes that can be told of attention by hand."""
         self.probes: Sequence[Probe] = ()
@@ -59,4 +62,5 @@ class Window:
         """Give up what was seen: there will be no record, on no rank."""
         self.close()
         self.attention, self.probes = None, ()
+        self.whole_tensors.forget()
         self.observation.is_lost = True

@@ -75,6 +75,8 @@ class Wishes:
         self._within, self._exclude, self._format_name = within, exclude, format_name
         self._prefix = prefix
         self._say = say
+        self._shares_input = False
+        """Whether other ranks have the same input as this one."""
         self._sites: Sites | None = None
         self._chain: Chain | None = None
         self._plans: dict[tuple[str, Due], Plan] = {}
@@ -83,16 +85,23 @@ class Wishes:
 
     # The model
 
-    def read_names(self, module: nn.Module) -> Sites:
+    def read_names(self, module: nn.Module, *, shares_input: bool = False) -> Sites:
         """Read a model's names, and check the wishes against them.
 
+        Args:
+            module: The model.
+            shares_input: Whether other ranks have the same input as this one, as in tensor parallel training.
+
         Raises:
-            ConfigError: If a rule matches nothing in it, or it has no such blocks as ``gradient_flow`` names.
+            ConfigError: If a rule matches nothing in it, or asks for what parts of tensors do not tell, or it has no such blocks
+                as ``gradient_flow`` names.
         """
+        self._shares_input = shares_input
         sites = Sites(module, self._within, self._exclude, self._format_name)
         for rule in self._rules:
             self._check(rule, sites)
-        self._chain = None if self._gradient_flow is None else sites.chain(self._gradient_flow, self._prefix)
+        if self._gradient_flow is not None:
+            self._chain = sites.chain(self._gradient_flow, self._prefix, is_compared=shares_input)
         if self._capture is not None:
             sites.check(self._capture)
         self._sites = sites
@@ -152,17 +161,10 @@ class Wishes:
         wishes = [*self._rules, *([] if self._capture is None else [self._capture])]
         return next((f"{wish.label}.kinds {kind!r}" for wish in wishes if kind in wish.kinds and without not in wish.kinds), None)
 
-    def check_tensor_parallel(self) -> None:
-        """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
-
-        Raises:
-            ConfigError: Names the rule.
-        """
-        for rule in self._rules:
-            names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
-            if names:
-                why = "in tensor parallel training a rank may have parts of the tokens"
-                raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+    def one_by_one(self) -> list[str]:
+        """All that is wanted of the model, and when: what has to be alike on all ranks that monitor it together."""
+        rules = self._rules if self._capture is None else [*self._rules, self._capture]
+        return [f"gradient_flow {self._schedule}", *self.sites.wishes(rules, self._chain)]
 
     # When
 
@@ -191,7 +193,9 @@ class Wishes:
         plan = self._plans.get((stage, due))
         if plan is None:
             chain = self._chain if due.gradient_flow else None
-            plan = self._plans[stage, due] = self.sites.plan([self._rules[i] for i in due.rules], chain, stage, self._prefix)
+            rules = [self._rules[i] for i in due.rules]
+            plan = self.sites.plan(rules, chain, stage, self._prefix, is_compared=self._shares_input)
+            self._plans[stage, due] = plan
         return plan
 
     def capture_plan(self) -> Plan | None:
@@ -230,5 +234,23 @@ class Wishes:
         return Key(OWN_KIND, "", name, stage, self._prefix).format()
 
     def _check(self, rule: ParsedRule, sites: Sites) -> None:
+        if self._shares_input:
+            _check_tensor_parallel(rule)
         for kind in sites.check(rule):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+
+
+def _check_tensor_parallel(rule: ParsedRule) -> None:
+    """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
+
+    Raises:
+        ConfigError: Names the rule.
+    """
+    names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+    if names:
+        why = "in tensor parallel training a rank may have parts of the tokens"
+        raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+    of_heads = [kind for kind in rule.kinds if KINDS[kind].of_heads]
+    if of_heads:
+        why = "in tensor parallel training a rank may have some of the heads, and does not know which"
+        raise ConfigError(f"{rule.label}.kinds {of_heads[0]!r}: {why}; expected kinds of whole modules, or of parameters.")

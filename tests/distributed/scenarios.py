@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from helpers.training import Classifier, trainer
 from helpers.zoo import batches
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,7 +35,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.shards import is_sharded
+from lightning_module_monitor.optimizer_steps import OptimizerSteps
+from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.table import Table
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -280,6 +286,26 @@ def unchanged(folder: Path) -> dict[str, Any]:
     return {"states": states, "seen": len(callback.last_record.values) if callback.last_record is not None else 0}
 
 
+def unchanged_with_parts(folder: Path) -> dict[str, Any]:
+    """Training with parameters that are laid out over ranks, with the callback and without it: FSDP2, then tensor parallel."""
+    states: dict[str, list[dict[str, Tensor]]] = {}
+    for way, lay, num_sharing in (("FSDP2", fully_sharded, 1), ("tensor parallel", tensor_parallel, 2)):
+        for monitored in (False, True):
+            rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
+            rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
+            rules.append(Rule(kinds="parameter_difference", statistics="norm"))
+            capture = Capture(sites="network.up.*", kinds=["parameter", "update"], steps=[1])
+            callback = ModuleMonitorCallback(1, rules=rules, reference="init", capture=capture, on_error="raise")
+            strategy = ModelParallelStrategy(WORLD // num_sharing, num_sharing)
+            options: dict[str, Any] = {"strategy": strategy, "devices": WORLD, "use_distributed_sampler": False, "limit_val_batches": 0}
+            module = Laid(lay)
+            micro_batches: DataLoader[Any] = DataLoader(even_data(RANK // num_sharing, WORLD // num_sharing), batch_size=None)
+            trainer(folder, [callback] if monitored else [], **options).fit(module, micro_batches)
+            weights = {name: one.full_tensor() if is_sharded(one) else one.clone() for name, one in module.state_dict().items()}
+            states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
+    return states
+
+
 class Branches(nn.Module):
     """What runs depends on the rank and on the step: a tuple on the last rank only, a module and a head from a later step on."""
 
@@ -331,34 +357,83 @@ def branches(folder: Path) -> dict[str, Any]:
     return fit(folder, module, callback, limit_val_batches=0) | {"collectives": counts}
 
 
+class Count(Callback):
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def on_train_batch_end(self, *_args: Any) -> None:
+        self.step += 1
+
+
+BROKEN = {
+    1: (ModuleMonitor, "begin_backward"),
+    2: (Table, "add_all"),
+    3: (OptimizerSteps, "finish"),
+    5: (Observation, "_share"),
+    7: (OptimizerSteps, "finish"),
+}
+"""What of the monitor raises on the last rank, by step; the last of them in the last step."""
+
+
+@contextmanager
+def breaking(count: Count) -> Iterator[None]:
+    """Within the block the monitor of the last rank is broken, step after step in another place."""
+    originals = {(owner, name): getattr(owner, name) for owner, name in BROKEN.values()}
+
+    def broken(owner: type, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if RANK == WORLD - 1 > 0 and BROKEN.get(count.step) == (owner, name):
+                raise RuntimeError(f"{name} is broken, on purpose")
+            return originals[owner, name](*args, **kwargs)
+
+        return call
+
+    for owner, name in originals:
+        setattr(owner, name, broken(owner, name))
+    try:
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
 def one_rank_fails(folder: Path) -> dict[str, Any]:
-    """On the last rank a function raises in step 1, and the monitor itself in step 3: training goes on everywhere."""
-    step = 0
+    """On the last rank a function raises in step 4, and in other steps the monitor itself: training goes on everywhere."""
+    count = Count()
 
     def fails(x: Tensor) -> Tensor:
-        if RANK == WORLD - 1 and step == 1:
+        if RANK == WORLD - 1 and count.step == 4:
             raise ValueError("on purpose")
         return x.mean()
 
-    rules = [Rule(kinds="activation", statistics="norm", functions={"fails": fails}, sites="model.layers.0")]
-    callback = ModuleMonitorCallback(every_n_steps=1, rules=rules)
-    begin_backward = callback.monitor.begin_backward
-
-    def broken() -> None:
-        if RANK == WORLD - 1 and step == 3:
-            raise RuntimeError("the monitor is broken, on purpose")
-        begin_backward()
-
-    callback.monitor.begin_backward = broken  # type: ignore[method-assign]
-
-    class Count(Callback):
-        def on_train_batch_end(self, *_args: Any) -> None:
-            nonlocal step
-            step += 1
-
+    rules = [
+        Rule(kinds="activation", statistics="norm", functions={"fails": fails}, sites="model.layers.0"),
+        Rule(kinds="gradient", statistics="norm", sites="model.layers.0.weight"),
+        # These bring their results together by themselves, after the two collectives.
+        Rule(kinds="activation", functions={"mse": MeanSquaredErrorOfZero()}, sites="model.layers.0"),
+        Rule(kinds="activation", functions={"spread": torch.flatten}, aggregate=spread, sites="model.layers.0"),
+    ]
     torch.manual_seed(0)
     module = Classifier("mlp", torch.optim.SGD, lr=0.1)
-    return fit(folder, module, callback, data(RANK, WORLD, steps=6, micro_batches=1), more=[Count()], limit_val_batches=0)
+    with breaking(count):
+        micro_batches = data(RANK, WORLD, steps=8, micro_batches=1)
+        return fit(folder, module, ModuleMonitorCallback(1, rules=rules), micro_batches, more=[count], limit_val_batches=0)
+
+
+def one_rank_fails_of_those_with_parts(folder: Path) -> dict[str, Any]:
+    """The same where parameters are laid out over ranks, and functions and the file want whole ones in every step."""
+    count = Count()
+    rules = [
+        Rule(kinds="activation", statistics="norm", sites="network.up"),
+        Rule(kinds=["parameter", "gradient"], statistics="norm", functions={"product": second_to_last}),
+    ]
+    capture = Capture(sites="network.up.*", kinds=["parameter", "gradient"], steps=list(range(8)))
+    callback = ModuleMonitorCallback(1, rules=rules, capture=capture)
+    options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1) if WORLD > 1 else "auto", "limit_val_batches": 0}
+    with breaking(count):
+        return fit(folder, Laid(fully_sharded), callback, even_data(RANK, WORLD, steps=8), more=[count], **options)
 
 
 class OnPurposeError(Exception):
@@ -412,16 +487,24 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
 
 
 def other_rules(folder: Path) -> dict[str, Any]:
-    """The last rank wants something else of the same model."""
-    model, logger = nn.Linear(6, 3), logging.getLogger("lightning.pytorch.module_monitor")
-    rule = Rule(kinds="activation", statistics="norm" if RANK < WORLD - 1 else ["norm", "hist"])
-    with listening() as said, ModuleMonitor(rules=[rule], distributed=True, logger=logger) as monitor:
-        monitor.set_module(model)
-        for step in range(2):
-            monitor.begin_step(step)
+    """The last rank wants something else of the same model, or in other steps."""
+    model, errors, calls = nn.Linear(6, 3), [], []
+    is_other = RANK == WORLD - 1
+    for options in (
+        {"rules": Rule(kinds="activation", statistics=["norm", "hist"] if is_other else "norm")},
+        {"rules": Rule(kinds="activation", statistics="norm", every_n_steps=[0, 2] if is_other else [0, 1])},
+        {"rules": Rule(kinds="activation", statistics="norm"), "capture": Capture(sites="_root_", steps=[0, 2] if is_other else [0])},
+    ):
+        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as of_ours:  # type: ignore[arg-type]
+            monitor.set_module(model)
+            try:
+                monitor.begin_step(0)
+            except ConfigError as error:
+                errors.append(str(error))
             model(torch.ones(2, 6))
             monitor.end_step()
-        return {"values": monitor.get_all_metrics(), "said": said}
+            calls.append(of_ours)
+    return {"errors": errors, "collectives": calls}
 
 
 def own_reference(folder: Path) -> dict[str, Any]:
@@ -473,11 +556,12 @@ class Uneven(nn.Module):
         self.down = nn.Linear(12, 6)
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 3)
+        self.squash = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         h = h * torch.sigmoid(self.gate(h))
-        h = self.norm(self.down(torch.tanh(self.up(h))))
+        h = self.norm(self.down(self.squash(self.up(h))))
         prediction: Tensor = self.head(h)
         return prediction.full_tensor() if is_sharded(prediction) else prediction
 
@@ -485,7 +569,8 @@ class Uneven(nn.Module):
 def fully_sharded(network: nn.Module, mesh: DeviceMesh) -> None:
     """FSDP2 of every layer, and of the whole."""
     for part in network.children():
-        fully_shard(part, mesh=mesh["data_parallel"])
+        if [*part.parameters()]:
+            fully_shard(part, mesh=mesh["data_parallel"])
     fully_shard(network, mesh=mesh["data_parallel"])
 
 
@@ -511,13 +596,20 @@ def both_ways(network: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> Callable[[Path], dict[str, Any]]:
-    """All kinds that need no reference, with functions of whole parameters."""
+    """All kinds that need no reference, with functions of whole parameters in steps 0 and 1."""
 
     def scenario(folder: Path) -> dict[str, Any]:
-        rules = [*_rules(), Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last})]
-        if tensor_parallel > 1:
-            rules[0] = dataclasses.replace(rules[0], statistics=[name for name in EVERYTHING if not name.startswith("token")])
-        rules.append(Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], functions={"largest": largest_difference}))
+        statistics = [name for name in EVERYTHING if tensor_parallel == 1 or not name.startswith("token")]
+        rules = [
+            *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules()),
+            Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last}, every_n_steps=[0, 1]),
+            Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
+            Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
+            # Of this one nothing else: of a part there is then no mean that would tell it from another.
+            Rule(kinds="activation", statistics="hist", sites="network.squash"),
+            Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
+        ]
+        rules[0] = dataclasses.replace(rules[0], statistics=statistics)
         callback = ModuleMonitorCallback(
             every_n_steps=1,
             reference="init",
@@ -536,9 +628,61 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+def plain_loop(folder: Path, fabric: Fabric | None = None) -> dict[str, Any]:
+    """A loop of one's own, with two micro-batches in a step and clipping; by Fabric, if that is given, or by torch alone."""
+    torch.manual_seed(0)
+    network = Uneven()
+    model: nn.Module = network if fabric is None else fabric.setup_module(network)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = plain if fabric is None else fabric.setup_optimizers(plain)
+    rules = [*_rules(), Rule(kinds=["activation", "gradient"], functions={"total": torch.sum}, aggregate="sum", sites="down(.weight)?")]
+    flow = GradientFlow(blocks=["first", "up", "head"])
+    records = []
+    with ModuleMonitor(rules=rules, gradient_flow=flow, distributed=fabric is not None and WORLD > 1) as monitor:
+        monitor.set_module(network)
+        for step, (x, y) in enumerate(even_data(RANK, WORLD)):
+            monitor.begin_step(step)
+            for half, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = F.cross_entropy(model(half), targets) / 2
+                loss.backward() if fabric is None else fabric.backward(loss)
+                monitor.after_micro_batch()
+            monitor.monitor_gradients(before_clip=True)
+            if fabric is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            else:
+                fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            optimizer.step()
+            optimizer.zero_grad()
+            record = monitor.end_step()
+            assert record is not None
+            records.append(record)
+    state = {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in network.state_dict().items()}
+    return {"records": records, "state": state}
+
+
+def fabric_loop(folder: Path) -> dict[str, Any]:
+    """The same under Fabric, with parameters laid out by plain ``fully_shard`` where there are several processes."""
+
+    def share_out(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        fully_sharded(network, mesh)
+        return network
+
+    strategy = FabricModelParallelStrategy(share_out, data_parallel_size=WORLD, tensor_parallel_size=1) if WORLD > 1 else "auto"
+    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    return plain_loop(folder, fabric)
+
+
 def largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """A function of two whole tensors."""
     return (x - y).abs().max() * x.numel()
+
+
+def num_positive(x: Tensor) -> Tensor:
+    """How many elements are positive."""
+    return (x > 0).sum()
 
 
 def second_to_last(x: Tensor) -> Tensor:
@@ -550,8 +694,10 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
+    "unchanged_with_parts": unchanged_with_parts,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
+    "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "own_loop": own_loop,
     "other_rules": other_rules,
     "own_reference": own_reference,
@@ -559,11 +705,13 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
+    "fabric_loop": fabric_loop,
 }
 
 
-OF_ANY_NUMBER = [name for name in SCENARIOS if name not in ("tensor_parallel", "laid_out_activations", "both_ways")]
-TOGETHER = {2: [*OF_ANY_NUMBER, "tensor_parallel", "laid_out_activations"], 3: OF_ANY_NUMBER, 4: ["both_ways"]}
+OF_TWO, OF_FOUR = ["tensor_parallel", "laid_out_activations", "unchanged_with_parts"], ["both_ways"]
+OF_ANY_NUMBER = [name for name in SCENARIOS if name not in (*OF_TWO, *OF_FOUR)]
+TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO], 3: OF_ANY_NUMBER, 4: OF_FOUR}
 """What is run by one set of processes, which take seconds to start, by their number."""
 
 

@@ -59,6 +59,7 @@ def whole(tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.shows("DDP, {num_ranks} ranks", "activations", "activation gradients", "parameters", "gradients", "updates", "histograms")
+@pytest.mark.shows("DDP, uneven batches", "activations", "activation gradients", "parameters", "gradients", "updates", "histograms")
 @pytest.mark.shows(
     "DDP, accumulation without synchronization, clipping",
     "activations",

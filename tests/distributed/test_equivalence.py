@@ -21,6 +21,8 @@ RunScenarios = Callable[[int, str], list[Any]]
 LAID_OUT = (*TENSORS, "differences", "gradient flow", "histograms", "functions")
 """What is compared where parameters are laid out over ranks; of differences those of parameters."""
 
+LAID_OUT_IN_A_LOOP = tuple(name for name in LAID_OUT if name != "differences")
+
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
 
@@ -78,7 +80,12 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
     ("scenario", "num_ranks", "num_shares"),
     [
         pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *LAID_OUT)),
-        pytest.param("fully_sharded", 3, 3, marks=pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT)),
+        pytest.param(
+            "fully_sharded",
+            3,
+            3,
+            marks=[pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT), pytest.mark.shows("FSDP2, uneven and empty shards", *LAID_OUT)],
+        ),
         pytest.param("tensor_parallel", 2, 1, marks=pytest.mark.shows("tensor parallel, 2 ranks", *LAID_OUT)),
         pytest.param("laid_out_activations", 2, 1, marks=pytest.mark.shows("tensor parallel, DTensor activations", *LAID_OUT)),
         pytest.param("both_ways", 4, 2, marks=pytest.mark.shows("tensor parallel and FSDP2, 4 ranks", *LAID_OUT)),
@@ -91,13 +98,43 @@ def test_parameters_that_are_laid_out_over_ranks(
     whole = scenarios.SCENARIOS[scenario](tmp_path)
     for result in run_scenarios(num_ranks, scenario):
         assert_same(whole, result, num_shares)
-        assert [calls.count("all_reduce") for calls in result["collectives"]] == [2 if num_shares == num_ranks else 3] * 3
+        # Where functions or the file want whole tensors, ranks first say what they have.
+        assert [calls.count("all_reduce") for calls in result["collectives"]] == [3, 3, 2]
+        assert {call for calls in result["collectives"] for call in calls} == {"all_reduce"}
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
         for name, value in whole["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("scenario", "num_ranks"), [("fully_sharded", 2), ("tensor_parallel", 2), ("laid_out_activations", 2)])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        pytest.param(1, marks=pytest.mark.shows("Fabric, one process", *LAID_OUT_IN_A_LOOP)),
+        pytest.param(2, marks=pytest.mark.shows("Fabric, FSDP2, 2 processes", *LAID_OUT_IN_A_LOOP)),
+        pytest.param(3, marks=pytest.mark.shows("Fabric, FSDP2, 3 processes", *LAID_OUT_IN_A_LOOP)),
+    ],
+)
+def test_a_loop_with_fabric(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """Plain ``fully_shard``, two micro-batches a step and clipping, against a loop by torch alone in one process."""
+    whole = scenarios.plain_loop(tmp_path)
+    assert all(
+        record.values["gradient/up.weight/norm"] < 0.9 * record.values["gradient_before_clip/up.weight/norm"] for record in whole["records"]
+    )
+    for result in [scenarios.fabric_loop(tmp_path)] if num_ranks == 1 else run_scenarios(num_ranks, "fabric_loop"):
+        assert len(result["records"]) == 3
+        assert_same(whole, result, num_ranks)
+        for name, value in whole["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "num_ranks"),
+    [
+        pytest.param("fully_sharded", 2, marks=pytest.mark.shows("FSDP2, 2 ranks", "raw tensors")),
+        pytest.param("tensor_parallel", 2, marks=pytest.mark.shows("tensor parallel, 2 ranks", "raw tensors")),
+        pytest.param("laid_out_activations", 2, marks=pytest.mark.shows("tensor parallel, DTensor activations", "raw tensors")),
+    ],
+)
 def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Parameters, gradients and updates that are laid out over ranks are put together; of an activation there is what rank 0 has."""
     whole = load_store(scenarios.SCENARIOS[scenario](tmp_path)["folder"] / "rank_0" / "monitor.h5")
@@ -115,6 +152,7 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """In a step, in a loop within one, in a loop after one: those of all ranks are lost, nobody waits, and nothing mixes after it."""
     torch.manual_seed(0)
@@ -145,16 +183,29 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_rules_that_differ_from_rank_to_rank_are_said(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """On every rank, before anything is exchanged that would not fit; what is of no rank is not recorded."""
+@pytest.mark.refuses("DDP, rules that differ from rank to rank")
+def test_rules_that_differ_from_rank_to_rank_are_refused(
+    num_ranks: int, run_scenarios: RunScenarios, record_property: Callable[[str, object], None]
+) -> None:
+    """On every rank, before the first batch; what is of another rank, or in other steps, would wait for ever, or mix."""
     for result in run_scenarios(num_ranks, "other_rules"):
-        assert list(result["values"].values()) == [{"monitor/errors": 1.0}] * 2
-        (message,) = result["said"]
-        assert f"ranks 0 and {num_ranks - 1} do not watch the same: rank 0 alone has 'activation/_root_/train/norm'" in message
-        assert "expected the same rules and modules on every rank" in message
+        rules = result["errors"][0]
+        assert rules == (
+            f"ranks 0 and {num_ranks - 1} do not watch the same: rank 0 alone has 'activation/_root_/train/norm every step'; "
+            "expected the same rules, steps and modules on every rank."
+        )
+        assert [error.partition(": ")[2].partition(";")[0] for error in result["errors"]] == [
+            "rank 0 alone has 'activation/_root_/train/norm every step'",
+            "rank 0 alone has 'activation/_root_/train/norm at steps [0, 1]'",
+            "rank 0 alone has 'activation/_root_/train at steps [0]'",
+        ]
+        # What they agree on is asked once, and where they differ, which it is.
+        assert result["collectives"] == [["all_gather_object"] * 2] * 3
+        record_property("refusal", rules)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, {num_ranks} ranks", "differences")
 def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
     torch.manual_seed(0)
@@ -171,7 +222,7 @@ def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: Run
 def expected_factor(key: str, num_ranks: int) -> float:
     """What a value of the whole batch is multiplied by on ranks, each of which has the mean loss of its own share."""
     parts = Key.parse(key)
-    if parts.kind not in LOCAL_LOSS or parts.statistic in ("zero_fraction", "nonfinite_count"):
+    if parts.kind not in LOCAL_LOSS or parts.statistic in ("zero_fraction", "nonfinite_count", "positive"):
         return 1.0
     return float(num_ranks)
 
@@ -185,6 +236,17 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
         assert result["seen"] > 100
         assert plain.keys() == monitored.keys()
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
+
+
+@pytest.mark.shows("FSDP2, 2 ranks", "training unchanged")
+@pytest.mark.shows("tensor parallel, 2 ranks", "training unchanged")
+def test_monitoring_does_not_change_training_where_parameters_are_laid_out(run_scenarios: RunScenarios) -> None:
+    """The same, to the last bit, with whole tensors put together in every step."""
+    for result in run_scenarios(2, "unchanged_with_parts"):
+        assert result.keys() == {"FSDP2", "tensor parallel"}
+        for plain, monitored in result.values():
+            assert len(plain) == 12
+            assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -202,9 +264,9 @@ def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num
         # Both ask torchmetrics, whose objects pay for themselves: a barrier and a gathering for each of their two states.
         of_ours = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
         assert [len(calls) for calls in of_ours] == [4, 4, 2, 2, 2, 2]
-        # And in the first step whether all watch the same.
+        # What is new is told of by one more, and exchanged once again.
         of_objects = [calls.count("all_gather_object") for calls in result["collectives"]]
-        assert of_objects == [2, 1, 0, 0, 0, 0]
+        assert of_objects == [1, 1, 0, 0, 0, 0]
     for step, record in enumerate(by_rank[0]["records"]):
         last = scenarios.data(num_ranks - 1, num_ranks)[step]
         elements = len(last[0]) * 6
@@ -227,18 +289,51 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, an error on one rank", "functions")
+@pytest.mark.shows("DDP, an error on one rank", "activations", "gradients", "functions")
 def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
-        assert [record.step for record in result["records"]] == [0, 1, 2, 4, 5]
-        assert [record.values["monitor/errors"] for record in result["records"]] == [0, 1, 0, 0, 0]
+        assert [record.step for record in result["records"]] == [0, 2, 4, 6]
+        # The gradients that the last rank could not take in are the first rank's to count.
+        assert [record.values["monitor/errors"] > 0 for record in result["records"]] == [False, True, True, False]
         values = [record.values["activation/model.layers.0/fails"] for record in result["records"]]
-        np.testing.assert_array_equal(np.isnan(values), [False, True, False, False, False])
-        assert all(record.values["activation/model.layers.0/norm"] > 0 for record in result["records"])
+        np.testing.assert_array_equal(np.isnan(values), [False, False, True, False])
+        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse", "gradient/model.layers.0.weight/norm"):
+            assert all(record.values[key] > 0 for record in result["records"])
+        assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
     assert not any("on purpose" in message for message in by_rank[0]["said"])
-    assert sum("on purpose" in message for message in by_rank[-1]["said"]) == 2
+    # Each of them, and those of step 2 for parameters, gradients and updates.
+    said = [message for message in by_rank[-1]["said"] if "on purpose" in message]
+    assert len(said) == len({*scenarios.BROKEN.values()}) + 1 + 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows(
+    "FSDP2, an error on one rank", "activations", "parameters", "gradients", "functions", "raw tensors", "training unchanged"
+)
+def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """What is put together from all ranks' parts is so when all are known to have theirs: nobody waits, and training goes on."""
+    whole = scenarios.one_rank_fails_of_those_with_parts(tmp_path)
+    by_rank = run_scenarios(num_ranks, "one_rank_fails_of_those_with_parts")
+    expected = {record.step: record for record in whole["records"]}
+    for result in by_rank:
+        assert [record.step for record in result["records"]] == [0, 2, 4, 6]
+        for record in result["records"]:
+            # Of what one rank could not take in in step 2 nothing is known, and what is not there in whole is in no function.
+            is_missing = record.step == 2
+            assert (record.values["monitor/errors"] > 0) == is_missing
+            for key, value in expected[record.step].values.items():
+                if not is_missing or key.startswith("activation/"):
+                    assert record.values[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                elif key.endswith("/norm"):
+                    assert math.isnan(record.values[key]), key
+                else:
+                    assert key not in record.values or key == "monitor/errors" or math.isnan(record.values[key]), key
+        for name, value in whole["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
+    store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")
+    assert store.tensor("parameter", "network.up.weight", step=4).shape == (12, 5)
 
 
 @pytest.mark.shows("DDP, 2 ranks", "store and loggers")

@@ -44,14 +44,19 @@ ROWS = (
     "Trainer, one CUDA device",
     "Fabric, one process",
     "Fabric, FSDP2, 2 processes",
+    "Fabric, FSDP2, 3 processes",
     # Several processes
     "DDP, 2 ranks",
     "DDP, 3 ranks",
     "DDP, accumulation without synchronization, clipping",
+    "DDP, uneven batches",
     "DDP, what one rank alone has",
     "DDP, an error on one rank",
+    "DDP, rules that differ from rank to rank",
     "FSDP2, 2 ranks",
     "FSDP2, 3 ranks",
+    "FSDP2, uneven and empty shards",
+    "FSDP2, an error on one rank",
     "tensor parallel, 2 ranks",
     "tensor parallel, DTensor activations",
     "tensor parallel and FSDP2, 4 ranks",
@@ -69,19 +74,29 @@ ROWS = (
     "accumulation, bf16-mixed, clipping",
     # Optimization
     "manual optimization, two optimizers",
+    "manual optimization, several steps in a batch",
+    "manual optimization, clipping by hand",
     "manual optimization, accumulation by hand",
     "manual optimization with a GradScaler",
     "LBFGS",
     "frozen parameters",
     "parameters frozen and unfrozen",
+    "parameter groups added later",
+    "adapters (LoRA)",
     "shared modules, tied weights",
     "layers built late, lazy",
     "layers built late, configure_model",
     # Graph
     "checkpointing, use_reentrant=True",
     "checkpointing, use_reentrant=False",
-    "torch.compile",
+    "torch.compile, whole",
+    "torch.compile, part",
+    "torch.compile, in place",
+    "torch.compile, late",
+    "torch.compile, a function around the model",
     "inner autograd.grad",
+    "torch.func and no_grad inside of a forward",
+    "hooks of other libraries",
     "in-place layers",
     # Life
     "validate, test, predict",
@@ -194,9 +209,9 @@ def page(outcomes: Sequence[Outcome], versions: str) -> str:
     for test in tests:
         path, _, name = test.partition("::")
         lines.append(f"{number[test]}. [{path}](../{path}) `{name}`: {_summary([o for o in outcomes if function_of(o.nodeid) == test])}")
-    refusals = {claim.row: one.refusal for one in outcomes for claim in one.claims if claim.is_refusal}
+    refusals = {(claim.row, one.refusal): None for one in outcomes for claim in one.claims if claim.is_refusal}
     lines += ["", "## What the errors say", ""]
-    lines += [f"- {row}: {refusals[row]}" for row in ROWS if row in refusals]
+    lines += [f"- {row}: {refusal}" for row in ROWS for of_row, refusal in refusals if of_row == row]
     return "\n".join(lines) + "\n"
 
 

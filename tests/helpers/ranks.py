@@ -17,10 +17,12 @@ class Meeting(Generic[T]):
 
     Args:
         num_ranks: How many.
+        num_sharing: How many of them, one after the other, have the same input.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, num_sharing: int = 1) -> None:
         self.num_ranks = num_ranks
+        self.num_sharing = num_sharing
         self.calls: list[str] = []
         """What all of them have called together, in order."""
         self._barrier = threading.Barrier(num_ranks, timeout=30)
@@ -64,14 +66,13 @@ class ThreadRank:
     def __init__(self, meeting: Meeting[Any], index: int) -> None:
         self.index = index
         self.device = torch.device("cpu")
+        self.place = index % meeting.num_sharing
+        self.num_sharing = meeting.num_sharing
         self._meeting = meeting
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         stacked = torch.stack(self._meeting.exchange(self.index, how, tensor.clone()))
         return stacked.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0) if how == "max" else stacked.sum(0)
-
-    def is_copy(self, columns: Tensor) -> None:
-        """Every rank has input of its own."""
 
     def gather(self, one: Any) -> list[Any]:
         return self._meeting.exchange(self.index, "gather", one)

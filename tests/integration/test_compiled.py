@@ -88,7 +88,7 @@ def _fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"module": "model"}], ids=["all", "within the model"])
 @pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
-@pytest.mark.shows("torch.compile", *TENSORS, "differences", "RCC", "training unchanged")
+@pytest.mark.shows("torch.compile, {how}", *TENSORS, "differences", "RCC", "training unchanged")
 def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Every key and every value, the reference and the coordinate check too; and the compiler makes no graph more."""
     eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
@@ -103,7 +103,7 @@ def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict
     assert all(torch.equal(one, other) for one, other in zip(plain.losses, compiled.losses, strict=True))
 
 
-@pytest.mark.shows("torch.compile", *TENSORS)
+@pytest.mark.shows("torch.compile, in place", *TENSORS)
 def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
     """With a backend that takes the graph apart: steps that are monitored round as eager ones do, the others as compiled ones."""
     eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
@@ -149,6 +149,7 @@ def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
     assert tell()
 
 
+@pytest.mark.shows("torch.compile, a function around the model", "activations")
 def test_a_function_that_is_compiled_around_the_model_is_seen_into() -> None:
     """Nobody can find it: compiled code is gone around wherever it is."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -24,6 +25,8 @@ from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallba
 KINDS = ["activation", "activation_gradient", "parameter", "gradient", "update"]
 NAMES = ["mean", "std", "norm", "abs_max", "zero_fraction"]
 RawTensors = dict[tuple[str, str], list[Tensor]]
+OF_EACH_OPTIMIZER = (*TENSORS, "store and loggers", "raw tensors", "training unchanged")
+"""Columns of the matrix."""
 
 
 def assert_true(values: Any, truth: RawTensors) -> None:
@@ -169,18 +172,18 @@ def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **wi
     return module, records
 
 
-@pytest.mark.parametrize("way", [in_turn, toggled, several_steps, one_backward, past_lightning, closures])
-@pytest.mark.shows(
-    "manual optimization, two optimizers",
-    "activations",
-    "activation gradients",
-    "parameters",
-    "gradients",
-    "updates",
-    "store and loggers",
-    "raw tensors",
-    "training unchanged",
+@pytest.mark.parametrize(
+    "way",
+    [
+        in_turn,
+        toggled,
+        pytest.param(several_steps, marks=pytest.mark.shows("manual optimization, several steps in a batch", *OF_EACH_OPTIMIZER)),
+        pytest.param(one_backward, marks=pytest.mark.shows("manual optimization, clipping by hand", *OF_EACH_OPTIMIZER)),
+        past_lightning,
+        closures,
+    ],
 )
+@pytest.mark.shows("manual optimization, two optimizers", *OF_EACH_OPTIMIZER)
 def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) -> None:
     """One set of keys in every step, which is a batch; of the first step of each optimizer; all backward passes. Training is the same."""
     rules = [Rule(kinds=KINDS, sites=r"encoder.*|decoder.*", statistics=NAMES), Rule(kinds="parameter", sites="free", statistics=NAMES)]
@@ -250,6 +253,7 @@ def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
         assert record.values["gradient/encoder.weight/nonfinite_count"] == 0
 
 
+@pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
     """It is the one that counts: its gradients, and an update of 0, though the second one moves the weights."""
 
@@ -433,7 +437,8 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.get_submodule("model.layers.0"), optimizer, lr=0.01)
 
 
-@pytest.mark.shows("parameters frozen and unfrozen", "parameters", "gradients", "updates", "store and loggers", "training unchanged")
+@pytest.mark.shows("parameters frozen and unfrozen", *PARAMETERS, "store and loggers", "training unchanged")
+@pytest.mark.shows("parameter groups added later", *PARAMETERS, "store and loggers", "training unchanged")
 def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
     """While frozen: no gradient, update 0. From then on both, in columns of the store that turn up late. Training is the same."""
     runs = []

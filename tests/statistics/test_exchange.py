@@ -199,3 +199,90 @@ def test_a_watch_that_cannot_be_sent_is_said_and_left_out() -> None:
     directory = Directory([])
     directory.learn([message], [])
     assert [watch.site for watch in directory.watches.values()] == ["b"]
+
+
+def compared() -> list[Watch]:
+    """What a rank of those that share their input wants: of some sites nothing that tells parts of a tensor apart."""
+    positive = UserFunction("positive", lambda x: (x > 0).sum(), "sum")
+    everything = UserFunction("all", torch.flatten, lambda values: {"sum": values.sum(), "count": values.numel()})
+    wishes: list[dict[str, Any]] = [
+        {"histograms": {"hist": None}},
+        {"functions": {"positive": positive}},
+        {"functions": {"all": everything}},
+        {"statistics": {"nonfinite_count": STATISTICS["nonfinite_count"]}},
+        {"statistics": dict(PLAIN), "histograms": {"hist": None}, "functions": {"positive": positive}},
+    ]
+    return [
+        Watch("activation", f"{site}_{number}", **wish, is_compared=True)
+        for site in ("copied", "sliced")
+        for number, wish in enumerate(wishes)
+    ]
+
+
+def test_of_ranks_that_share_their_input_copies_count_once_and_parts_all() -> None:
+    """Two groups of two: a replicated tensor, with NaN, once for each group; parts with one histogram and one count, all of them."""
+    copies = [torch.randn(4, 6, generator=torch.Generator().manual_seed(group)) for group in range(2)]
+    copies[1][2, 3] = torch.nan
+    parts = [torch.tensor([[1.0 + rank / 8, 1.5 + rank / 16, torch.inf, -0.25 - rank / 64]] * 2) for rank in range(4)]
+
+    def show(observation: Observation, plan: list[Watch], copied: Tensor | None, part: Tensor) -> None:
+        for watch in plan:
+            tensor = copied if watch.site.startswith("copied") else part
+            if tensor is not None:
+                observation.observe(watch, tensor)
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], dict[str, Any]]:
+        plan, observation = compared(), Observation(no_trouble)
+        show(observation, plan, copies[rank.index // 2], parts[rank.index])
+        return observation.collect(Exchange(rank, plan)), observation.histograms
+
+    alone, plan = Observation(no_trouble), compared()
+    for index, part in enumerate(parts):
+        show(alone, plan, copies[index // 2] if index % 2 == 0 else None, part)
+    expected = alone.collect()
+    meeting: Meeting[Any] = Meeting(4, num_sharing=2)
+    for values, histograms in meeting.run(work):
+        assert values == pytest.approx(expected, rel=1e-9, nan_ok=True)
+        assert histograms == alone.histograms
+    assert meeting.calls == ["max", "sum", "gather"]
+    assert expected["activation/copied_1/positive"] == float(sum((one > 0).sum() for one in copies))
+    assert expected["activation/sliced_1/positive"] == 24
+    assert expected["activation/sliced_2/all.count"] == 32
+
+
+def test_what_failed_on_one_rank_is_asked_of_none() -> None:
+    """Results that an aggregate of the user's cannot have together; the ranks that have others do not wait for them."""
+
+    def work(rank: ThreadRank) -> dict[str, float]:
+        plan, observation = wishes(), Observation(lambda watch, name, seen, error: None)
+        observation.observe(plan[2], torch.arange(4.0))
+        if rank.index == 1:
+            results = observation._results["activation/c/spread"][2]
+            results.values.append("no tensor")  # type: ignore[arg-type]
+        return observation.collect(Exchange(rank, plan))
+
+    first, second = Meeting[Any](2).run(work)
+    assert first["activation/c/spread.low"] == 0.75
+    assert np.isnan(second["activation/c/spread"])
+    assert first["activation/c/total"] == second["activation/c/total"] == 12.0
+
+
+def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
+    """Its error is its own, and the step is lost on all; nobody goes on to what takes more collectives."""
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], bool, str]:
+        plan, observation, error = wishes(), Observation(no_trouble), ""
+        observation.observe(plan[2], torch.arange(4.0))
+        if rank.index == 1:
+            observation._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
+        values: dict[str, float] = {}
+        try:
+            values = observation.collect(Exchange(rank, plan))
+        except ZeroDivisionError as caught:
+            error = str(caught)
+        return values, observation.is_lost, error
+
+    meeting: Meeting[Any] = Meeting(3)
+    found = meeting.run(work)
+    assert [(values, is_lost, bool(error)) for values, is_lost, error in found] == [({}, True, index == 1) for index in range(3)]
+    assert meeting.calls == ["max", "sum"]

@@ -93,6 +93,25 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def of_all_samples(tensor: Tensor) -> Tensor:
+    """What :func:`unwrapped` gives of a tensor that ``vmap`` maps over, which looks like that of one sample; any other as it is."""
+    functorch = torch._C._functorch
+    inside = tensor
+    while functorch.is_functorch_wrapped_tensor(inside):
+        if functorch.is_batchedtensor(inside):
+            return unwrapped(tensor)
+        inside = functorch.get_unwrapped(inside)
+    return tensor
+
+
+def in_graph(tensor: Tensor) -> Tensor:
+    """The tensor that a gradient arrives at: inside of one that ``vmap`` maps over; any other as it is."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor) and functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
     """A module's arguments with copies in the place of their tensors, outside of any graph.
 

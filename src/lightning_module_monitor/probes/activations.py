@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation
@@ -108,8 +108,9 @@ class ActivationProbe(BackwardProbe):
             self._await_gradient(gradient, tensor)
 
     def _await_gradient(self, watch: Watch, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            self._tensor_hooks.add(tensor.register_hook(_GradientHook(self, watch)))
+        differentiated = in_graph(tensor)
+        if differentiated.requires_grad:
+            self._tensor_hooks.add(differentiated.register_hook(_GradientHook(self, watch)))
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
-from lightning_module_monitor.modules.outputs import main_tensor
+from lightning_module_monitor.modules.outputs import in_graph, main_tensor
 from lightning_module_monitor.probes.backward import BackwardProbe
 
 MAX_WAITING_CALLS = 1024
@@ -89,6 +89,7 @@ class BlockGradientProbe(BackwardProbe):
         place = places.next() if backward_pass == NO_BACKWARD else None
         try:
             tensor = main_tensor(output)
+            tensor = None if tensor is None else in_graph(tensor)
             if tensor is None or not tensor.requires_grad:
                 if place is not None:
                     places.waiting.append(place)

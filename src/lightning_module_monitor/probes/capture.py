@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, unwrapped
-from lightning_module_monitor.modules.shards import is_sharded, whole
+from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors, unwrapped
+from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.updates import Copies, updates
+from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
 
@@ -33,6 +34,7 @@ class CaptureProbe(BackwardProbe):
         parameters: The parameters that are wanted, or their gradients or updates.
         output_name: Names further outputs, from the module's site and the path.
         report: Told of what could not be copied, in words, and why.
+        whole_tensors: Puts together what is laid out over ranks.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class CaptureProbe(BackwardProbe):
         parameters: Sequence[WatchedParameter],
         output_name: Callable[[str, Path], str],
         report: Callable[[str, Exception], None],
+        whole_tensors: WholeTensors,
     ) -> None:
         self._modules = modules
         self._parameters = parameters
         self._output_name = output_name
         self._report = report
+        self._whole_tensors = whole_tensors
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
         self._num_calls: Counter[str] = Counter()
@@ -65,7 +69,7 @@ class CaptureProbe(BackwardProbe):
     def see_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is wanted."""
         for site, parameter in self._wanted("parameter", among):
-            self._keep("parameter", site.name, 0, whole(parameter))
+            self._keep_whole("parameter", site, parameter)
         for site, parameter in self._wanted("update", among):
             self._before.keep(site, parameter)
 
@@ -73,12 +77,12 @@ class CaptureProbe(BackwardProbe):
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             if parameter.grad is not None:
-                self._keep(kind, site.name, 0, unscaled(whole(parameter.grad), scale))
+                self._keep_whole(kind, site, unscaled(parameter.grad, scale))
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
         for site, update in updates(self._before.take(among), is_skipped=is_skipped):
-            self._kept.append(RawTensor("update", site.name, 0, whole(update)))
+            self._keep_whole("update", site, update)
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -111,19 +115,20 @@ class CaptureProbe(BackwardProbe):
 
     def _see_output(self, watched: WatchedModule, name: str, tensor: Tensor) -> None:
         is_repeated = torch._C._current_graph_task_id() != -1
+        differentiated = in_graph(tensor)
         if not is_repeated:
             call = self._num_calls[name]
             self._num_calls[name] += 1
             if "activation" in watched.watches:
                 self._keep("activation", name, call, tensor)
-            if tensor.requires_grad:
-                self._await_gradient(watched, tensor, _Awaited(name, call))
+            if differentiated.requires_grad:
+                self._await_gradient(watched, differentiated, _Awaited(name, call))
             else:
                 self._unhooked[name].append(call)
-        elif tensor.requires_grad and self._unhooked[name]:
+        elif differentiated.requires_grad and self._unhooked[name]:
             awaited = _Awaited(name)
             self._repeated.append(awaited)
-            self._await_gradient(watched, tensor, awaited)
+            self._await_gradient(watched, differentiated, awaited)
 
     def _await_gradient(self, watched: WatchedModule, tensor: Tensor, awaited: _Awaited) -> None:
         if "activation_gradient" in watched.watches:
@@ -154,6 +159,9 @@ class CaptureProbe(BackwardProbe):
             for awaited, call in zip(reversed(stretch), reversed(calls), strict=False):
                 awaited.call = call
             del calls[-len(stretch) :]
+
+    def _keep_whole(self, kind: str, site: ParameterSite, tensor: Tensor) -> None:
+        self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
         self._kept.append(RawTensor(kind, name, call, _copy(tensor)))

@@ -17,9 +17,9 @@ from lightning_module_monitor.statistics.watch import Watch
 KIND = "gradient_flow"
 
 
-def norm_watch(name: str, norm: str) -> Watch:
+def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> Watch:
     """The wish for a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
-    return Watch(KIND, name, statistics={norm: NORMS[norm]})
+    return Watch(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
 
 
 @dataclass(frozen=True)

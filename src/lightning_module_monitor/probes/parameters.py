@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part, whole
+from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.probes.probe import Among, Probe, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, updates
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
@@ -24,6 +26,7 @@ class ParameterProbe(Probe):
 
     watched: Sequence[WatchedParameter]
     observation: Observation
+    whole_tensors: WholeTensors
     reference: Reference | None = None
     rank: int = 0
     _before: Copies = field(default_factory=Copies)
@@ -65,12 +68,9 @@ class ParameterProbe(Probe):
     def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
         self.observation.measure_all(self._own(pairs))
         for watch, tensor in pairs:
-            if not watch.functions:
-                continue
-            # A function gets the whole; to put it together all ranks are needed.
-            all_of_it = whole(tensor)
-            if self.rank == 0:
-                self.observation.call_functions(watch, all_of_it)
+            if watch.functions:
+                call = functools.partial(self.observation.call_functions, watch)
+                self.whole_tensors.give(name_of(watch.kind, watch.site), [tensor], call)
 
     def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
         parts = []
@@ -92,9 +92,8 @@ class ParameterProbe(Probe):
             if own is not None and of_twin is not None:
                 self.observation.measure_pair(watch, own, of_twin.to(own.device))
             if watch.functions:
-                pair = whole(parameter.detach()), whole(twin.detach())
-                if self.rank == 0:
-                    self.observation.call_functions(watch, pair[0], pair[1].to(pair[0].device))
+                call = functools.partial(self.observation.call_functions, watch)
+                self.whole_tensors.give(name_of(watch.kind, watch.site), [parameter.detach(), twin.detach().to(parameter.device)], call)
         except Exception as error:
             self.observation.fail(watch, parameter, error)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
+from lightning_module_monitor.modules.outputs import of_all_samples
 from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
@@ -103,7 +104,7 @@ def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scal
     try:
         if scale is None and observation.read(watch, tensor, may_return_last=False, may_be_returned=False):
             return True
-        observation.observe(watch, unscaled(local_part(tensor), scale))
+        observation.observe(watch, unscaled(local_part(of_all_samples(tensor)), scale))
     except MonitorError:
         raise
     except Exception as error:

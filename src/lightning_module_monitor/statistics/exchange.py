@@ -1,7 +1,7 @@
 """From what each rank has seen to what all have seen together: the same rows in the same order on every rank.
 
 A step is two collectives and, from an accelerator, one transfer. Rows and results are laid out by a directory that all ranks
-have alike: what the rules want (which they make sure of in the first step), and what turned up later (a further output, a head
+have alike: what the rules want (which they have made sure of), and what turned up later (a further output, a head
 of attention) on any of them. When something turns up for the first time, its rank tells the others, and that step is exchanged
 once more. What cannot be told by numbers alone (torchmetrics objects, aggregates of the user's) is synchronized after the two,
 on all ranks in the directory's order.
@@ -10,19 +10,20 @@ on all ranks in the directory's order.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import functools
+import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.statistics.functions import Results, UserFunction
+from lightning_module_monitor.statistics.marks import Marks, marks_of
 from lightning_module_monitor.statistics.moments import Moments
 from lightning_module_monitor.statistics.ranks import Merged, Ranks, merge_over_ranks
 from lightning_module_monitor.statistics.table import transfer
@@ -53,6 +54,12 @@ class Share:
     is_lost: bool
     """Whether an error has ended the monitoring of this step."""
 
+    @classmethod
+    def of_a_lost_step(cls, device: torch.device) -> Share:
+        """What a rank gives that has nothing to give: it is waited for."""
+        moments, counts = Moments.of_nothing(1).to(device), torch.zeros(1, NUM_COUNTS, dtype=torch.float64, device=device)
+        return cls([], {}, moments, {}, counts, {}, {}, frozenset(), num_errors=0, is_lost=True)
+
 
 class Together(NamedTuple):
     """What all ranks have seen in a step, on the host, the same on every rank."""
@@ -64,6 +71,8 @@ class Together(NamedTuple):
     """Watches that a histogram was taken for, with the counts, int64, shape ``(NUM_COUNTS,)``."""
     values: dict[str, float]
     """What named aggregates make of the results of functions, by key."""
+    copied: frozenset[Identity]
+    """Of these, ranks that share their input have the same, which is counted once."""
     unfinished: list[tuple[Watch, UserFunction]]
     """Functions with results, on any rank, that an aggregate of the user's or a torchmetrics object makes a value of."""
     failed: list[Watch]
@@ -131,7 +140,8 @@ def _plain(watch: Watch) -> Watch:
     """A watch without what belongs to this process."""
     aggregates = {name: function.aggregate for name, function in watch.functions.items()}
     named = {name: UserFunction(name, float, one if isinstance(one, str) else _unknown_here) for name, one in aggregates.items()}
-    return Watch(watch.kind, watch.site, watch.stage, watch.prefix, watch.statistics, watch.histograms, named)
+    wish = watch.statistics, watch.histograms, named
+    return Watch(watch.kind, watch.site, watch.stage, watch.prefix, *wish, is_compared=watch.is_compared)
 
 
 def _unknown_here(_values: Tensor) -> float:
@@ -144,53 +154,42 @@ class Exchange:
 
     Args:
         ranks: The processes that train together.
-        watches: What the rules want.
+        watches: What the rules want, on every rank alike.
     """
 
     def __init__(self, ranks: Ranks, watches: Iterable[Watch]) -> None:
         self.ranks = ranks
         self.directory = Directory(watches)
-        self._disagreement: str | None = None
-        """What ranks want differently; empty if nothing; ``None`` before they were asked."""
 
-    def bring_together(self, share: Share, failed: Callable[[Watch, Exception], None]) -> Together:
+    def bring_together(self, see: Callable[[], Share], failed: Callable[[Watch, Exception], None]) -> Together:
         """Exchange a step.
 
         Args:
-            share: What this rank has seen.
+            see: Gives what this rank has seen. Where that fails, the step is lost on every rank, and the error is raised when
+                they know: they wait for this one.
             failed: Told of a watch that other ranks cannot be told of.
-
-        Raises:
-            ValueError: On every rank, if their rules or modules are not the same.
         """
-        if self._disagreement is None:
-            self._disagreement = self._asked()
-        if self._disagreement:
-            raise ValueError(self._disagreement)
+        nothing = Share.of_a_lost_step(self.ranks.device)
+        share, error = _unless_it_fails(see, nothing)
         untold: set[Identity] = set()
         while True:
             unknown = [watch for watch in self.directory.unknown(share.watches) if watch.identity not in untold]
-            together = self._exchanged(share, bool(unknown))
-            if together is not None:
+            given, another = _unless_it_fails(functools.partial(self._given, share, bool(unknown)), None)
+            if given is None:
+                share, error, given = nothing, error or another, self._given(nothing, bool(unknown))
+            merged = merge_over_ranks(given.moments, given.largest, given.summed, self.ranks, given.marks)
+            together = _read(_on_host(merged), self.directory)
+            if together is None:
+                message = message_of(unknown, failed)
+                self.directory.learn(self.ranks.gather(message), unknown)
+                untold.update(watch.identity for watch in self.directory.unknown(unknown))
+            elif error is not None:
+                raise error
+            else:
                 return together
-            message = message_of(unknown, failed)
-            self.directory.learn(self.ranks.gather(message), unknown)
-            untold.update(watch.identity for watch in self.directory.unknown(unknown))
 
-    def _asked(self) -> str:
-        """What ranks want differently, the same on each; nothing if their rows will fit."""
-        identities = [*self.directory.watches]
-        digest = hashlib.sha256(repr(identities).encode()).digest()
-        if len(set(self.ranks.gather(digest))) == 1:
-            return ""
-        first, *others = self.ranks.gather(identities)
-        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-        only = [(0, one) for one in first if one not in other] + [(rank, one) for one in other if one not in first]
-        what = f"rank {only[0][0]} alone has {'/'.join(filter(None, only[0][1]))!r}" if only else "they are in another order"
-        return f"ranks 0 and {rank} do not watch the same: {what}; expected the same rules and modules on every rank"
-
-    def _exchanged(self, share: Share, has_more: bool) -> Together | None:
-        """What all ranks have together; ``None`` if any of them has more than the directory knows."""
+    def _given(self, share: Share, has_more: bool) -> _Given:
+        """What this rank gives, laid out by the directory."""
         directory, device = self.directory, self.ranks.device
         watches = list(directory.watches.values())
         results = _results(share, directory, device)
@@ -204,14 +203,31 @@ class Exchange:
         of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
         moments = share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device))
         counts = share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)]
-        moments, counts, results = _without_copies(directory, moments, counts, results, self.ranks)
-        merged = merge_over_ranks(
+        return _Given(
             moments,
             torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
             torch.cat([counts.flatten(), results.totals, results.weights, torch.tensor([float(share.num_errors)], device=device)]),
-            self.ranks,
+            None if self.ranks.num_sharing == 1 else _marks(directory, moments, counts, results),
         )
-        return _read(_on_host(merged), directory, counted)
+
+
+class _Given(NamedTuple):
+    """What one rank gives to both collectives."""
+
+    moments: Moments
+    largest: Tensor
+    summed: Tensor
+    marks: Marks | None
+
+
+T = TypeVar("T")
+
+
+def _unless_it_fails(make: Callable[[], T], instead: T) -> tuple[T, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return instead, error
 
 
 def _places(share: Share, watch: Watch) -> list[int]:
@@ -264,52 +280,42 @@ def _results(share: Share, directory: Directory, device: torch.device) -> _Resul
     )
 
 
-def _without_copies(
-    directory: Directory, moments: Moments, counts: Tensor, results: _Results, ranks: Ranks
-) -> tuple[Moments, Tensor, _Results]:
-    """Leave out what ranks with the same input have alike: a replicated activation, say. Parts of one are taken not to be."""
-    columns = torch.stack(moments), counts.T, torch.stack(results)
-    is_copy = ranks.is_copy(torch.cat([one.flatten() for one in columns]))
-    if is_copy is None:
-        return moments, counts, results
-    parts = is_copy.split([one.numel() for one in columns])
-    of_parts = [part.view_as(one).all(0) for part, one in zip(parts, columns, strict=True)]
-    is_whole = _all_of_watch(torch.cat(of_parts), directory)
-    of_rows, of_counts, of_results = is_whole.split([one.numel() for one in of_parts])
-    nothing = Moments.of_nothing(1).to(ranks.device)
-    kept = Moments(*(torch.where(of_rows, empty, field) for field, empty in zip(moments, nothing, strict=True)))
-    least = _Results(*(torch.full_like(one, -torch.inf if one is results.extremes else 0.0) for one in results))
-    kept_results = _Results(*(torch.where(of_results, empty, one) for one, empty in zip(results, least, strict=True)))
-    return kept, counts.masked_fill(of_counts.unsqueeze(1), 0.0), kept_results
+def _marks(directory: Directory, moments: Moments, counts: Tensor, results: _Results) -> Marks:
+    """What tells whether ranks that share their input have the same of a watch.
 
-
-def _all_of_watch(is_copy: Tensor, directory: Directory) -> Tensor:
-    """Whether all that is known of a watch is a copy, for each of its rows, histograms and functions: parts may well have one histogram.
-
-    Of a parameter every rank takes in only what is its own to count, which is no copy: parts of a constant are alike.
+    All that is known of it does: parts of a tensor may well have one histogram. Of a parameter, and of a value of the user's own,
+    every rank takes in what is its own to count: parts of a constant are alike, and no copies.
     """
-    watches = list(directory.watches.values())
-    numbers = {watch.identity: number for number, watch in enumerate(watches)}
-    of_rows = [number for number, watch in enumerate(watches) for _row in range(watch.num_rows)]
-    of_counts = [number for number, watch in enumerate(watches) if watch.histograms]
-    of_functions = [numbers[watch.identity] for watch, _function in directory.functions]
-    index = torch.tensor(of_rows + of_counts + of_functions, dtype=torch.int64, device=is_copy.device)
-    is_own = [watch.kind in KINDS and KINDS[watch.kind].site == "parameter" for watch in watches]
-    differs = torch.tensor(is_own, dtype=torch.float64, device=is_copy.device).scatter_reduce(0, index, (~is_copy).double(), "amax")
-    return differs[index] == 0
+    watches = [*directory.watches.values()]
+    numbers = {watch.identity: number for number, watch in enumerate(watches) if watch.is_compared}
+    none = len(watches)
+    of_rows = [numbers.get(watch.identity, none) for watch in watches for _row in range(watch.num_rows)]
+    of_counts = [numbers.get(watch.identity, none) for watch in watches if watch.histograms]
+    of_functions = [numbers.get(watch.identity, none) for watch, _function in directory.functions]
+    rows, counted, called = (torch.tensor(one, dtype=torch.int64, device=counts.device) for one in (of_rows, of_counts, of_functions))
+    columns = [(torch.stack(moments), rows), (counts.T, counted), (torch.stack(results), called)]
+    known = torch.cat([values.flatten() for values, _things in columns])
+    things = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
+    return Marks(
+        marks_of(known, things, none),
+        rows,
+        # As they are put together: counts, totals, weights, and the number of errors.
+        torch.cat([counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)]),
+    )
 
 
 def _on_host(merged: Merged) -> Merged:
     """By one transfer."""
-    moments, largest, summed = torch.stack(merged.moments), merged.largest, merged.summed
-    arrived = transfer(torch.cat([moments.flatten(), largest, summed]))
-    of_rows, largest, summed = arrived.split([moments.numel(), largest.numel(), summed.numel()])
-    return Merged(Moments(*of_rows.view_as(moments)), largest, summed)
+    parts = [torch.stack(merged.moments), merged.largest, merged.summed, merged.are_copies.double()]
+    arrived = transfer(torch.cat([part.flatten() for part in parts]))
+    of_rows, largest, summed, are_copies = arrived.split([part.numel() for part in parts])
+    return Merged(Moments(*of_rows.view_as(parts[0])), largest, summed, are_copies > 0)
 
 
-def _read(merged: Merged, directory: Directory, counted: Sequence[Watch]) -> Together | None:
-    """Take what arrived apart, in the order in which it was put together."""
+def _read(merged: Merged, directory: Directory) -> Together | None:
+    """Take what arrived apart, in the order in which it was put together; ``None`` if any rank has more than the directory knows."""
     watches, num_functions = list(directory.watches.values()), len(directory.functions)
+    counted = [watch for watch in watches if watch.histograms]
     of_watches, of_functions, more, lost, extremes, nan = merged.largest.split(
         [2 * len(watches), 2 * num_functions, 1, 1, num_functions, num_functions]
     )
@@ -344,7 +350,13 @@ def _read(merged: Merged, directory: Directory, counted: Sequence[Watch]) -> Tog
             for number, (watch, function) in with_results
             if isinstance(function.aggregate, str) and not isinstance(function.function, Metric)
         },
-        unfinished=[one for _number, one in with_results if isinstance(one[1].function, Metric) or not isinstance(one[1].aggregate, str)],
+        copied=frozenset(itertools.compress(directory.watches, merged.are_copies.tolist())),
+        # What has failed on any rank is NaN, whatever others make of theirs, and none of them is asked for it.
+        unfinished=[
+            (watch, function)
+            for number, (watch, function) in with_results
+            if not raised[number] and (isinstance(function.function, Metric) or not isinstance(function.aggregate, str))
+        ],
         failed=[watch for watch, has_failed in zip(watches, failed, strict=True) if has_failed],
         failed_keys=[watch.key(one.name) for (watch, one), has_raised in zip(directory.functions, raised, strict=True) if has_raised],
         num_errors=int(num_errors),

@@ -8,7 +8,7 @@ import operator
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.statistics.difference import Difference
-from lightning_module_monitor.statistics.exchange import Exchange, Share
+from lightning_module_monitor.statistics.exchange import Exchange, Share, Together
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
-from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch
+from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""
@@ -269,13 +269,22 @@ class Observation:
         return values | dict.fromkeys(self._failed, float("nan"))
 
     def _collect_together(self, exchange: Exchange) -> dict[str, float]:
-        together = exchange.bring_together(self._share(exchange.ranks.device), self._could_not_tell)
+        try:
+            together = exchange.bring_together(functools.partial(self._share, exchange.ranks.device), self._could_not_tell)
+        except Exception:
+            self.is_lost = True
+            raise
         for watch in together.failed:
             self._give_up(watch)
         self._failed.update(together.failed_keys)
         self.num_errors, self.is_lost = together.num_errors, together.is_lost
+        if self.is_lost:
+            # No rank goes on: the one that lost it may have nothing to go on with.
+            return {}
+        # What takes more collectives first: an error in what follows keeps this rank from none.
+        parts = self._parts_together(together, exchange.ranks)
         values = finished(together.rows, together.moments) | together.values
-        for key, part in self._parts_together(together.unfinished, exchange.ranks):
+        for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         self._set_histograms(together.counted)
         return values | dict.fromkeys(self._failed, float("nan"))
@@ -363,15 +372,12 @@ class Observation:
                 metric.reset()
         return parts
 
-    def _parts_together(self, functions: Sequence[tuple[Watch, UserFunction]], ranks: Ranks) -> list[tuple[str, Results]]:
+    def _parts_together(self, together: Together, ranks: Ranks) -> list[tuple[str, Results]]:
         """As :meth:`_finished_parts`, of what all ranks have; on every rank, in the same order, whatever this one has."""
-        own = {
-            key: torch.cat(one.values).cpu() for key, (_watch, _name, one) in self._results.items() if not isinstance(one.aggregate, str)
-        }
-        is_gathered = any(not isinstance(function.function, Metric) for _watch, function in functions)
-        gathered = ranks.gather(own) if is_gathered else []
+        is_gathered = any(not isinstance(function.function, Metric) for _watch, function in together.unfinished)
+        gathered = ranks.gather(self._own_results(together.copied if ranks.place > 0 else ())) if is_gathered else []
         parts: list[tuple[str, Results]] = []
-        for watch, function in functions:
+        for watch, function in together.unfinished:
             name, key = function.name, watch.key(function.name)
             if isinstance(function.function, Metric):
                 with undisturbed(ranks.device):
@@ -382,6 +388,19 @@ class Observation:
                 results = Results(function.aggregate, [values[key] for values in gathered if key in values])
                 parts += self._parts(watch, name, functools.partial(results.parts, name))
         return parts
+
+    def _own_results(self, copied: Collection[Identity]) -> dict[str, Tensor]:
+        """What an aggregate of the user's is to get of this rank, by key."""
+        own = {}
+        for key, (watch, name, results) in self._results.items():
+            if isinstance(results.aggregate, str) or watch.identity in copied:
+                continue
+            try:
+                own[key] = torch.cat(results.values).cpu()
+            except Exception as error:
+                # The others are waiting for the rest.
+                self._fail(watch, name, None, error)
+        return own
 
     def _could_not_tell(self, watch: Watch, error: Exception) -> None:
         self._give_up(watch)

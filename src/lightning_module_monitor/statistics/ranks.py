@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.statistics.marks import Marks
 from lightning_module_monitor.statistics.moments import Moments
 
 
@@ -17,6 +18,10 @@ class Ranks(Protocol):
     """Which of them this is."""
     device: torch.device
     """Where tensors are reduced."""
+    place: int
+    """Which this is of the ranks that share their input, as tensor parallel ones do; 0 where each has its own."""
+    num_sharing: int
+    """How many these are; 1 where each has its own."""
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         """Reduce a float64 tensor over all ranks, each of which gives one of the same shape.
@@ -29,17 +34,6 @@ class Ranks(Protocol):
             The same on every rank.
         """
 
-    def is_copy(self, numbers: Tensor) -> Tensor | None:
-        """Which numbers are another rank's to count, because all ranks that get the same input have the same.
-
-        Args:
-            numbers: This rank's, float64, shape ``(numbers,)``, on :attr:`device`.
-
-        Returns:
-            Boolean, of the same shape; ``None`` where every rank has input of its own. On the first of the ranks that share
-            their input all are false.
-        """
-
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks: for what is rare, or the user's own."""
 
@@ -50,9 +44,11 @@ class Merged(NamedTuple):
     moments: Moments
     largest: Tensor
     summed: Tensor
+    are_copies: Tensor
+    """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
 
 
-def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks) -> Merged:
+def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None) -> Merged:
     """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
 
     The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
@@ -65,6 +61,7 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
         largest: What the maximum is wanted of, shape ``(numbers,)``, float64, without NaN.
         summed: What the sum is wanted of, shape ``(others,)``, float64.
         ranks: Asked twice, on every rank.
+        marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
 
     Returns:
         The moments of the tensors of all ranks together, and the two reduced tensors.
@@ -85,7 +82,12 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
     added = torch.stack(
         moments._replace(mean=residual, deviations=moments.deviations + residual * distance, maximum=residual, minimum=residual)
     )
-    reduced = ranks.all_reduce(torch.cat([added.flatten(), summed]), "sum")
+    numbers = torch.cat([added.flatten(), summed])
+    if marks is None:
+        reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
+    else:
+        things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
+        reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
     mean_residual = total.mean / total.elements.clamp(min=1.0)
     together = total._replace(
@@ -94,4 +96,21 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
         maximum=maximum,
         minimum=-minus_minimum,
     )
-    return Merged(together, largest, reduced[added.numel() :])
+    return Merged(together, largest, reduced[added.numel() :], are_copies)
+
+
+def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
+
+    Which they are is known only when the sum is there. So the numbers of first ranks and those of all others are summed apart,
+    and with them the marks: times the number of others on a first rank, times -1 on each of the others. Where all have the same
+    these add up to zero, and being integers exactly so.
+    """
+    nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
+    of_place = [numbers, nothing] if is_first else [nothing, numbers]
+    factor = ranks.num_sharing - 1 if is_first else -1
+    reduced = ranks.all_reduce(torch.cat([*of_place, (marks * factor).flatten()]), "sum")
+    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.numel()])
+    are_copies = (of_marks.view_as(marks) == 0).all(0)
+    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[things]
+    return of_first + of_others.masked_fill(is_copy, 0.0), are_copies

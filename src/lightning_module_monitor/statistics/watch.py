@@ -41,6 +41,8 @@ class Watch:
     """The same wish for the module's weight alone, where that is a site of its own."""
     is_one_token: bool = False
     """Whether what is watched is a single token that several ranks have parts of; its norm is that of all elements."""
+    is_compared: bool = False
+    """Whether ranks that share their input are to find out if they have the same of it, which then counts once."""
     made_of: dict[str, Watch] = field(default_factory=dict)
     """Watches of what its values are made of, by name; they live from step to step as it does."""
     origin: Watch | None = None
@@ -54,8 +56,9 @@ class Watch:
     @functools.cached_property
     def needs(self) -> int:
         """What its statistics are finished from, bits of ``Need``."""
-        histogram = Need.HISTOGRAM if self.histograms else 0
-        return functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), histogram)
+        needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), Need.HISTOGRAM if self.histograms else 0)
+        # These tell parts apart, which may well have one histogram, or one result of a function.
+        return needs | (Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0)
 
     @functools.cached_property
     def is_of_moments(self) -> bool:
@@ -110,5 +113,5 @@ class Watch:
         """The same wish for another site, a further output of the module: always the same object."""
         if site not in self.further:
             wish = self.statistics, self.histograms, self.functions
-            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, *wish, origin=self)
+            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, *wish, is_compared=self.is_compared, origin=self)
         return self.further[site]
