@@ -64,7 +64,7 @@ def _sites(run: Run, kind: str) -> dict[str, None]:
 
 
 def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
-    """The series of both runs that differ most, by factor; those of which one is zero or of another sign come first.
+    """The series of both runs that differ most, by factor: of each kind and site the statistic that does.
 
     Args:
         before: The run that is compared with.
@@ -72,10 +72,10 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         most: How many at most.
 
     Returns:
-        Series whose late medians differ, the farthest from each other foremost.
+        Series whose late medians differ, the farthest from each other foremost: those of which one is zero.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
-    changes: list[Change] = []
+    changes: dict[tuple[str, str], Change] = {}
     for table in before.tables:
         other = others.get((table.kind, table.statistic))
         if other is None:
@@ -83,11 +83,16 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         sizes = dict(zip(other.sites, typical(late(other.values)).tolist(), strict=True))
         for site, size in zip(table.sites, typical(late(table.values)).tolist(), strict=True):
             if site in sizes and np.isfinite([size, sizes[site]]).all() and size != sizes[site]:
-                changes.append(Change(table.kind, site, table.statistic, size, sizes[site]))
-    return sorted(changes, key=_distance, reverse=True)[:most]
+                change = Change(table.kind, site, table.statistic, size, sizes[site])
+                known = changes.setdefault((table.kind, site), change)
+                if _distance(change) > _distance(known):
+                    changes[table.kind, site] = change
+    return sorted(changes.values(), key=_distance, reverse=True)[:most]
 
 
 def _distance(change: Change) -> float:
+    if change.before * change.after < 0:  # a mean that is near zero changes its sign for nothing
+        return 0.0
     return float("inf") if np.isnan(change.factor) else float(abs(np.log(change.factor)))
 
 

@@ -22,7 +22,7 @@ from lightning_module_monitor.record import OWN_KIND, TRAIN
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
-from lightning_module_monitor.report.verdict import Verdict, verdict_on
+from lightning_module_monitor.report.verdict import Finding, Verdict, verdict_on
 from lightning_module_monitor.sinks.reader import StoreReader
 
 SCRIPTS = ("data.js", "charts.js", "sections.js")
@@ -161,6 +161,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "extent": _extent(run),
         "verdict": verdict,
         "level": "sick" if verdict.is_sick else "watch" if verdict.findings else "ok",
+        "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": _problems(verdict),
         "passed": [check for check in verdict.checks if check.num_series and not _has_found(verdict, check.problem)],
         "blind": [check for check in verdict.checks if not check.num_series],
@@ -185,7 +186,7 @@ def _problems(verdict: Verdict) -> list[dict[str, Any]]:
             "level": level,
             "name": problem,
             "findings": [
-                {**vars(finding), "series": json.dumps({"kind": finding.kind, "statistic": finding.statistic, "site": finding.site})}
+                {**vars(finding), "series": _series(finding)}
                 for finding in findings
             ],
         }
@@ -193,10 +194,14 @@ def _problems(verdict: Verdict) -> list[dict[str, Any]]:
     ]
 
 
-def _shown_change(change: Change) -> dict[str, str]:
-    series = {"kind": change.kind, "statistic": change.statistic, "site": change.site}
+def _shown_change(change: Change) -> dict[str, Any]:
     factor = "" if math.isnan(change.factor) else f"{change.factor:.3g}"
-    return {**series, "series": json.dumps(series), "before": f"{change.before:.3g}", "after": f"{change.after:.3g}", "factor": factor}
+    return {**vars(change), "series": _series(change), "before": f"{change.before:.3g}", "after": f"{change.after:.3g}", "factor": factor}
+
+
+def _series(shown_by: Finding | Change) -> str:
+    """What the page's script shows when a site's name is pressed."""
+    return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
 
 
 def _extent(run: Run) -> str:

@@ -72,17 +72,17 @@ def read_run(store: StoreReader) -> Run:
 def _split(matrix: Matrix) -> list[Table]:
     """A table for each statistic of a kind, and one for each figure."""
     columns: dict[tuple[Key, str], list[int]] = {}
-    for index, key in enumerate(matrix.keys):
+    for index in np.flatnonzero(matrix.is_recorded.any(axis=0)).tolist():  # others were planned, and never came
+        key = matrix.keys[index]
         alone = key.site if key.site == SUMMARY_SITE else ""
         columns.setdefault((key._replace(site=""), alone), []).append(index)
     tables = []
     for (name, alone), places in columns.items():
         is_recorded = matrix.is_recorded[:, places]
         rows = is_recorded.any(axis=1)
-        if rows.any():
-            sites = ("",) if alone else tuple(matrix.keys[place].site for place in places)
-            values = matrix.values[rows][:, places].T
-            tables.append(Table(name, sites, matrix.steps[rows], np.ascontiguousarray(values), is_recorded[rows].T))
+        sites = ("",) if alone else tuple(matrix.keys[place].site for place in places)
+        values = matrix.values[rows][:, places].T
+        tables.append(Table(name, sites, matrix.steps[rows], np.ascontiguousarray(values), is_recorded[rows].T))
     return tables
 
 

@@ -2,9 +2,21 @@
 "use strict";
 
 // Okabe and Ito's colours, which people who are colour-blind tell apart; the yellow is left out, which nobody sees on white.
-const LINES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"];
+const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
 const NOT_FINITE = "#e4003a";
-const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const CONFIG = {
+  responsive: true,
+  displaylogo: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"], // what a run is about is nobody else's business
+  plotlyServerURL: "",
+  showSendToCloud: false,
+};
+
+/** The colour of a chart's n-th line. */
+function lineColor(index) {
+  const colors = LINES[document.documentElement.dataset.dark];
+  return colors[index % colors.length];
+}
 
 /** A colour of the style sheet. */
 function color(name) {
@@ -34,6 +46,7 @@ function layoutOf(options) {
     showlegend: Boolean(options.legend),
     shapes: options.shapes || [],
     annotations: options.annotations || [],
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("faint"), activecolor: color("accent") },
     dragmode: "zoom",
     hovermode: options.hovermode || "closest",
     uirevision: options.uirevision, // zoom stays while this stays
@@ -79,7 +92,7 @@ function logTicks(low, high) {
   for (let power = from; power <= to; power += stride) {
     for (const digit of to - from <= 2 ? [1, 2, 5] : [1]) values.push(power + Math.log10(digit));
   }
-  return { tickvals: values, ticktext: values.map((value) => String(Number((10 ** value).toPrecision(1)))) };
+  return { tickvals: values, ticktext: values.map((value) => format(Number((10 ** value).toPrecision(1)))) };
 }
 
 /**
@@ -125,7 +138,6 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
       hoverinfo: "none", // it is told by followPointer
       hoverongaps: true,
       colorscale: scale === "signed" ? "RdBu" : "Viridis",
-      reversescale: scale === "signed",
       zmin: scale === "signed" ? -bound : low,
       zmax: scale === "signed" ? bound : high,
       showscale: true,

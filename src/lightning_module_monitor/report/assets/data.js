@@ -100,5 +100,5 @@ function format(value) {
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
   if (value === 0) return "0";
   const magnitude = Math.abs(value);
-  return magnitude >= 1e5 || magnitude < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  return magnitude >= 1e5 || magnitude < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
 }

@@ -37,9 +37,6 @@ function slider(input, output, steps) {
   return step;
 }
 
-/** The color of a run's lines. */
-const runColor = (index) => LINES[index % LINES.length];
-
 const filtered = (sites) => sites.filter(search.accepts);
 
 // ------------------------------------------------------------------ heat maps
@@ -55,6 +52,14 @@ function scaleOf(wish, loadedTables, statistic) {
 
 /** Smallest and largest finite number (of the positive ones, if a logarithm is wanted), without the outer shares. */
 function extent(values, trim, isPositive) {
+  const name = `${trim}${isPositive}`;
+  if (!extents.has(values)) extents.set(values, {});
+  return (extents.get(values)[name] ??= newExtent(values, trim, isPositive));
+}
+
+const extents = new WeakMap(); // by array: a slider asks again and again
+
+function newExtent(values, trim, isPositive) {
   const numbers = values.filter((value) => Number.isFinite(value) && (!isPositive || value > 0));
   if (!numbers.length) return [1e-30, 1e-30];
   if (!trim) {
@@ -62,7 +67,7 @@ function extent(values, trim, isPositive) {
     for (const number of numbers) [low, high] = [number < low ? number : low, number > high ? number : high];
     return [low, high];
   }
-  const sorted = numbers.sort();
+  const sorted = Float32Array.from(numbers).sort();
   return [sorted[Math.floor(trim * (sorted.length - 1))], sorted[Math.ceil((1 - trim) * (sorted.length - 1))]];
 }
 
@@ -225,7 +230,7 @@ const heat = {
     const traces = loadedTables.flatMap((loaded, index) => {
       const row = loaded && loaded.rowOf.get(site);
       if (row === undefined) return [];
-      return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: runColor(index) });
+      return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
     });
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
     const xaxis = { title: { text: "optimizer step", standoff: 6 } };
@@ -265,6 +270,8 @@ function profileTables() {
   }).filter(Boolean);
 }
 
+const CROWD = 150; // sites whose line would be a band
+
 /** Lines over sites at a step, one for each run, and behind them what the run has had so far. */
 function profileTraces(loadedTables, sites, step, looks = {}) {
   const places = sites.map((_, index) => index);
@@ -275,17 +282,18 @@ function profileTraces(loadedTables, sites, step, looks = {}) {
     if (column < 0) return;
     const rows = sites.map((site) => loaded.rowOf.get(site));
     const at = (place) => rows.map((row) => (row === undefined ? null : finiteOrNull(loaded.values[row * loaded.columns + place])));
-    const line = looks.color || runColor(index);
+    const line = looks.color || lineColor(index);
     if (!several && !looks.color) {
-      traces.push({ x: places, y: at(0), name: `step ${loaded.steps[0]}`, line: { color: color("faint"), width: 1.5, dash: "dot" }, hoverinfo: "skip" });
+      traces.push({ x: places, y: at(0), name: `step ${loaded.steps[0]}`, mode: sites.length > CROWD ? "markers" : "lines", marker: { size: 2, color: color("faint") }, line: { color: color("faint"), width: 1.5, dash: "dot" }, hoverinfo: "skip" });
     }
     const values = at(column);
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
     const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}`);
-    const marker = { size: sites.length > 80 ? 3 : 6 };
-    const dash = looks.dash;
-    traces.push({ x: places, y: values, name: escapeText(name), text, hoverinfo: "text", mode: "lines+markers", marker, line: { color: line, dash } });
+    const isCrowded = sites.length > CROWD;
+    const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
+    const mode = isCrowded ? "markers" : "lines+markers";
+    traces.push({ x: places, y: values, name: escapeText(name), text, hoverinfo: "text", mode, marker, line: { color: line, dash: looks.dash } });
   });
   return traces;
 }
@@ -302,15 +310,22 @@ function siteAxis(sites) {
   const deepest = Math.max(1, ...short.map((site) => site.split(".").length));
   let [ticks, depth] = [starts(deepest), deepest];
   while (ticks.length > MOST_TICKS && depth > 1) ticks = starts(--depth);
-  const stride = Math.ceil(ticks.length / MOST_TICKS);
-  ticks = ticks.filter((_, index) => index % stride === 0);
+  let free = -1; // where the next name has room
+  ticks = ticks.filter((index) => index >= free && (free = index + sites.length / 20));
   const names = ticks.map((index) => prefixOf(short[index], depth)).map((name) => (name.length > 18 ? `…${name.slice(-17)}` : name));
   return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
 }
 
+/** Smallest and largest number of a site. */
+function extentOfRow(loaded, row, isPositive) {
+  loaded.rows ??= new Map();
+  if (!loaded.rows.has(row)) loaded.rows.set(row, rowOf(loaded, row)); // the same array each time
+  return extent(loaded.rows.get(row), 0, isPositive);
+}
+
 /** Range of an axis that holds all steps, so that it stands still while the slider moves. */
 function steadyRange(loadedTables, sites, isLog) {
-  const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extent(rowOf(loaded, row), 0, isLog)) : []));
+  const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extentOfRow(loaded, row, isLog)) : []));
   const low = Math.min(...numbers.map(([from]) => from).filter((from) => !isLog || from > 1e-30));
   const high = Math.max(...numbers.map(([, to]) => to));
   if (!Number.isFinite(low) || !Number.isFinite(high)) return undefined;
@@ -361,7 +376,7 @@ const updates = {
     const traces = loadedTables.flatMap((loaded, index) => {
       if (!loaded) return [];
       const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined);
-      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, place) => lineOverSteps(loaded.sites[row], loaded, row, { color: LINES[place % LINES.length], dash: place < LINES.length ? "solid" : "dash" }));
+      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, place) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(place), dash: place < 6 ? "solid" : "dash" }));
       return this.bands(loaded, rows, index);
     });
     const customary = { type: "line", xref: "paper", x0: 0, x1: 1, y0: CUSTOMARY, y1: CUSTOMARY, line: { color: color("ink"), width: 1.2, dash: "dash" } };
@@ -379,7 +394,7 @@ const updates = {
       shares.forEach((share, place) => curves[place].push(finiteOrNull(quantile(numbers, share))));
     }
     const [least, low, middle, high, most] = curves;
-    const base = runColor(index);
+    const base = lineColor(index);
     const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
     const x = loaded.steps;
     const edge = { x, line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
@@ -398,8 +413,8 @@ const updates = {
 // ------------------------------------------------------------------ the refined coordinate check
 
 const TERMS = [
-  { kind: "rcc_effective_update", name: "effective", dash: "solid", color: LINES[0], word: "(W − W0) x" },
-  { kind: "rcc_propagating_update", name: "propagating", dash: "dash", color: LINES[1], word: "W0 (x − x0)" },
+  { kind: "rcc_effective_update", name: "effective", dash: "solid", color: 0, word: "(W − W0) x" },
+  { kind: "rcc_propagating_update", name: "propagating", dash: "dash", color: 1, word: "W0 (x − x0)" },
 ];
 
 const rcc = {
@@ -431,7 +446,7 @@ const rcc = {
   drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
     const isLog = what === "sizes" && wantsLog(loaded.flatMap((one) => (one ? extent(one.values, 0, true) : [])));
     const there = sites.filter((site) => loaded.some((one) => one && one.rowOf.has(site)));
-    const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: term.color });
+    const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color) });
     lines(overSites, {
       traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], there, step, looks(term))),
       title: `${label} over layers, at step ${step}`,
@@ -447,7 +462,7 @@ const rcc = {
         const row = one && one.rowOf.get(site);
         if (row === undefined) return [];
         const name = several ? `${page.runs[index].name}: ${term.name}` : term.name;
-        return lineOverSteps(name, one, row, { color: several ? runColor(index) : term.color, dash: term.dash });
+        return lineOverSteps(name, one, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
       }),
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
@@ -598,6 +613,18 @@ function draw(name) {
   });
 }
 
+const waiting = new Set();
+
+/** Draw once, however often a slider has moved until the browser gets to it. */
+function drawSoon(name) {
+  if (waiting.has(name)) return;
+  waiting.add(name);
+  requestAnimationFrame(() => {
+    waiting.delete(name);
+    draw(name);
+  });
+}
+
 /** Draw what is in view; the rest is drawn when it comes into view. */
 function drawVisible() {
   for (const section of document.querySelectorAll("section[data-drawn]")) delete section.dataset.drawn;
@@ -665,7 +692,7 @@ function start() {
   fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
   for (const control of document.querySelectorAll("section select, section input")) {
     const name = control.closest("section").id;
-    control.addEventListener(control.type === "range" ? "input" : "change", () => draw(name));
+    control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
   }
   byId("search").addEventListener("input", later(changeSearch, 150));
   byId("theme").addEventListener("click", () => {
