@@ -22,7 +22,7 @@ from lightning_module_monitor.record import OWN_KIND, TRAIN
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
-from lightning_module_monitor.report.verdict import Finding, Verdict, verdict_on
+from lightning_module_monitor.report.verdict import Finding, Verdict, count, verdict_on
 from lightning_module_monitor.sinks.reader import StoreReader
 
 SCRIPTS = ("data.js", "charts.js", "sections.js")
@@ -57,7 +57,6 @@ def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) ->
     payload = _payload(stores, runs)
     scripts = [plotly.get_plotlyjs(), "\n".join(_asset(name) for name in SCRIPTS)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.globals["zip"] = zip
     safe = environment.filters["safe"]
     html: str = environment.from_string(_asset("page.html")).render(
         **_context(runs, payload),
@@ -72,7 +71,7 @@ def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) ->
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _json_in_html(payload: object) -> str:
@@ -84,7 +83,9 @@ def _policy(scripts: Sequence[str]) -> str:
     """What the page may load and run: nothing from anywhere, and these scripts only, whatever a name or an option holds."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     of_scripts = " ".join(f"'sha256-{one}'" for one in hashes)
-    return f"default-src 'none'; script-src {of_scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return (
+        f"default-src 'none'; script-src {of_scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
@@ -185,10 +186,7 @@ def _problems(verdict: Verdict) -> list[dict[str, Any]]:
         {
             "level": level,
             "name": problem,
-            "findings": [
-                {**vars(finding), "series": _series(finding)}
-                for finding in findings
-            ],
+            "findings": [{**vars(finding), "series": _series(finding)} for finding in findings],
         }
         for (level, problem), findings in grouped
     ]
@@ -207,7 +205,7 @@ def _series(shown_by: Finding | Change) -> str:
 def _extent(run: Run) -> str:
     steps = _steps(run)
     sites = {site for table in run.tables for site in table.sites}
-    return f"{len(steps)} monitored steps, {steps[0]} to {steps[-1]}; {len(sites)} sites" if len(steps) else "nothing recorded yet"
+    return f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(sites), 'site')}" if steps else "nothing recorded yet"
 
 
 def _steps(run: Run) -> list[int]:

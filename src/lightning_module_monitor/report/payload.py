@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_module_monitor.bins import LABELS, NUM_BINS
 from lightning_module_monitor.report.packing import condense, pack
-from lightning_module_monitor.report.run import Run, Table
+from lightning_module_monitor.report.run import Table
 from lightning_module_monitor.sinks.reader import HistogramMatrix, StoreReader
 
 MAX_NUMBERS = 5_000_000

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import Finding, Verdict
+from lightning_module_monitor.report.verdict import Finding, Verdict, count
 
 MAX_SITES = 12
 """Of one problem; the page has all."""
@@ -29,7 +29,7 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     steps = sorted({step for table in run.tables for step in (int(table.steps[0]), int(table.steps[-1]))})
     sites = {site for table in run.tables for site in table.sites}
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-    console.print(f"[bold]{escape(run.path)}[/bold]: {len(sites)} sites, {extent}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
     level, word = ("sick", "sick") if verdict.is_sick else ("watch", "to watch") if verdict.findings else ("ok", "healthy")
     first = verdict.beginning

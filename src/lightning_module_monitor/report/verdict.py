@@ -90,8 +90,9 @@ class Verdict:
         """The verdict in a line."""
         if not any(check.num_series for check in self.checks):
             return "nothing was recorded that a check could look at"
-        sites = {level: len({finding.site for finding in self.findings if finding.level == level}) for level in ("sick", "watch")}
-        told = [f"{_count(num, 'site')} {level}" for level, num in (("sick", sites["sick"]), ("to watch", sites["watch"])) if num]
+        sick = {finding.site for finding in self.findings if finding.level == "sick"}
+        others = {finding.site for finding in self.findings} - sick
+        told = [f"{count(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
         return ", ".join(told) or "no check found anything"
 
     @property
@@ -192,7 +193,7 @@ def _look_for_nonfinite(tables: Sequence[Table], figures: Sequence[Table]) -> _L
         value = table.values[row, column]
         what = f"{value:.0f} elements" if table.statistic == "nonfinite_count" else f"{table.statistic} {value}"
         if number == 0:
-            evidence = f"the first: {what} at step {step}, of {_count(at_once, 'series')} at that step and {len(firsts)} in all"
+            evidence = f"the first: {what} at step {step}, of {count(at_once, 'series')} at that step and {len(firsts)} in all"
         else:
             evidence = f"{what} at step {step}"
         findings.append(Finding("sick", problem, table.kind, table.sites[row], table.statistic, step, evidence))
@@ -395,7 +396,7 @@ def _since(table: Table, row: int, what: str) -> tuple[int, str]:
     others = _where(values != values[-1])
     first = others[-1] + 1 if others else 0
     when = "in all of the run" if first == 0 else f"since step {steps[first]}"
-    return int(steps[first]), f"{what} {when} ({_count(len(steps) - first, 'record')})"
+    return int(steps[first]), f"{what} {when} ({count(len(steps) - first, 'record')})"
 
 
 def _last(table: Table) -> int:
@@ -407,5 +408,10 @@ def _late_steps(table: Table) -> str:
     return f" (steps {steps[0]} to {steps[-1]})" if len(steps) > 1 else f" (step {steps[0]})"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(2, "site")
+    '2 sites'
+    """
     return f"{number} {noun}" if number == 1 or noun == "series" else f"{number} {noun}s"

@@ -36,7 +36,7 @@ function layoutOf(options) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: color("plot"),
     font: { family: "inherit", size: 12, color: color("ink") },
-    margin: { l: 60, r: 16, t: 12 + (options.title ? 22 : 0) + (options.legend ? 22 : 0), b: 44 },
+    margin: { l: 60, r: 16, t: 12 + (options.title ? 22 : 0) + 22 * (options.legendRows || 0), b: 44 },
     height: options.height,
     title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },
@@ -206,31 +206,49 @@ function makeCursor(div, labels, columns) {
   div.onblur = () => (div.querySelector(".tip").hidden = true);
 }
 
-/** A chart of lines; a number that is not finite is a mark at the top. */
+/** A chart of lines. Where it is logarithmic, a zero is a mark at the bottom. */
 function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annotations, uirevision, legend, isLog, hovermode }) {
-  const drawn = [];
-  for (const trace of traces) {
-    drawn.push({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } });
-  }
+  const scale = isLog ? logAxis(traces, yaxis?.range) : {};
+  const drawn = traces.flatMap((trace) => (isLog ? withZeros(trace, 10 ** scale.range[0]) : [trace]));
   const layout = layoutOf({
     title,
     height: height || 260,
     xaxis,
-    yaxis: { title: { text: escapeText(label || ""), standoff: 4 }, automargin: true, exponentformat: "e", ...(isLog ? logAxis(traces) : {}), ...yaxis },
+    yaxis: { title: { text: escapeText(label || ""), standoff: 4 }, automargin: true, exponentformat: "e", ...scale, ...yaxis },
     shapes,
     annotations,
     uirevision,
     legend,
+    legendRows: legend ? rowsOfLegend(traces, div.clientWidth) : 0,
     hovermode,
   });
-  return Plotly.react(div, drawn, layout, CONFIG);
+  return Plotly.react(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout, CONFIG);
 }
 
-/** A logarithmic axis whose marks do not crowd. */
-function logAxis(traces) {
+/** How many rows a legend takes, about. */
+function rowsOfLegend(traces, width) {
+  const widths = traces.filter((trace) => trace.showlegend !== false).map((trace) => 55 + 7 * String(trace.name).length);
+  return Math.max(1, Math.ceil((widths.length * Math.max(0, ...widths)) / Math.max(200, width - 90)));
+}
+
+/** A trace, and its zeros as marks at the bottom of a logarithmic axis. */
+function withZeros(trace, bottom) {
+  const zeros = [...trace.y].map((_, index) => index).filter((index) => trace.y[index] === 0);
+  if (!zeros.length) return [trace];
+  const pick = (list) => zeros.map((index) => list[index]);
+  const marker = { symbol: "triangle-down-open", size: 7, color: trace.line?.color };
+  const marks = { x: pick(trace.x), y: zeros.map(() => bottom), mode: "markers", marker, hoverinfo: "text", text: trace.text ? pick(trace.text) : zeros.map(() => "0"), showlegend: false };
+  return [{ ...trace, y: [...trace.y].map((number) => (number === 0 ? null : number)) }, { ...marks, cliponaxis: false }];
+}
+
+/** A logarithmic axis whose marks do not crowd; its range holds all numbers, or is given. */
+function logAxis(traces, given) {
   const numbers = traces.flatMap((trace) => [...trace.y]).filter((number) => number > 0);
-  const decades = numbers.length ? Math.log10(Math.max(...numbers) / Math.min(...numbers)) : 1;
-  return { type: "log", dtick: decades > 1.5 ? Math.max(1, Math.ceil(decades / 7)) : "D2" };
+  const [low, high] = numbers.length ? [Math.log10(Math.min(...numbers)), Math.log10(Math.max(...numbers))] : [0, 1];
+  const room = 0.06 * (high - low) + 0.05;
+  const range = given || [low - room, high + room];
+  const decades = range[1] - range[0];
+  return { type: "log", range, dtick: decades > 1.5 ? Math.max(1, Math.ceil(decades / 7)) : "D2" };
 }
 
 /** Whether positive numbers differ so much that only a logarithm shows all of them. */
