@@ -24,7 +24,7 @@ def chromium() -> Iterator[Browser]:
         pytest.skip(f"no browser here ({', '.join(NAMES)}); on Debian: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; it is in the extra test")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-background-networking"])
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-background-networking", "--disable-gpu"])
         try:
             yield browser
         finally:
@@ -41,7 +41,9 @@ class Visit:
     """
 
     def __init__(self, browser: Browser, path: Path, *, dark: bool = False) -> None:
-        self.page: Page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme="dark" if dark else "light")
+        self.page: Page = browser.new_page(
+            viewport={"width": 1200, "height": 800}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+        )
         self.complaints: list[str] = []
         """Errors and warnings of the console, and errors that nobody caught."""
         self.requests: list[str] = []

@@ -73,6 +73,21 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def opened(browser: Browser, page: Path) -> Visit:
+    """That page, opened once: a browser takes seconds to read plotly."""
+    return Visit(browser, page)
+
+
+@pytest.fixture
+def visit(opened: Visit) -> Visit:
+    """That page, with nothing searched for and the choice of a new one."""
+    opened.page.fill("#search", "")
+    opened.page.select_option("#heat-table", '{"kind":"activation","statistic":"rms"}')
+    opened.page.wait_for_timeout(200)
+    return opened
+
+
+@pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two runs: the second has twice the size, another layer more, and one less."""
     folder = tmp_path_factory.mktemp("comparison")
@@ -87,14 +102,8 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("which", ["page", "comparison"])
-def test_it_loads_without_a_word_and_without_a_network(
-    browser: Browser, which: str, dark: bool, request: pytest.FixtureRequest
-) -> None:
+def assert_it_draws_alone(visit: Visit, path: Path) -> None:
     """Every section draws; the console is silent; the one request is for the file itself; nothing offers to upload a chart."""
-    path: Path = request.getfixturevalue(which)
-    visit = Visit(browser, path, dark=dark)
     for section in (one for one in SECTIONS if visit.page.locator(f"#{one}").count()):
         visit.show(section)
         assert visit.page.locator(f"#{section}-error").text_content() == ""
@@ -104,7 +113,11 @@ def test_it_loads_without_a_word_and_without_a_network(
     titles = visit.page.eval_on_selector_all(".modebar-btn", "all => all.map(one => one.dataset.title)")
     assert {"Zoom", "Reset axes"} <= set(titles)
     assert not [title for title in titles if "hare" in title or "loud" in title]
-    visit.page.close()
+
+
+def test_it_loads_without_a_word_and_without_a_network(visit: Visit, page: Path) -> None:
+    """One run, in light colours."""
+    assert_it_draws_alone(visit, page)
 
 
 def hover(visit: Visit, row: int, column: int, rows: int, columns: int) -> str:
@@ -120,11 +133,9 @@ def hover(visit: Visit, row: int, column: int, rows: int, columns: int) -> str:
     return tip.text_content() or ""
 
 
-def test_the_heat_map_answers_the_pointer(browser: Browser, page: Path) -> None:
+def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
     """Site, step and value of the store, to four digits; NaN, infinite and zero too, and what was not recorded."""
-    visit = Visit(browser, page)
     visit.show("heat")
-    visit.page.select_option("#heat-table", '{"kind":"activation","statistic":"rms"}')
     visit.settle()
     expected = {
         (0, 3): f"net.fc1\nstep 30\nrms {SIZES[0, 3]:.4g}",
@@ -138,12 +149,10 @@ def test_the_heat_map_answers_the_pointer(browser: Browser, page: Path) -> None:
         said = hover(visit, row, column, len(LAYERS), NUM_STEPS)
         assert said.splitlines()[:2] == words.splitlines()[:2]
         assert said.splitlines()[2] == words.splitlines()[2] or float(said.split()[-1]) == pytest.approx(float(words.split()[-1]), rel=1e-3)
-    visit.page.close()
 
 
-def test_the_heat_map_answers_the_keyboard(browser: Browser, page: Path) -> None:
+def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
     """Arrow keys go from cell to cell and say what is there, also to who cannot see; Enter picks the site's curve."""
-    visit = Visit(browser, page)
     visit.show("heat")
     visit.settle()
     visit.page.locator("#heat-charts .chart").first.focus()
@@ -155,7 +164,6 @@ def test_the_heat_map_answers_the_keyboard(browser: Browser, page: Path) -> None
     visit.settle()
     assert visit.page.input_value("#heat-site") == "net.relu"
     assert visit.complaints == []
-    visit.page.close()
 
 
 def names_of_rows(visit: Visit) -> list[str]:
@@ -164,9 +172,8 @@ def names_of_rows(visit: Visit) -> list[str]:
     return names
 
 
-def test_the_search_filters(browser: Browser, page: Path) -> None:
+def test_the_search_filters(visit: Visit) -> None:
     """By a part of the name, or a pattern; it says how many are left; the charts and the verdict show those."""
-    visit = Visit(browser, page)
     visit.show("heat")
     visit.settle()
     assert names_of_rows(visit) == list(LAYERS)
@@ -181,12 +188,10 @@ def test_the_search_filters(browser: Browser, page: Path) -> None:
     shown = visit.page.eval_on_selector_all("#verdict tr[data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
     assert shown
     assert set(shown) <= {"net.relu", "net.relu.weight"}
-    visit.page.close()
 
 
-def test_the_slider_moves_the_profiles(browser: Browser, page: Path) -> None:
+def test_the_slider_moves_the_profiles(visit: Visit) -> None:
     """By the keyboard, step by step; the line is the step's values over the layers."""
-    visit = Visit(browser, page)
     visit.show("profiles")
     visit.settle()
     assert visit.page.locator("#profiles-step-name").text_content() == "step 110"
@@ -198,24 +203,20 @@ def test_the_slider_moves_the_profiles(browser: Browser, page: Path) -> None:
     assert visit.page.get_attribute("#profiles-step", "aria-valuetext") == "step 40"
     drawn: list[float] = visit.page.evaluate("document.querySelector('#profiles-charts .chart').data.find(one => one.name === 'step 40').y")
     np.testing.assert_allclose(drawn, SIZES[:, 4], rtol=1e-3)
-    visit.page.close()
 
 
-def test_a_finding_shows_its_numbers(browser: Browser, page: Path) -> None:
+def test_a_finding_shows_its_numbers(visit: Visit) -> None:
     """The name in the verdict leads to the kind's heat map and the site's curve."""
-    visit = Visit(browser, page)
     visit.page.locator("#verdict .problem button", has_text="net.relu").first.click()
     visit.show("heat")
     visit.settle()
     assert visit.page.input_value("#heat-site") == "net.relu"
     curve: list[Any] = visit.page.evaluate("document.getElementById('heat-curve').data[0].y")
     np.testing.assert_allclose(np.array(curve[:6], float), SIZES[1, :6], rtol=1e-3)
-    visit.page.close()
 
 
-def test_charts_of_heads_and_of_histograms(browser: Browser, page: Path) -> None:
+def test_charts_of_heads_and_of_histograms(visit: Visit) -> None:
     """Heads in columns, values of the slider's step; shares of the elements in bins, the largest on top."""
-    visit = Visit(browser, page)
     visit.show("attention")
     visit.settle()
     heads: list[list[float]] = visit.page.evaluate("document.querySelector('#attention-charts .chart').data[0].z.map(row => [...row])")
@@ -226,30 +227,31 @@ def test_charts_of_heads_and_of_histograms(browser: Browser, page: Path) -> None
     assert [rows[0], rows[-1]] == ["[2, 4)", "(-4, -2]"]
     words: str = visit.page.evaluate("document.querySelector('#histograms-charts .chart').describe(0, 1)")
     assert words == "[2, 4)\nstep 10\n50 % of the elements\nand 1 elements that are not finite"
-    visit.page.close()
 
 
-def test_the_theme_follows_the_system_and_the_button(browser: Browser, page: Path) -> None:
-    """Dark where the system is, and the other way round at a press; charts too."""
-
-    def ground() -> str:
-        found: str = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return found
-
-    visit = Visit(browser, page, dark=True)
+def test_the_theme_follows_the_button(visit: Visit) -> None:
+    """Light where the system is, dark at a press; charts too."""
     visit.show("heat")
-    assert ground() == "rgb(18, 22, 28)"
+    assert ground(visit) == "rgb(245, 246, 248)"
     visit.page.click("#theme")
     visit.settle()
-    assert ground() == "rgb(245, 246, 248)"
-    assert visit.page.evaluate("document.querySelector('#heat-charts .chart').layout.font.color") == "#1c2430"
-    visit.page.close()
+    assert ground(visit) == "rgb(18, 22, 28)"
+    assert visit.page.evaluate("document.querySelector('#heat-charts .chart').layout.font.color") == "#e6eaf0"
+    visit.page.click("#theme")
+
+
+def ground(visit: Visit) -> str:
+    """The page's colour."""
+    found: str = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return found
 
 
 def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> None:
     """400 sites are 40 rows, each of the largest of its group; a click shows a group's sites; every site is one choice away."""
     series: dict[str, list[float | None]] = {
-        f"activation/model.layers.{layer}.part{part}/rms": [float(layer + 1), float(100 * part + 1)] for layer in range(40) for part in range(10)
+        f"activation/model.layers.{layer}.part{part}/rms": [float(layer + 1), float(100 * part + 1)]
+        for layer in range(40)
+        for part in range(10)
     }
     write_report([load_store(write_store(tmp_path / "m.h5", series))], tmp_path / "m.html")
     visit = Visit(browser, tmp_path / "m.html")
@@ -272,13 +274,13 @@ def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> N
 
 def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Path) -> None:
     """A map for each run and one of the difference, of sites in both; the table says what matched and what did not."""
-    visit = Visit(browser, comparison)
-    visit.show("heat")
-    visit.settle()
+    visit = Visit(browser, comparison, dark=True)
+    assert_it_draws_alone(visit, comparison)
+    assert ground(visit) == "rgb(18, 22, 28)"
     titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(one => one.layout.title.text)")
     assert titles == ["before.h5", "after.h5", "after.h5 against before.h5"]
     difference: list[list[float | None]] = visit.page.evaluate(
-        "[...document.querySelectorAll('#heat-charts .chart')][2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
+        "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
     )
     rows = dict(zip(names_of_rows(visit), difference, strict=True))
     np.testing.assert_allclose(np.array(rows["net.fc1"], float), 1.0, atol=1e-3)  # twice the size: log2 is 1

@@ -35,16 +35,44 @@ def then(value: float, before: float = 1.0, at: int = 8) -> list[float]:
 
 
 CASES = {
-    "all zero, by its share": ("activation/zero_fraction", then(1.0, 0.4), "sick", "outputs that are zero", 80, "since step 80 (8 records)"),
+    "all zero, by its share": (
+        "activation/zero_fraction",
+        then(1.0, 0.4),
+        "sick",
+        "outputs that are zero",
+        80,
+        "since step 80 (8 records)",
+    ),
     "all zero, by its size": ("activation/rms", then(0.0), "sick", "outputs that are zero", 80, "every element is zero since step 80"),
     "mostly zero": ("activation/zero_fraction", then(0.995, 0.4), "watch", "outputs that are zero", 150, "99.5% of the elements are zero"),
-    "no gradient": ("gradient/norm", [0.0] * STEPS, "sick", "gradients that are zero or faint", 0, "norm is 0 in all of the run (16 records)"),
-    "faint": ("activation_gradient/rms", then(1e-6), "watch", "gradients that are zero or faint", 150, "2e-06 of the median over the sites"),
+    "no gradient": (
+        "gradient/norm",
+        [0.0] * STEPS,
+        "sick",
+        "gradients that are zero or faint",
+        0,
+        "norm is 0 in all of the run (16 records)",
+    ),
+    "faint": (
+        "activation_gradient/rms",
+        then(1e-6),
+        "watch",
+        "gradients that are zero or faint",
+        150,
+        "2e-06 of the median over the sites",
+    ),
     "growing": ("activation/rms", then(50.0), "watch", "activations that explode", 80, "grew 50 times from step 80 on, from 1 to 50"),
     "exploding": ("activation/norm", then(1e5), "sick", "activations that explode", 80, "grew 1e+05 times"),
     "exploding backward": ("activation_gradient/rms", then(1e5), "sick", "gradients that explode", 80, "grew 1e+05 times"),
     "a spike": ("gradient/norm", [*FLAT[:9], 500.0, *FLAT[10:]], "watch", "spikes of the gradient", 90, "norm 5e+02 at step 90"),
-    "large updates": ("update/ratio", then(0.1, 1e-3), "watch", "updates that are large", 150, "moves it by 0.1 of its norm (steps 120 to 150)"),
+    "large updates": (
+        "update/ratio",
+        then(0.1, 1e-3),
+        "watch",
+        "updates that are large",
+        150,
+        "moves it by 0.1 of its norm (steps 120 to 150)",
+    ),
     "leaps": ("update/ratio", then(0.5, 1e-3), "sick", "updates that are large", 150, "moves it by 0.5 of its norm"),
     "stuck": ("update/ratio", [0.0] * STEPS, "sick", "weights that do not move", 150, "it has never moved"),
     "stuck later": ("update/ratio", then(0.0, 1e-3), "watch", "weights that do not move", 150, "a step moves it by 0 of its norm"),
@@ -52,7 +80,14 @@ CASES = {
     "damped": ("gradient_flow/gain", then(1e-4), "sick", "gain of the gradient between blocks", 150, "1e+04 times smaller"),
     "vanished": ("gradient_flow/gain", then(0.0), "sick", "gain of the gradient between blocks", 150, "becomes zero here"),
     "large logits": ("attention_max_logit/max", then(2e4), "sick", "large logits of attention", 150, "largest logit 2e+04"),
-    "collapsed": ("attention_relative_entropy/mean", then(0.01, 0.9), "watch", "heads that see one key", 150, "entropy is 0.01 of the largest"),
+    "collapsed": (
+        "attention_relative_entropy/mean",
+        then(0.01, 0.9),
+        "watch",
+        "heads that see one key",
+        150,
+        "entropy is 0.01 of the largest",
+    ),
 }
 
 

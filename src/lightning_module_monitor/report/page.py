@@ -205,7 +205,11 @@ def _series(shown_by: Finding | Change) -> str:
 def _extent(run: Run) -> str:
     steps = _steps(run)
     sites = {site for table in run.tables for site in table.sites}
-    return f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(sites), 'site')}" if steps else "nothing recorded yet"
+    return (
+        f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(sites), 'site')}"
+        if steps
+        else "nothing recorded yet"
+    )
 
 
 def _steps(run: Run) -> list[int]:
