@@ -19,7 +19,8 @@ from lightning_module_monitor.report.run import Table, of_training
 
 Level = Literal["sick", "watch"]
 
-MOSTLY_ZERO = 0.99
+MOSTLY_ZERO: dict[Level, float] = {"watch": 0.99, "sick": 0.999}
+"""Share of the elements."""
 FAINT_GRADIENT = 1e-4
 """Of the median over the sites."""
 GROWTH: dict[Level, float] = {"watch": 30.0, "sick": 1000.0}
@@ -249,12 +250,15 @@ def _check(
 
 def _zero_output(table: Table) -> Iterator[_Seen]:
     is_fraction = table.statistic == "zero_fraction"
-    for row in _where(_all_late(table, table.values == (1.0 if is_fraction else 0.0))):
+    is_zero = _all_late(table, table.values == (1.0 if is_fraction else 0.0))
+    for row in _where(is_zero):
         yield _Seen(row, "sick", *_since(table, row, "every element is zero"))
     if is_fraction:
         share = typical(late(table.values))
-        for row in _where((share >= MOSTLY_ZERO) & ~_all_late(table, table.values == 1.0)):
-            yield _Seen(row, "watch", _last(table), f"{share[row]:.1%} of the elements are zero{_late_steps(table)}")
+        for row in _where((share >= MOSTLY_ZERO["watch"]) & ~is_zero):
+            part = f"{share[row]:.3%} of the elements are zero" if share[row] < 1 else f"every element is zero {_MOSTLY}"
+            since = _first(table, table.values[row] >= MOSTLY_ZERO["watch"])
+            yield _Seen(row, _level(share[row], MOSTLY_ZERO), since, f"{part}{_late_steps(table)}")
 
 
 def _no_gradient(table: Table) -> Iterator[_Seen]:
@@ -262,11 +266,11 @@ def _no_gradient(table: Table) -> Iterator[_Seen]:
     for row in _where(is_zero):
         yield _Seen(row, "sick", *_since(table, row, f"{table.statistic} is 0"))
     size = typical(late(table.values))
-    if np.isfinite(size).any():
-        relative = size / np.median(size[np.isfinite(size) & ~is_zero]) if (np.isfinite(size) & ~is_zero).any() else size * np.nan
-        for row in _where((relative < FAINT_GRADIENT) & ~is_zero):
-            evidence = f"{table.statistic} {size[row]:.2g}{_late_steps(table)}, {relative[row]:.1g} of the median over the sites"
-            yield _Seen(row, "watch", _last(table), evidence)
+    usual = typical(np.where(size > 0, size, np.nan)[np.newaxis])[0]
+    for row in _where((size < FAINT_GRADIENT * usual) & ~is_zero):
+        faint = f"{table.statistic} is {size[row]:.2g}, {size[row] / usual:.1g} of the median over the sites"
+        evidence = faint if size[row] > 0 else f"{table.statistic} is 0 {_MOSTLY}"
+        yield _Seen(row, "watch", _first(table, table.values[row] < FAINT_GRADIENT * usual), f"{evidence}{_late_steps(table)}")
 
 
 def _growing(table: Table) -> Iterator[_Seen]:
@@ -293,7 +297,7 @@ def _large_update(table: Table) -> Iterator[_Seen]:
     ratio = typical(late(table.values))
     for row in _where(ratio >= LARGE_UPDATE["watch"]):
         evidence = f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}; 0.001 is customary"
-        yield _Seen(row, _level(ratio[row], LARGE_UPDATE), _last(table), evidence)
+        yield _Seen(row, _level(ratio[row], LARGE_UPDATE), _first(table, table.values[row] >= LARGE_UPDATE["watch"]), evidence)
 
 
 def _small_update(table: Table) -> Iterator[_Seen]:
@@ -301,30 +305,32 @@ def _small_update(table: Table) -> Iterator[_Seen]:
     never = ((table.values == 0) | ~table.is_recorded).all(axis=1)
     for row in _where(ratio <= SMALL_UPDATE):
         seen = "it has never moved" if never[row] else f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}"
-        yield _Seen(row, "sick" if never[row] else "watch", _last(table), seen)
+        yield _Seen(row, "sick" if never[row] else "watch", _first(table, table.values[row] <= SMALL_UPDATE), seen)
 
 
 def _gain(table: Table) -> Iterator[_Seen]:
-    gain = typical(late(table.values))
-    strength = np.maximum(gain, np.divide(1.0, gain, out=np.full(len(gain), np.inf), where=gain > 0))
+    with np.errstate(divide="ignore"):
+        strengths = np.maximum(table.values, 1 / table.values)
+        gain = typical(late(table.values))
+        strength = np.maximum(gain, 1 / gain)
     for row in _where(strength >= GAIN["watch"]):
         change = f"{strength[row]:.2g} times {'larger' if gain[row] > 1 else 'smaller'}" if gain[row] > 0 else "zero"
         evidence = f"on its way back the gradient becomes {change} here{_late_steps(table)}"
-        yield _Seen(row, _level(strength[row], GAIN), _last(table), evidence)
+        yield _Seen(row, _level(strength[row], GAIN), _first(table, strengths[row] >= GAIN["watch"]), evidence)
 
 
 def _large_logit(table: Table) -> Iterator[_Seen]:
     logit = typical(late(table.values))
     for row in _where(logit >= LARGE_LOGIT["watch"]):
         evidence = f"largest logit {logit[row]:.2g}{_late_steps(table)}; training tends to fail near 1e4"
-        yield _Seen(row, _level(logit[row], LARGE_LOGIT), _last(table), evidence)
+        yield _Seen(row, _level(logit[row], LARGE_LOGIT), _first(table, table.values[row] >= LARGE_LOGIT["watch"]), evidence)
 
 
 def _collapsed(table: Table) -> Iterator[_Seen]:
     entropy = typical(late(table.values))
     for row in _where(entropy <= COLLAPSED_ENTROPY):
         evidence = f"entropy is {entropy[row]:.2g} of the largest possible{_late_steps(table)}: a query sees one key"
-        yield _Seen(row, "watch", _last(table), evidence)
+        yield _Seen(row, "watch", _first(table, table.values[row] <= COLLAPSED_ENTROPY), evidence)
 
 
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
@@ -399,8 +405,12 @@ def _since(table: Table, row: int, what: str) -> tuple[int, str]:
     return int(steps[first]), f"{what} {when} ({count(len(steps) - first, 'record')})"
 
 
-def _last(table: Table) -> int:
-    return int(table.steps[-1])
+def _first(table: Table, is_so: NDArray[np.bool_]) -> int:
+    """The step of the first record at which something is so of a site; shape ``(steps,)``."""
+    return int(table.steps[is_so.argmax()])
+
+
+_MOSTLY = "in half of the records or more"
 
 
 def _late_steps(table: Table) -> str:
