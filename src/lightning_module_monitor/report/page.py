@@ -120,7 +120,8 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     several = len(runs) > 1
     names = {"verdict", "run", *(["match"] if several else []), *_filled_sections(runs, payload)}
     shown = [_shown(run, content["name"]) for run, content in zip(runs, payload["runs"], strict=True)]
-    title = " and ".join(run["name"] for run in shown) if several else str(Path(runs[0].path).name)
+    # The folders tell what the file's name does not: digits/version_0/monitor.h5.
+    title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
         "version": _version(),

@@ -186,6 +186,8 @@ function followPointer(div) {
 /** A heat map's cursor: arrow keys move it, Enter picks its row. */
 function makeCursor(div, labels, columns) {
   div.tabIndex = 0;
+  div.setAttribute("role", "application");
+  div.setAttribute("aria-label", `Heat map of ${div.cells.rows} rows and ${div.cells.columns} columns; arrow keys say what a cell holds`);
   div.cursor = null;
   div.onkeydown = (event) => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
