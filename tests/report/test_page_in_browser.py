@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from lightning_module_monitor.report.page import write_report
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+DOCS = Path(__file__).parents[2] / "docs"
 LAYERS = ("net.fc1", "net.relu", "net.fc2", "net.head")
 NUM_STEPS = 12
 SIZES = np.geomspace(1e-3, 50, len(LAYERS) * NUM_STEPS).reshape(len(LAYERS), NUM_STEPS)
@@ -203,6 +206,15 @@ def test_the_slider_moves_the_profiles(visit: Visit) -> None:
     assert visit.page.get_attribute("#profiles-step", "aria-valuetext") == "step 40"
     drawn: list[float] = visit.page.evaluate("document.querySelector('#profiles-charts .chart').data.find(one => one.name === 'step 40').y")
     np.testing.assert_allclose(drawn, SIZES[:, 4], rtol=1e-3)
+    visit.page.keyboard.press("End")
+    for _ in range(2):
+        visit.page.keyboard.press("ArrowLeft")
+    visit.settle()
+    marks: list[list[Any]] = visit.page.evaluate(
+        "document.querySelector('#profiles-charts .chart').data.filter(one => one.mode === 'markers')"
+        ".map(one => [one.marker.symbol, [...one.x]])"
+    )
+    assert marks == [["x", [3]], ["triangle-down-open", [1]]]  # the head is NaN, the ReLU zero
 
 
 def test_a_finding_shows_its_numbers(visit: Visit) -> None:
@@ -291,3 +303,11 @@ def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Pa
     assert activation.split("\t")[:2] == ["activation", "4"]  # net.fc2 has its mean in both
     assert "1 of its 5 not in all" in activation
     visit.page.close()
+
+
+def test_the_picture_of_the_readme(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The program that takes it works, and the one that is there is not too large to be looked at."""
+    command = [sys.executable, str(DOCS / "report_picture.py"), str(page), str(tmp_path / "report.png")]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (DOCS / "report.png").stat().st_size < 300_000

@@ -290,6 +290,12 @@ function profileTraces(loadedTables, sites, step, looks = {}) {
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
     const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}`);
+    const bad = places.filter((place) => rows[place] !== undefined && isRecorded(loaded, rows[place], column) && values[place] === null);
+    if (bad.length) {
+      const top = Math.max(...values.filter((value) => value > 0), 1e-30);
+      const cross = { symbol: "x", size: 8, color: NOT_FINITE };
+      traces.push({ x: bad, y: bad.map(() => top), text: bad.map((place) => text[place]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
+    }
     const isCrowded = sites.length > CROWD;
     const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
     const mode = isCrowded ? "markers" : "lines+markers";
@@ -570,7 +576,7 @@ const histograms = {
     const at = (bin, column) => loaded.shares[(row * steps.length + column) * bins.length + bin];
     const isFilled = (bin) => steps.some((_, column) => at(bin, column) > 0);
     const shown = withoutGaps(bins.map((_, bin) => bin).filter(isFilled)).reverse(); // the largest on top, as on an axis
-    const names = shown.map((bin, place) => (bin < 0 ? `⋮${" ".repeat(place)}` : decimal(bins[bin])));
+    const names = shown.map((bin, place) => (bin < 0 ? `⋮${"\u200b".repeat(place)}` : decimal(bins[bin])));
     const broken = (column) => loaded.nonfinite[row * steps.length + column];
     const note = (column) => (broken(column) ? `\nand ${format(broken(column))} elements that are not finite` : "");
     const shares = shown.filter((bin) => bin >= 0).flatMap((bin) => steps.map((_, column) => at(bin, column))).filter((share) => share > 0);
@@ -599,7 +605,7 @@ function withoutGaps(bins) {
 }
 
 /** A bin's name with its powers of two written out. */
-const decimal = (name) => name.replace(/2\^(-?\d+)/g, (_, exponent) => String(Number((2 ** exponent).toPrecision(2))));
+const decimal = (name) => name.replace(/2\^(-?\d+)/g, (_, exponent) => format(Number((2 ** exponent).toPrecision(2))));
 
 // ------------------------------------------------------------------ the page
 
