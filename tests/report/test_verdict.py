@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from lightning_module_monitor.record import Key
+from lightning_module_monitor.report.arrays import early, first_true, growth, late, typical
+from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.run import Table
-from lightning_module_monitor.report.verdict import Finding, Verdict, early, first_true, growth, late, typical, verdict_on
+from lightning_module_monitor.report.verdict import verdict_on
 
 STEPS = 16
 FLAT = [1.0] * STEPS

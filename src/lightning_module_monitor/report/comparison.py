@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_module_monitor.report.arrays import late, typical
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import late, typical
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ import numpy as np
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.record import OWN_KIND, TRAIN
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
-from lightning_module_monitor.report.verdict import Finding, Verdict, count, verdict_on
+from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.reader import StoreReader
 
-SCRIPTS = ("data.js", "charts.js", "sections.js")
+SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
+"""In this order: each uses those before it."""
 SECTIONS = {
     "verdict": "Verdict",
     "match": "What matched",

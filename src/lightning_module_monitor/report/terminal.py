@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import Finding, Verdict, count
 
 MAX_SITES = 12
 """Of one problem; the page has all."""
