@@ -146,7 +146,7 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
   ];
   const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
   if (anyZero) traces.push({ ...common, ...plain(color("zero")), z: zero });
-  if (anyBroken) traces.push({ ...common, ...plain(NOT_FINITE), z: broken });
+  if (anyBroken) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: broken }); // red is taken there
   const layout = layoutOf({
     title,
     height: height || Math.min(820, Math.max(190, 86 + 17 * rows.length)),
