@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -108,7 +109,9 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
 
 def test_the_configuration_and_the_cost_stand_on_the_page(tmp_path: Path) -> None:
     """Options of each run that wrote to the file; size, steps and the share of the time that monitoring took."""
-    store = write_store(tmp_path / "m.h5", {**SERIES, "monitor/overhead_fraction": [0.01, 0.03]}, configuration={"every_n_steps": 17})
+    store = write_store(
+        tmp_path / "m.h5", {**SERIES, "monitor/overhead_fraction": [math.nan, 0.01, 0.03]}, configuration={"every_n_steps": 17}
+    )
     html = page_of(tmp_path / "m.html", store)
     assert "<pre>17</pre>" in html
     assert "2.00% of the time of training" in html

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lightning_module_monitor.errors import require
-from lightning_module_monitor.record import OWN_KIND, TRAIN
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
@@ -235,8 +235,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if Path(run.path).exists():
         facts.append(("size of the store", f"{Path(run.path).stat().st_size / 1e6:.2f} MB"))
     for table in run.figures:
-        if table.name.kind == OWN_KIND and table.statistic == "overhead_fraction":
-            facts.append(("cost of monitoring", f"{np.nanmean(table.values):.2%} of the time of training, on the average"))
+        shares = table.values[np.isfinite(table.values)]
+        if (table.name.kind, table.statistic) == (OWN_KIND, OVERHEAD_FRACTION) and shares.size:
+            facts.append(("cost of monitoring", f"{shares.mean():.2%} of the time of training, on the average"))
     return facts
 
 
