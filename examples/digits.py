@@ -182,6 +182,9 @@ def directions(store_path: Path, loggers: Sequence[Logger]) -> str:
     store = os.path.relpath(store_path)
     plot = [python, os.path.relpath(Path(__file__).with_name("plot_store.py")), store]
     places = [f"store: {store} ({store_path.stat().st_size / 1024:.0f} KiB)"]
+    report = store_path.with_suffix(".html")
+    if report.exists():
+        places.append(f"report, to open in a browser: {os.path.relpath(report)}")
     commands = [shlex.join(plot)]
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.stores import write_store
 from helpers.training import Classifier, loader, trainer
 from helpers.widths import WideMlp, gaussian_batches
 from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.cli import COMMANDS
+from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.config import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -243,9 +244,24 @@ def test_commands_of_the_documents(document: Path) -> None:
             assert (ROOT / words[words.index("-c") + 1]).is_file()
         elif words[0] == "lightning-module-monitor":
             assert words[1] in [one.NAME for one in COMMANDS]
-            assert (ROOT / words[2]).is_file()  # tests/width_check/test_command.py runs it
+            # tests/width_check/test_command.py runs it; those of stores are run below
+            assert words[1] != "coordinate-check" or (ROOT / words[2]).is_file()
         else:
             assert words == [".venv/bin/pre-commit", "install"], f"{command} is run by no test"
+
+
+def test_commands_for_stores_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as they stand, on stores of these names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("monitor", "before", "after"):
+        write_store(tmp_path / f"{name}.h5", {"gradient/model.head.weight/norm": [1.0, 2.0]})
+    lines = [line for block in snippets("sh") for line in block.splitlines() if line.startswith("lightning-module-monitor")]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines]
+    for command in commands:
+        if command[0] != "coordinate-check":
+            assert main(command) == 0, command
+    assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
+    assert {command[0] for command in commands} == {one.NAME for one in COMMANDS}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:

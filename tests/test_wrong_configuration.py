@@ -183,6 +183,8 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"capture": {"sites": "model", "steps": 0}, "store": False},
         ("capture is given, and store is false", "expected a store"),
     ),
+    "report": ({"report": "yes"}, ("report is 'yes'", "expected true or false")),
+    "report without a store": ({"report": True, "store": False}, ("report is true, and store is false", "expected a store")),
     "stage": (
         {"stages": ["train", "validation"]},
         ("stages 'validation'", "expected train, validate, test, predict", "nearest: 'validate'"),
@@ -224,6 +226,7 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
     *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
     *("norm of gradient_flow", "thresholds of gradient_flow"),
     *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),
+    "report without a store",
 ]
 
 

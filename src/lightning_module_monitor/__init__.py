@@ -1,21 +1,27 @@
 """See inside a model while it trains: one Lightning callback, or the same engine in any loop."""
 
-from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.callback import ModuleMonitorCallback
-from lightning_module_monitor.config import Capture, GradientFlow, Rule
-from lightning_module_monitor.mixin import MonitorMixin
-from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.history import StorageManager
-from lightning_module_monitor.sinks.reader import load_store
-from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
-from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
-from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
-from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
-from lightning_module_monitor.standalone.watcher import TorchWatcher
-from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.width_check.check import coordinate_check
-from lightning_module_monitor.width_check.report import WidthCheck
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
+    from lightning_module_monitor.bins import Histogram
+    from lightning_module_monitor.callback import ModuleMonitorCallback
+    from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.mixin import MonitorMixin
+    from lightning_module_monitor.monitor import ModuleMonitor
+    from lightning_module_monitor.record import Record
+    from lightning_module_monitor.sinks.history import StorageManager
+    from lightning_module_monitor.sinks.reader import load_store
+    from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
+    from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
+    from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
+    from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
+    from lightning_module_monitor.standalone.watcher import TorchWatcher
+    from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+    from lightning_module_monitor.width_check.check import coordinate_check
+    from lightning_module_monitor.width_check.report import WidthCheck
 
 __all__ = [
     "STATISTICS",
@@ -41,3 +47,37 @@ __all__ = [
     "monitor_scaled_dot_product_attention",
     "track",
 ]
+
+_HOMES = {
+    "bins": ("Histogram",),
+    "callback": ("ModuleMonitorCallback",),
+    "config": ("Capture", "GradientFlow", "Rule"),
+    "mixin": ("MonitorMixin",),
+    "monitor": ("ModuleMonitor",),
+    "record": ("Record",),
+    "sinks.history": ("StorageManager",),
+    "sinks.reader": ("load_store",),
+    "standalone.attention": ("monitor_scaled_dot_product_attention",),
+    "standalone.coordinate_check": ("RefinedCoordinateCheck",),
+    "standalone.gradient_gain": ("GradientGainMonitor",),
+    "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
+    "standalone.watcher": ("TorchWatcher",),
+    "statistics.registry": ("STATISTICS", "Statistic"),
+    "width_check.check": ("coordinate_check",),
+    "width_check.report": ("WidthCheck",),
+}
+_HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, from its home: torch and Lightning take seconds to import, and who reads a store needs neither."""
+    if name not in _HOME_BY_NAME:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    value: object = getattr(importlib.import_module(f"{__name__}.{_HOME_BY_NAME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -95,6 +95,7 @@ class ModuleMonitorCallback(Callback):
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
+        report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, be it by an exception.
         callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
         progress_bar: Whether the progress bar shows those keys.
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
@@ -123,6 +124,7 @@ class ModuleMonitorCallback(Callback):
         gradient_flow: GradientFlow | None = None,
         capture: Capture | None = None,
         store: bool | str = True,
+        report: bool = False,
         callback_metrics: str | list[str] | None = None,
         progress_bar: bool = False,
         stages: str | list[str] | None = None,
@@ -175,6 +177,7 @@ class ModuleMonitorCallback(Callback):
                 self.monitor.wishes,
                 [name for stage, name in STAGES.items() if stage in self._stages],
                 store=store,
+                report=report,
                 callback_metrics=callback_metrics,
                 progress_bar=progress_bar,
                 max_logged_keys=max_logged_keys,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
+from lightning_module_monitor.commands import compare, export, keys, repair, report, summary
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check import command as coordinate_check
 
@@ -18,7 +18,7 @@ FAILED = 3
 
 
 class Command(Protocol):
-    """What a module holds that is a subcommand."""
+    """What a module holds that is a subcommand. It imports what takes long to import when it runs: all of them are imported for one."""
 
     NAME: str
     HELP: str
@@ -33,7 +33,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: Sequence[Command] = (coordinate_check,)
+COMMANDS: Sequence[Command] = (report, compare, summary, keys, export, repair, coordinate_check)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,16 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    # A console script finds no modules in the current folder by itself, as "python -m" does: there the user's classes are.
-    sys.path.insert(0, str(Path.cwd()))
-    # What a small run on purpose does, and what Lightning calls of torch.
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
     try:
         status: int = options.run(options)
     except (ConfigError, ImportError) as error:
         print(f"lightning-module-monitor {options.command}: error: {error}", file=sys.stderr)
         return WRONG_USAGE
+    except BrokenPipeError:  # who reads what is printed has seen enough, as in "keys monitor.h5 | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception:
         traceback.print_exc()
         return FAILED

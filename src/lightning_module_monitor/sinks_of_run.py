@@ -12,10 +12,12 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.record import Record
+from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.sinks.reader import load_store
 from lightning_module_monitor.wishes import Wishes
 
 
@@ -26,6 +28,7 @@ class SinksOfRun:
         wishes: What is asked for.
         stages: Of which stages, as keys name them.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
+        report: Whether to write a page about the run beside its store when it ends.
         callback_metrics: Pattern or patterns of keys that other callbacks can monitor.
         progress_bar: Whether the progress bar shows those keys.
         max_logged_keys: Where there are more keys, loggers get roll-ups.
@@ -42,6 +45,7 @@ class SinksOfRun:
         stages: Sequence[str],
         *,
         store: bool | str,
+        report: bool,
         callback_metrics: str | Sequence[str] | None,
         progress_bar: bool,
         max_logged_keys: int,
@@ -54,8 +58,10 @@ class SinksOfRun:
         if not isinstance(max_logged_keys, int) or max_logged_keys < 1:
             raise ConfigError(f"max_logged_keys is {max_logged_keys!r}; expected a number >= 1.")
         _check_store(store)
+        _check_report(report, has_store=store is not False)
         self._wishes, self._stages = wishes, stages
         self._store_option = store
+        self._report = report
         self._progress_bar = progress_bar
         self._max_logged_keys = max_logged_keys
         self._configuration = configuration
@@ -93,11 +99,23 @@ class SinksOfRun:
             self._first_step = step
 
     def close(self) -> None:
-        """Close the files; twice does no harm."""
+        """Close the files, and write the report on them; twice does no harm."""
         self._loggers = None
         files, self._files = self._files, None
         if files is not None:
             files.close()
+            if self._report:
+                self._write_report(files.path)
+
+    def _write_report(self, store: Path) -> None:
+        path = store.with_suffix(".html")
+        try:
+            write_report([load_store(store)], path)
+        except Exception as error:  # what ended the run is what is to be seen, and no trouble with its report
+            message = "No report was written (%s: %s). Later: lightning-module-monitor report %s"
+            self._messages.warning(message, type(error).__name__, error, store)
+        else:
+            self._messages.info("Report on the run: %s", path)
 
     # What is expected
 
@@ -214,3 +232,21 @@ def _check_store(store: object) -> None:
         if not store or path.is_dir() or blocking is not None:
             why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
             raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+
+
+def _check_report(report: object, *, has_store: bool) -> None:
+    """Check that a report can be written.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if not isinstance(report, bool):
+        raise ConfigError(f"report is {report!r}; expected true or false.")
+    if report and not has_store:
+        raise ConfigError("report is true, and store is false; expected a store: the report is made from it.")
+    if report:
+        try:
+            for module in ("jinja2", "plotly"):
+                require(module, "report")
+        except ImportError as error:
+            raise ConfigError(f"report is true, and {error}") from error

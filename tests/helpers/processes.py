@@ -5,19 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import lightning_module_monitor
-
-PACKAGE = Path(lightning_module_monitor.__file__).parent
-
-# The package's root imports torch, which takes seconds and which the store does not need: only its folders are made known.
-PROLOGUE = f"""
-import sys, types
-for name, folder in [("lightning_module_monitor", {str(PACKAGE)!r}), ("lightning_module_monitor.sinks", {str(PACKAGE / "sinks")!r})]:
-    module = types.ModuleType(name)
-    module.__path__ = [folder]
-    sys.modules[name] = module
+PROLOGUE = """
+import sys
 from pathlib import Path
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store

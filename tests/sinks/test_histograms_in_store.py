@@ -54,6 +54,26 @@ def test_a_round_trip(tmp_path: Path) -> None:
     assert reader.histogram("run/gradient/w/hist")[0].tolist() == [2]
 
 
+def test_a_kind_is_read_as_a_matrix(tmp_path: Path) -> None:
+    """Every record, or as many as are asked for, evenly spaced; zeros where a record has no histogram of a key."""
+    store = Store(tmp_path / "m.h5", configuration={}, histogram_keys=[KEY, "activation/out/hist"])
+    for step in range(5):
+        store.write(Record(step, {}, {KEY: made(step)} | ({"activation/out/hist": made(9)} if step == 4 else {})))
+    store.close()
+    reader = load_store(tmp_path / "m.h5")
+    assert reader.histogram_kinds() == ["activation"]
+    matrix = reader.histogram_matrix("activation", max_rows=3)
+    assert [key.site for key in matrix.keys] == ["fc", "out"]
+    assert matrix.steps.tolist() == [0, 2, 4]
+    assert reader.histogram_matrix("activation").steps.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(matrix.counts[:, 0], [made(step).counts for step in (0, 2, 4)])
+    np.testing.assert_array_equal(matrix.nonfinite[:, 1], [[0, 0, 0], [0, 0, 0], list(made(9).nonfinite.values())])
+    assert not matrix.counts[:2, 1].any()
+    np.testing.assert_array_equal(matrix.edges, EDGES)
+    with pytest.raises(KeyError, match="nearest: 'activation'"):
+        reader.histogram_matrix("activatio")
+
+
 def test_other_programs_read_it(tmp_path: Path) -> None:
     """Plain HDF5 once it is closed: counts, steps, columns, what each bin is; xarray opens the group, with every dimension named."""
     xarray = pytest.importorskip("xarray")

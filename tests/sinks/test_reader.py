@@ -131,3 +131,19 @@ def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> No
     reader.repair()
     assert (reader.path.read_bytes(), reader.path.stat().st_ino) == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+
+
+def test_a_kind_is_read_as_a_matrix(path: Path) -> None:
+    """All of a kind at once: its keys, a row a record, and which values were recorded, be it as NaN."""
+    reader = load_store(path)
+    assert sorted(reader.kinds()) == ["activation", "logged", "monitor", "run1/test/update", "validation/activation"]
+    matrix = reader.matrix("activation")
+    assert [key.format() for key in matrix.keys] == list(VALUES)[:3]
+    assert matrix.steps.tolist() == [0, 10, 20]
+    assert matrix.values[0].tolist() == [1.0, 2.0, 3.0]
+    assert matrix.is_recorded.tolist() == [[True, True, True], [True, False, False], [False, False, True]]
+    assert math.isnan(matrix.values[1, 0])
+    assert math.isnan(matrix.values[1, 1])
+    assert matrix.values[2, 2] == -1.0
+    with pytest.raises(KeyError, match="nearest: 'activation'"):
+        reader.matrix("activations")

@@ -64,6 +64,7 @@ def callback() -> Trainer:
         gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
         capture=Capture(sites="model.head", steps=[0, 100], kinds=["activation", "gradient"]),
         store="run.h5",
+        report=True,
         callback_metrics=["update/.*"],
         progress_bar=True,
         stages=["train", "validate"],

@@ -181,7 +181,13 @@ def read_columns(file: h5py.File) -> dict[str, list[str]]:
             groups.append(name.removesuffix("/columns"))
 
     file.visit(visit)
-    return {group: [column.decode() for column in file[group]["columns"][...].tolist()] for group in groups}
+    return {group: read_columns_of(file, group) for group in groups}
+
+
+def read_columns_of(file: h5py.File, group: str) -> list[str]:
+    """The columns of one table; none if there is no such table."""
+    columns = file.get(f"{group}/columns")
+    return [column.decode() for column in columns[...].tolist()] if isinstance(columns, h5py.Dataset) else []
 
 
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:

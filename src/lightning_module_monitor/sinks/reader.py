@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_module_monitor.bins import FINITE, NOT_FINITE
 from lightning_module_monitor.errors import nearest, require
@@ -24,6 +24,7 @@ from lightning_module_monitor.sinks.tensors import StoredTensor
 if TYPE_CHECKING:
     import pandas
     import xarray
+    from torch import Tensor
 
 
 def load_store(path: str | os.PathLike[str]) -> StoreReader:
@@ -46,6 +47,36 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
     reader = StoreReader(Path(path))
     with layout.open_store(reader.path):
         return reader
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """All numbers of one kind: a row for each of its records, a column for each of its keys."""
+
+    keys: list[Key]
+    """Of the columns."""
+    steps: NDArray[np.int64]
+    """Of the rows, ascending; shape ``(rows,)``."""
+    values: NDArray[np.float64]
+    """Shape ``(rows, columns)``; NaN where nothing was recorded."""
+    is_recorded: NDArray[np.bool_]
+    """Where something was, be it a NaN; shape ``(rows, columns)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class HistogramMatrix:
+    """Histograms of one kind: a row for each of its records, a column for each of its keys."""
+
+    keys: list[Key]
+    """Of the columns."""
+    steps: NDArray[np.int64]
+    """Of the rows, ascending; shape ``(rows,)``."""
+    counts: NDArray[np.int64]
+    """Of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
+    nonfinite: NDArray[np.int64]
+    """Number of elements that are ``-inf``, ``inf`` and ``nan``, shape ``(rows, columns, 3)``; 0 where nothing was recorded."""
+    edges: NDArray[np.float64]
+    """Of the bins, shape ``(bins + 1,)``."""
 
 
 class StoreReader:
@@ -86,7 +117,7 @@ class StoreReader:
         """
         group, column = layout.split(key)
         with layout.open_store(self.path) as file:
-            columns = layout.read_columns(file).get(group, [])
+            columns = layout.read_columns_of(file, group)
             if column in columns:
                 steps = layout.read_steps(file[group])
                 values: NDArray[np.float64] = file[group]["values"][: len(steps), columns.index(column)]
@@ -97,6 +128,70 @@ class StoreReader:
             raise KeyError(message)
         message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
         raise KeyError(message)
+
+    def kinds(self) -> list[str]:
+        """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
+
+        Keys without a kind, such as ``loss``, are those of ``logged``.
+        """
+        with layout.open_store(self.path) as file:
+            return list(_group_by_kind(_columns(file)))
+
+    def matrix(self, kind: str) -> Matrix:
+        """All numbers of one kind, in one read.
+
+        Args:
+            kind: One of :meth:`kinds`.
+
+        Returns:
+            Steps, keys and values.
+
+        Raises:
+            KeyError: If there is no such kind; the message names the nearest.
+        """
+        with layout.open_store(self.path) as file:
+            group, columns = self._table_of(kind, _columns(file))
+            steps, values = _read_table(file[group])
+        is_recorded = ~layout.is_absent(values)
+        values[~is_recorded] = np.nan
+        return Matrix(_keys_of(group, columns), steps, values, is_recorded)
+
+    def histogram_kinds(self) -> list[str]:
+        """The kinds that have histograms, which :meth:`histogram_matrix` takes."""
+        with layout.open_store(self.path) as file:
+            return list(_group_by_kind(_columns(file, of_histograms=True)))
+
+    def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
+        """The histograms of one kind, in one read.
+
+        Args:
+            kind: One of :meth:`histogram_kinds`.
+            max_rows: Of more records than that read so many, evenly spaced: histograms take far more memory than numbers.
+
+        Returns:
+            Steps, keys and counts.
+
+        Raises:
+            KeyError: If there is no such kind; the message names the nearest.
+        """
+        with layout.open_store(self.path) as file:
+            group, columns = self._table_of(kind, _columns(file, of_histograms=True))
+            steps, values = layout.read_steps(file[group]), file[group]["values"]
+            num_rows = len(steps) if max_rows is None else min(len(steps), max_rows)
+            rows = np.linspace(0, max(0, len(steps) - 1), num_rows).round().astype(np.int64)
+            read = [values[row] for row in rows]
+            counts: NDArray[np.int64] = np.array(read, np.int64).reshape(len(rows), *values.shape[1:])
+            edges: NDArray[np.float64] = values.attrs["edges"]
+        counts[layout.is_absent(counts)] = 0
+        return HistogramMatrix(_keys_of(group, columns), steps[rows], counts[..., FINITE], counts[..., NOT_FINITE], edges)
+
+    def _table_of(self, kind: str, tables: dict[str, list[str]]) -> tuple[str, list[str]]:
+        """The group and the columns of a kind."""
+        group_by_kind = _group_by_kind(tables)
+        if kind not in group_by_kind:
+            message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
+            raise KeyError(message)
+        return group_by_kind[kind], tables[group_by_kind[kind]]
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """One key's histograms.
@@ -133,7 +228,7 @@ class StoreReader:
         """Steps, rows of counts, and edges."""
         group, column = layout.split_histogram(key)
         with layout.open_store(self.path) as file:
-            columns = layout.read_columns(file).get(group, [])
+            columns = layout.read_columns_of(file, group)
             if column in columns:
                 steps, values = layout.read_steps(file[group]), file[group]["values"]
                 rows: NDArray[np.int64] = values[: len(steps), columns.index(column)]
@@ -184,16 +279,7 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
             ImportError: If xarray is not installed.
         """
-        xr = require("xarray", "xarray")
-        with layout.open_store(self.path) as file:
-            tables = _columns(file)
-            group_by_kind = {_head(group, columns): group for group, columns in tables.items()}
-            if kind not in group_by_kind:
-                message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
-                raise KeyError(message)
-            group = group_by_kind[kind]
-            steps, values = _read_table(file[group])
-        return _to_dataset(xr, steps, _keys_of(group, tables[group]), values)
+        return _to_dataset(require("xarray", "xarray"), self.matrix(kind))
 
     def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
         """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
@@ -299,6 +385,10 @@ def _keys_of(group: str, columns: list[str]) -> list[Key]:
     return [Key.parse(layout.join(group, column)) for column in columns]
 
 
+def _group_by_kind(tables: dict[str, list[str]]) -> dict[str, str]:
+    return {_head(group, columns): group for group, columns in tables.items()}
+
+
 def _head(group: str, columns: list[str]) -> str:
     """A group's kind as a user knows it."""
     return layout.join(group, columns[0])[: -len(columns[0])].removesuffix("/") or group
@@ -320,14 +410,14 @@ def _tidy(
     return {"step": steps[row], **tidy, "value": values[row, column]}
 
 
-def _to_dataset(xr: ModuleType, steps: NDArray[np.int64], keys: list[Key], values: NDArray[np.float64]) -> xarray.Dataset:
+def _to_dataset(xr: ModuleType, matrix: Matrix) -> xarray.Dataset:
+    keys, steps = matrix.keys, matrix.steps
     sites = list(dict.fromkeys(key.site for key in keys))
     place = {site: index for index, site in enumerate(sites)}
-    columns = np.where(layout.is_absent(values), np.nan, values)
     statistics = dict.fromkeys(key.statistic for key in keys)
     cubes = {statistic: np.full((len(sites), len(steps)), np.nan) for statistic in statistics}
     for column, key in enumerate(keys):
-        cubes[key.statistic][place[key.site]] = columns[:, column]
+        cubes[key.statistic][place[key.site]] = matrix.values[:, column]
     dataset: xarray.Dataset = xr.Dataset(
         {name: (("step", "site"), cube.T) for name, cube in cubes.items()}, coords={"step": steps, "site": sites}
     )

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import h5py
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_module_monitor.record import MAX_SITE_LENGTH, MAX_STATISTIC_LENGTH, RawTensor, Record
 from lightning_module_monitor.sinks import layout, writer
+
+if TYPE_CHECKING:  # who reads numbers only does without torch
+    from torch import Tensor
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _ROW = np.dtype(
@@ -115,6 +116,8 @@ def read_tensors(file: h5py.File) -> list[StoredTensor]:
 
 def read_tensor(file: h5py.File, stored: StoredTensor) -> Tensor:
     """One tensor of a file, on the CPU, bit for bit as it was."""
+    import torch
+
     value = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if stored.num_bytes:
         file["data"].read_direct(_to_bytes(value), np.s_[stored.start : stored.start + stored.num_bytes])
@@ -161,6 +164,8 @@ def _size(tensor: Tensor) -> int:
 
 def _to_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The elements of a tensor on the CPU in C order, shape ``(bytes,)``; of a plain one its own memory."""
+    import torch
+
     data: NDArray[np.uint8] = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return data
 

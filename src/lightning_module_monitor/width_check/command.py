@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.width_check.check import coordinate_check
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 T = TypeVar("T")
 
@@ -66,6 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If CONFIG is wrong.
         ImportError: If an extra is not installed.
     """
+    from lightning.pytorch import LightningDataModule
+
+    from lightning_module_monitor.width_check.check import coordinate_check
+
+    # What a small run on purpose does, and what Lightning calls of torch.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+    # A console script finds no modules in the current folder by itself, as "python -m" does: there the user's classes are.
+    sys.path.insert(0, str(Path.cwd()))
     config = _read(arguments.config)
     for path, module, extra in ((arguments.figure, "matplotlib", "plot"), (arguments.table, "pandas", "pandas")):
         if path is not None:
@@ -83,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -103,6 +115,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _factory(model: object, width_argument: object) -> Callable[[int], LightningModule]:
     """A function from a width to the module that the configuration describes."""
+    from lightning.pytorch import LightningModule
+
     spec: object = {"class_path": model} if isinstance(model, str) else model
     if not isinstance(spec, Mapping) or "class_path" not in spec:
         raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")

@@ -1,0 +1,1 @@
+"""What the command line does with stores, one subcommand a file."""

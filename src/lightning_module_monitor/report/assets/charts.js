@@ -1,0 +1,282 @@
+// Charts by plotly, in the page's colours: heat maps, and lines.
+"use strict";
+
+// Okabe and Ito's colours, which people who are colour-blind tell apart; the yellow is left out, which nobody sees on white.
+const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
+const NOT_FINITE = "#e4003a";
+const CONFIG = {
+  responsive: true,
+  displaylogo: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"], // what a run is about is nobody else's business
+  plotlyServerURL: "",
+  showSendToCloud: false,
+};
+
+/** The colour of a chart's n-th line. */
+function lineColor(index) {
+  const colors = LINES[document.documentElement.dataset.dark];
+  return colors[index % colors.length];
+}
+
+/** A colour of the style sheet. */
+function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** A colour with an opacity. */
+function faded(hex, opacity) {
+  const [red, green, blue] = [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
+  return `rgba(${red},${green},${blue},${opacity})`;
+}
+
+/** What all charts have in common. */
+function layoutOf(options) {
+  const axis = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("line"), ticks: "outside", tickcolor: color("line") };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: color("plot"),
+    font: { family: "inherit", size: 12, color: color("ink") },
+    margin: { l: 60, r: 16, t: 12 + (options.title ? 22 : 0) + 22 * (options.legendRows || 0), b: 44 },
+    height: options.height,
+    title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
+    hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },
+    legend: { orientation: "h", y: 1.01, yanchor: "bottom", x: 0, xanchor: "left", bgcolor: "rgba(0,0,0,0)" },
+    xaxis: { ...axis, ...options.xaxis },
+    yaxis: { ...axis, ...options.yaxis },
+    showlegend: Boolean(options.legend),
+    shapes: options.shapes || [],
+    annotations: options.annotations || [],
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("faint"), activecolor: color("accent") },
+    dragmode: "zoom",
+    hovermode: options.hovermode || "closest",
+    uirevision: options.uirevision, // zoom stays while this stays
+  };
+}
+
+/** Text that plotly does not take for markup. */
+function escapeText(text) {
+  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+/** Names without the modules that all have in common, at their ends first; each stays one of a kind. */
+function shortNames(names, most = 44) {
+  const parts = names.map((name) => name.split("."));
+  let common = 0;
+  while (names.length > 1 && parts.every((part) => part.length > common + 1 && part[common] === parts[0][common])) common++;
+  const short = parts.map((part) => {
+    return part.slice(common).join(".");
+  });
+  const cut = short.map((name) => (name.length > most ? `…${name.slice(-most + 1)}` : name));
+  return { short: new Set(cut).size === names.length ? cut : short, common: parts.length ? parts[0].slice(0, common).join(".") : "" };
+}
+
+/** Whether steps are so unevenly spaced (1, 2, 5, 10, ...) that they are drawn side by side, and not to scale. */
+function isUneven(steps) {
+  if (steps.length < 3) return false;
+  const gaps = steps.slice(1).map((step, index) => step - steps[index]);
+  return Math.max(...gaps) > 4 * quantile(gaps, 0.5);
+}
+
+/** An axis of steps. */
+function stepAxis(steps) {
+  const title = { text: "optimizer step", standoff: 6 };
+  return isUneven(steps) ? { type: "category", title, nticks: 12 } : { title };
+}
+
+/** Round marks of a logarithmic colour bar. */
+function logTicks(low, high) {
+  const from = Math.floor(low);
+  const to = Math.ceil(high);
+  const values = [];
+  const stride = Math.max(1, Math.ceil((to - from) / 8));
+  for (let power = from; power <= to; power += stride) {
+    for (const digit of to - from <= 2 ? [1, 2, 5] : [1]) values.push(power + Math.log10(digit));
+  }
+  return { tickvals: values, ticktext: values.map((value) => format(Number((10 ** value).toPrecision(1)))) };
+}
+
+/**
+ * A heat map.
+ *
+ * rows: names; columns: names or numbers; value(row, column): a number, or undefined where there is none.
+ * scale: "log", "linear" or "signed" (around zero); range: [low, high] of the numbers that colours stand for.
+ * hover(row, column, text): lines of what a cell says.
+ */
+function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height }) {
+  const { short } = shortNames(rows);
+  const colored = [];
+  const texts = [];
+  const zero = [];
+  const broken = [];
+  let anyZero = false;
+  let anyBroken = false;
+  for (let row = 0; row < rows.length; row++) {
+    const numbers = new Float32Array(columns.length).fill(NaN);
+    const words = new Array(columns.length);
+    const zeros = new Array(columns.length).fill(null);
+    const brokens = new Array(columns.length).fill(null);
+    for (let column = 0; column < columns.length; column++) {
+      const number = value(row, column);
+      if (number === undefined) continue;
+      words[column] = number;
+      if (!Number.isFinite(number)) [brokens[column], anyBroken] = [1, true];
+      else if (scale === "log" && number === 0) [zeros[column], anyZero] = [1, true];
+      else numbers[column] = scale === "log" ? Math.log10(Math.abs(number)) : number;
+    }
+    colored.push(numbers);
+    texts.push(words);
+    zero.push(zeros);
+    broken.push(brokens);
+  }
+  const [low, high] = scale === "log" ? range.map(Math.log10) : range;
+  const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  const common = { type: "heatmap", x: columns, y: short, hoverinfo: "skip", showscale: false };
+  const traces = [
+    {
+      ...common,
+      z: colored,
+      hoverinfo: "none", // it is told by followPointer
+      hoverongaps: true,
+      colorscale: scale === "signed" ? "RdBu" : "Viridis",
+      zmin: scale === "signed" ? -bound : low,
+      zmax: scale === "signed" ? bound : high,
+      showscale: true,
+      colorbar: { title: { text: escapeText(label), side: "right" }, thickness: 12, outlinewidth: 0, ...(scale === "log" ? logTicks(low, high) : {}) },
+    },
+  ];
+  const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
+  if (anyZero) traces.push({ ...common, ...plain(color("zero")), z: zero });
+  if (anyBroken) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: broken }); // red is taken there
+  const layout = layoutOf({
+    title,
+    height: height || Math.min(820, Math.max(190, 86 + 17 * rows.length)),
+    xaxis: { showgrid: false, ...xaxis },
+    yaxis: { type: "category", autorange: "reversed", automargin: true, showgrid: false, ticks: "", tickfont: { size: 11 } },
+    uirevision,
+  });
+  div.describe = (row, column) => hover(row, column, texts[row][column] === undefined ? "not recorded" : format(texts[row][column]));
+  div.cells = { rows: rows.length, columns: columns.length, names: rows };
+  const drawn = Plotly.react(div, traces, layout, CONFIG).then(() => followPointer(div));
+  makeCursor(div, short, columns);
+  return drawn;
+}
+
+/** What a cell says: beside the pointer, and for the cursor of the keyboard in the line below. */
+function followPointer(div) {
+  if (div.isFollowed) return;
+  div.isFollowed = true;
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  div.append(tip);
+  div.on("plotly_hover", ({ points, event }) => {
+    const [row, column] = points[0].pointIndex;
+    tip.textContent = div.describe(row, column);
+    tip.hidden = false;
+    const box = div.getBoundingClientRect();
+    const left = event.clientX - box.left;
+    tip.style.right = "auto";
+    tip.style.left = `${left > box.width / 2 ? left - tip.offsetWidth - 14 : left + 14}px`;
+    tip.style.top = `${Math.min(event.clientY - box.top + 12, box.height - tip.offsetHeight - 4)}px`;
+  });
+  div.on("plotly_unhover", () => (tip.hidden = true));
+  div.on("plotly_click", ({ points }) => div.pick && div.pick(points[0].pointIndex[0]));
+}
+
+/** A heat map's cursor: arrow keys move it, Enter picks its row. */
+function makeCursor(div, labels, columns) {
+  div.tabIndex = 0;
+  div.setAttribute("role", "application");
+  div.setAttribute("aria-label", `Heat map of ${div.cells.rows} rows and ${div.cells.columns} columns; arrow keys say what a cell holds`);
+  div.cursor = null;
+  div.onkeydown = (event) => {
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (event.key === "Enter" && div.cursor && div.pick) div.pick(div.cursor[0]);
+    if (!move || !div.cells.rows) return;
+    event.preventDefault();
+    const [row, column] = div.cursor || [0, -1];
+    const clamp = (value, count) => Math.max(0, Math.min(count - 1, value));
+    div.cursor = [clamp(row + move[0], div.cells.rows), clamp(column + move[1], div.cells.columns)];
+    const mark = { symbol: "square-open", size: 13, color: color("accent"), line: { width: 3 } };
+    const cursor = { type: "scatter", mode: "markers", x: [columns[div.cursor[1]]], y: [labels[div.cursor[0]]], marker: mark, hoverinfo: "skip" };
+    const others = div.data.filter((trace) => trace.type === "heatmap");
+    Plotly.react(div, [...others, { ...cursor, showlegend: false }], div.layout, CONFIG);
+    const words = div.describe(...div.cursor);
+    document.getElementById("status").textContent = words;
+    Object.assign(div.querySelector(".tip"), { textContent: words, hidden: false }).style.cssText = "left: auto; right: 4rem; top: 2.2rem";
+  };
+  div.onblur = () => (div.querySelector(".tip").hidden = true);
+}
+
+/** A chart of lines. Where it is logarithmic, a zero is a mark at the bottom. */
+function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annotations, uirevision, legend, isLog, hovermode }) {
+  const scale = isLog ? logAxis(traces, yaxis?.range) : {};
+  const drawn = traces.flatMap((trace) => (isLog ? withZeros(trace, 10 ** scale.range[0]) : [trace]));
+  const layout = layoutOf({
+    title,
+    height: height || 260,
+    xaxis,
+    yaxis: { title: { text: escapeText(label || ""), standoff: 4 }, automargin: true, exponentformat: "e", ...scale, ...yaxis },
+    shapes,
+    annotations,
+    uirevision,
+    legend,
+    legendRows: legend ? rowsOfLegend(traces, div.clientWidth) : 0,
+    hovermode,
+  });
+  return Plotly.react(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout, CONFIG);
+}
+
+/** How many rows a legend takes, about. */
+function rowsOfLegend(traces, width) {
+  const widths = traces.filter((trace) => trace.showlegend !== false).map((trace) => 55 + 7 * String(trace.name).length);
+  return Math.max(1, Math.ceil((widths.length * Math.max(0, ...widths)) / Math.max(200, width - 90)));
+}
+
+/** A trace, and its zeros as marks at the bottom of a logarithmic axis. */
+function withZeros(trace, bottom) {
+  const zeros = [...trace.y].map((_, index) => index).filter((index) => trace.y[index] === 0);
+  if (!zeros.length) return [trace];
+  const pick = (list) => zeros.map((index) => list[index]);
+  const marker = { symbol: "triangle-down-open", size: 7, color: trace.line?.color };
+  const marks = { x: pick(trace.x), y: zeros.map(() => bottom), mode: "markers", marker, hoverinfo: "text", text: trace.text ? pick(trace.text) : zeros.map(() => "0"), showlegend: false };
+  return [{ ...trace, y: [...trace.y].map((number) => (number === 0 ? null : number)) }, { ...marks, cliponaxis: false }];
+}
+
+/** A logarithmic axis whose marks do not crowd; its range holds all numbers, or is given. */
+function logAxis(traces, given) {
+  const numbers = traces.flatMap((trace) => [...trace.y]).filter((number) => number > 0);
+  const [low, high] = numbers.length ? [Math.log10(Math.min(...numbers)), Math.log10(Math.max(...numbers))] : [0, 1];
+  const room = 0.06 * (high - low) + 0.05;
+  const range = given || [low - room, high + room];
+  const decades = range[1] - range[0];
+  return { type: "log", range, dtick: decades > 1.5 ? Math.max(1, Math.ceil(decades / 7)) : "D2" };
+}
+
+/** Whether positive numbers differ so much that only a logarithm shows all of them. */
+function wantsLog(numbers) {
+  let low = Infinity;
+  let high = 0;
+  for (const number of numbers) {
+    if (!Number.isFinite(number)) continue;
+    if (number < 0) return false;
+    if (number > 0) [low, high] = [Math.min(low, number), Math.max(high, number)];
+  }
+  return high > 20 * low;
+}
+
+/** A line over steps, with a mark where the number is not finite. */
+function lineOverSteps(name, loaded, row, line) {
+  const values = rowOf(loaded, row);
+  const steps = loaded.steps;
+  const text = steps.map((step, column) => `${escapeText(name)}<br>step ${step}: ${format(values[column])}`);
+  const finite = [...values].map((value) => (Number.isFinite(value) ? value : null));
+  const traces = [{ x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } }];
+  const bad = steps.map((_, column) => column).filter((column) => isRecorded(loaded, row, column) && !Number.isFinite(values[column]));
+  if (bad.length) {
+    const top = Math.max(...finite.filter((value) => value !== null), 1e-30);
+    const marker = { symbol: "x", size: 8, color: NOT_FINITE };
+    traces.push({ x: bad.map((column) => steps[column]), y: bad.map(() => top), mode: "markers", marker, text: bad.map((column) => text[column]), hoverinfo: "text", showlegend: false });
+  }
+  return traces;
+}

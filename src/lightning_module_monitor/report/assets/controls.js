@@ -1,0 +1,40 @@
+// What the sections have in common: their controls, the search, and which names they take.
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+const several = page.runs.length > 1;
+const search = { text: "", accepts: () => true };
+
+/** Fill a select with options; keeps what was chosen, where it is still there. */
+function fill(select, options, chosen) {
+  const before = chosen ?? select.value;
+  select.replaceChildren(...options.map(([value, text]) => new Option(text ?? value, value)));
+  if (options.some(([value]) => String(value) === String(before))) select.value = before;
+}
+
+/** As many chart containers in a box as there are titles. */
+function charts(box, count) {
+  while (box.children.length > count) {
+    Plotly.purge(box.lastChild);
+    box.lastChild.remove();
+  }
+  while (box.children.length < count) {
+    const div = document.createElement("div");
+    div.className = "chart";
+    box.append(div);
+  }
+  return [...box.children];
+}
+
+/** A slider over steps: its label says the step. */
+function slider(input, output, steps) {
+  const atEnd = input.value === input.max;
+  input.max = Math.max(0, steps.length - 1);
+  if (atEnd || Number(input.value) > steps.length - 1) input.value = input.max;
+  const step = steps[Number(input.value)];
+  output.textContent = `step ${step}`;
+  input.setAttribute("aria-valuetext", `step ${step}`);
+  return step;
+}
+
+const filtered = (sites) => sites.filter(search.accepts);

@@ -1,0 +1,104 @@
+// The numbers of the page: decoded when they are asked for, and kept.
+"use strict";
+
+const ABSENT_BITS = 0x7fc00001;
+
+const page = JSON.parse(document.getElementById("payload").textContent);
+
+/** The numbers of a packed array: base64, deflated, byte planes of float32. */
+async function unpack(text) {
+  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+  const count = planes.length / 4;
+  const bytes = new Uint8Array(planes.length);
+  for (let plane = 0; plane < 4; plane++) {
+    for (let index = 0; index < count; index++) bytes[4 * index + plane] = planes[plane * count + index];
+  }
+  return new Float32Array(bytes.buffer);
+}
+
+/** A table's numbers and what they are of. Rows are sites, columns are steps. */
+async function load(table) {
+  if (!table.loaded) {
+    const values = await unpack(table.data);
+    const first = page.lists[table.first];
+    table.loaded = {
+      values,
+      bits: new Uint32Array(values.buffer),
+      sites: page.lists[table.sites],
+      steps: first,
+      lastSteps: page.lists[table.last],
+      rowOf: new Map(page.lists[table.sites].map((site, row) => [site, row])),
+      columns: first.length,
+    };
+    table.data = null; // the text is not needed any more
+  }
+  return table.loaded;
+}
+
+/** Whether something was recorded there, be it NaN. */
+function isRecorded(loaded, row, column) {
+  return loaded.bits[row * loaded.columns + column] !== ABSENT_BITS;
+}
+
+/** One site's numbers: NaN also where nothing was recorded. */
+function rowOf(loaded, row) {
+  return loaded.values.subarray(row * loaded.columns, (row + 1) * loaded.columns);
+}
+
+/** One step's numbers for some rows. */
+function columnOf(loaded, column, rows) {
+  return rows.map((row) => loaded.values[row * loaded.columns + column]);
+}
+
+/** The run's table of a kind and statistic, if it has one. */
+function findTable(run, kind, statistic) {
+  return run.tables.find((table) => table.kind === kind && table.statistic === statistic);
+}
+
+/** Every pair of kind and statistic that a run has, in the order of the first that has it. */
+function tableNames(accept) {
+  const names = new Map();
+  for (const run of page.runs) {
+    for (const table of run.tables) {
+      if (accept(table)) names.set(`${table.kind}/${table.statistic}`, { kind: table.kind, statistic: table.statistic, base: table.base });
+    }
+  }
+  return [...names.values()];
+}
+
+/** Sites of several loaded tables, each once, in the order of the first. */
+function unionOfSites(loadedTables) {
+  return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.sites : [])))];
+}
+
+/** Steps of several loaded tables, ascending. */
+function unionOfSteps(loadedTables) {
+  return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.steps : [])))].sort((a, b) => a - b);
+}
+
+/** The column of the newest record at a step or before it; -1 if there is none. */
+function columnAt(loaded, step) {
+  let column = -1;
+  while (column + 1 < loaded.columns && loaded.steps[column + 1] <= step) column++;
+  return column;
+}
+
+/** Median, or another quantile, of finite numbers; NaN of none. */
+function quantile(numbers, share) {
+  const sorted = numbers.filter(Number.isFinite).sort((a, b) => a - b);
+  if (!sorted.length) return NaN;
+  const place = (sorted.length - 1) * share;
+  const low = Math.floor(place);
+  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (place - low);
+}
+
+/** A number as people read it. */
+function format(value) {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  if (value === 0) return "0";
+  const magnitude = Math.abs(value);
+  return magnitude >= 1e5 || magnitude < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
+}

@@ -1,0 +1,211 @@
+// The section of heat maps: layers by steps, grouped by module, of several runs side by side and their difference.
+"use strict";
+
+const SIGNED = new Set(["mean", "log_gain", "cosine", "min", "max"]);
+
+function scaleOf(wish, loadedTables, statistic) {
+  if (wish !== "auto") return wish;
+  const anyNegative = loadedTables.some((loaded) => loaded && loaded.values.some((value) => value < 0));
+  if (anyNegative) return SIGNED.has(statistic) ? "signed" : "linear";
+  return wantsLog(loadedTables.flatMap((loaded) => (loaded ? [extent(loaded.values, 0, true)].flat() : []))) ? "log" : "linear";
+}
+
+/** Smallest and largest finite number (of the positive ones, if a logarithm is wanted), without the outer shares. */
+function extent(values, trim, isPositive) {
+  const name = `${trim}${isPositive}`;
+  if (!extents.has(values)) extents.set(values, {});
+  return (extents.get(values)[name] ??= newExtent(values, trim, isPositive));
+}
+
+const NOTHING = [1e-30, 1e-30]; // the extent where there is no number
+const extents = new WeakMap(); // by array: a slider asks again and again
+
+function newExtent(values, trim, isPositive) {
+  const numbers = values.filter((value) => Number.isFinite(value) && (!isPositive || value > 0));
+  if (!numbers.length) return NOTHING;
+  if (!trim) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const number of numbers) [low, high] = [number < low ? number : low, number > high ? number : high];
+    return [low, high];
+  }
+  const sorted = Float32Array.from(numbers).sort();
+  return [sorted[Math.floor(trim * (sorted.length - 1))], sorted[Math.ceil((1 - trim) * (sorted.length - 1))]];
+}
+
+/** The first parts of a name. */
+const prefixOf = (site, depth) => site.split(".").slice(0, depth).join(".");
+
+/** Sites by the first parts of their names. */
+function groupsOf(sites, depth) {
+  const groups = new Map();
+  for (const site of sites) {
+    const prefix = prefixOf(site, depth);
+    if (!groups.has(prefix)) groups.set(prefix, []);
+    groups.get(prefix).push(site);
+  }
+  return [...groups];
+}
+
+/** The depths at which sites can be grouped, and how many groups there are then. */
+function depthsOf(sites) {
+  const deepest = Math.max(0, ...sites.map((site) => site.split(".").length));
+  const depths = [];
+  for (let depth = 1; depth < deepest; depth++) {
+    const count = new Set(sites.map((site) => prefixOf(site, depth))).size;
+    if (count > 1 && count < sites.length) depths.push([depth, count]);
+  }
+  return depths;
+}
+
+const MANY_ROWS = 120;
+
+const heat = {
+  async draw() {
+    const { kind, statistic } = JSON.parse(byId("heat-table").value);
+    const loadedTables = await Promise.all(
+      page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)),
+    );
+    const all = unionOfSites(loadedTables);
+    const sites = filtered(all);
+    const depth = this.depth(sites);
+    const groups = depth ? groupsOf(sites, depth) : sites.map((site) => [site, [site]]);
+    const scale = scaleOf(byId("heat-scale").value, loadedTables, statistic);
+    const trim = byId("heat-trim").checked ? 0.01 : 0;
+    const ranges = loadedTables.filter(Boolean).map((loaded) => extent(loaded.values, trim, scale === "log"));
+    const told = ranges.filter((one) => one !== NOTHING);
+    const range = told.length ? [Math.min(...told.map(([low]) => low)), Math.max(...told.map(([, high]) => high))] : [0.1, 1];
+    const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
+    const common = { rows: groups.map(([name]) => name), scale, range, label: statistic };
+    byId("heat-charts").classList.toggle("many", several);
+    loadedTables.forEach((loaded, index) => {
+      const title = several ? page.runs[index].name : undefined;
+      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title }, kind);
+      else Plotly.react(boxes[index], [], layoutOf({ title: `${title}: not recorded`, height: 120 }), CONFIG);
+    });
+    for (let index = 1; index < page.runs.length; index++) {
+      this.drawDifference(boxes[page.runs.length - 1 + index], loadedTables[0], loadedTables[index], groups, scale, index);
+    }
+    this.tell(all, sites, groups, depth, loadedTables);
+    this.curve(kind, statistic, loadedTables, sites);
+  },
+
+  depth(sites) {
+    const depths = depthsOf(sites);
+    const automatic = sites.length <= MANY_ROWS ? undefined : depths.filter(([, count]) => count <= MANY_ROWS).pop();
+    const select = byId("heat-group");
+    const text = automatic ? `automatic: depth ${automatic[0]}, ${automatic[1]} groups` : `automatic: every site`;
+    fill(select, [["auto", text], ["0", `every site (${sites.length})`], ...depths.map(([depth, count]) => [depth, `depth ${depth}: ${count} groups`])]);
+    byId("heat-aggregate").disabled = !(select.value === "auto" ? automatic : Number(select.value));
+    return select.value === "auto" ? (automatic ? automatic[0] : 0) : Number(select.value);
+  },
+
+  /** A group's number: what is not finite shows in any case. */
+  aggregate(loaded, sites, column) {
+    const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined && isRecorded(loaded, row, column));
+    if (!rows.length) return undefined;
+    const numbers = columnOf(loaded, column, rows);
+    if (numbers.length === 1) return numbers[0];
+    const broken = numbers.find((number) => !Number.isFinite(number));
+    if (broken !== undefined) return broken;
+    const how = byId("heat-aggregate").value;
+    return how === "median" ? quantile(numbers, 0.5) : how === "largest" ? Math.max(...numbers) : Math.min(...numbers);
+  },
+
+  drawRun(div, loaded, groups, options, kind) {
+    const columns = isUneven(loaded.steps) ? loaded.steps.map(String) : loaded.steps;
+    heatmap(div, {
+      ...options,
+      columns,
+      value: (row, column) => this.aggregate(loaded, groups[row][1], column),
+      hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.label} ${text}`),
+      xaxis: stepAxis(loaded.steps),
+      uirevision: `${kind}${search.text}${groups.length}`,
+    });
+    div.pick = (row) => this.pick(groups[row]);
+  },
+
+  words(loaded, [name, sites], column, text) {
+    const [first, last] = [loaded.steps[column], loaded.lastSteps[column]];
+    const steps = first === last ? `step ${first}` : `steps ${first} to ${last}`;
+    const of = sites.length > 1 ? ` (${byId("heat-aggregate").value} of ${sites.length} sites)` : "";
+    return `${name}${of}\n${steps}\n${text}`;
+  },
+
+  drawDifference(div, loaded, other, groups, scale, index) {
+    const title = `${page.runs[index].name} against ${page.runs[0].name}`;
+    if (!loaded || !other) {
+      Plotly.react(div, [], layoutOf({ title: `${title}: not in both`, height: 120 }), CONFIG);
+      return;
+    }
+    const partner = loaded.steps.map((step) => nearestColumn(other, step));
+    const matched = groups.map(([name, sites]) => [name, sites.filter((site) => loaded.rowOf.has(site) && other.rowOf.has(site))]);
+    const difference = (row, column) => {
+      const [name, sites] = matched[row];
+      if (!sites.length || partner[column] < 0) return undefined;
+      const [before, after] = [this.aggregate(loaded, sites, column), this.aggregate(other, sites, partner[column])];
+      if (before === undefined || after === undefined) return undefined;
+      if (scale !== "log") return after - before;
+      return before === after ? 0 : Math.log2(after / before); // 0 against 0 is no difference
+    };
+    let largest = 0;
+    for (let row = 0; row < groups.length; row++) {
+      for (let column = 0; column < loaded.columns; column++) {
+        const value = difference(row, column);
+        if (Number.isFinite(value)) largest = Math.max(largest, Math.abs(value));
+      }
+    }
+    const label = scale === "log" ? "log2 of the ratio" : "difference";
+    const columns = isUneven(loaded.steps) ? loaded.steps.map(String) : loaded.steps;
+    const hover = (row, column, text) => this.words(loaded, groups[row], column, `${label} ${text}`);
+    const range = [-largest, largest];
+    heatmap(div, { rows: groups.map(([name]) => name), columns, value: difference, hover, scale: "signed", range, title, xaxis: stepAxis(loaded.steps), label });
+    div.pick = (row) => this.pick(groups[row]);
+  },
+
+  /** A row was picked: of a group its sites are shown, of a site its curve. */
+  pick([name, sites]) {
+    if (sites.length > 1) {
+      byId("search").value = name;
+      byId("heat-group").value = "auto";
+      changeSearch();
+    } else {
+      byId("heat-site").value = name;
+      this.draw();
+    }
+  },
+
+  tell(all, sites, groups, depth, loadedTables) {
+    const { common } = shortNames(groups.map(([name]) => name));
+    const told = [];
+    if (sites.length < all.length) told.push(`${sites.length} of ${all.length} sites match the search.`);
+    if (common) told.push(`All names begin with “${common}.”`);
+    if (depth) told.push("A row is a group of sites: click it, or press Enter, to see them.");
+    const condensed = loadedTables.find((loaded) => loaded && loaded.steps.some((step, column) => step !== loaded.lastSteps[column]));
+    if (condensed) told.push("A column stands for several records: of each site it shows the value of the largest magnitude, and before all one that is not finite.");
+    byId("heat-note").textContent = told.join(" ");
+  },
+
+  curve(kind, statistic, loadedTables, sites) {
+    const select = byId("heat-site");
+    fill(select, sites.map((site) => [site, site]));
+    const site = select.value;
+    const traces = loadedTables.flatMap((loaded, index) => {
+      const row = loaded && loaded.rowOf.get(site);
+      if (row === undefined) return [];
+      return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
+    });
+    const isLog = wantsLog(traces.flatMap((trace) => trace.y));
+    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
+    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label: statistic, xaxis, isLog, legend: several, height: 240 });
+  },
+};
+
+/** The column whose step is nearest, if it is not farther than half a step of the schedule; else -1. */
+function nearestColumn(loaded, step) {
+  let best = 0;
+  for (let column = 1; column < loaded.columns; column++) {
+    if (Math.abs(loaded.steps[column] - step) < Math.abs(loaded.steps[best] - step)) best = column;
+  }
+  const gap = loaded.columns > 1 ? (loaded.steps[loaded.columns - 1] - loaded.steps[0]) / (loaded.columns - 1) : 0;
+  return Math.abs(loaded.steps[best] - step) <= gap / 2 ? best : -1;
+}

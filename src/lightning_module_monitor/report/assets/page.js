@@ -1,0 +1,119 @@
+// The page: draws what is in view, and answers the search, the controls and the theme.
+"use strict";
+
+const sections = { heat, profiles, updates, rcc, attention, histograms };
+const visible = new Set();
+
+function draw(name) {
+  sections[name].draw().catch((error) => {
+    console.error(error);
+    byId(`${name}-error`).textContent = `This could not be drawn: ${error}`;
+  });
+}
+
+const waiting = new Set();
+
+/** Draw once, however often a slider has moved until the browser gets to it. */
+function drawSoon(name) {
+  if (waiting.has(name)) return;
+  waiting.add(name);
+  requestAnimationFrame(() => {
+    waiting.delete(name);
+    draw(name);
+  });
+}
+
+/** Draw what is in view; the rest is drawn when it comes into view. */
+function drawVisible() {
+  for (const section of document.querySelectorAll("section[data-drawn]")) delete section.dataset.drawn;
+  for (const name of visible) show(name);
+}
+
+function show(name) {
+  const section = byId(name);
+  if (section.dataset.drawn) return;
+  section.dataset.drawn = "yes";
+  draw(name);
+}
+
+function changeSearch() {
+  const text = byId("search").value.trim();
+  let accepts = (site) => site.toLowerCase().includes(text.toLowerCase());
+  const pattern = /^\/(.*)\/$/.exec(text);
+  if (pattern) {
+    try {
+      const expression = new RegExp(pattern[1], "i");
+      accepts = (site) => expression.test(site);
+    } catch {
+      accepts = () => false; // half typed
+    }
+  }
+  Object.assign(search, { text, accepts });
+  const all = [...new Set(page.runs.flatMap((run) => run.tables.flatMap((table) => page.lists[table.sites])))];
+  const found = all.filter(accepts).length;
+  byId("search-count").textContent = text ? `${found} of ${all.length} sites` : `${all.length} sites`;
+  for (const row of document.querySelectorAll("tr[data-site]")) row.hidden = !accepts(row.dataset.site);
+  drawVisible();
+}
+
+/** Show a finding's series: its kind and statistic in the heat map, its curve below. */
+function showSeries({ kind, statistic, site }) {
+  byId("search").value = "";
+  changeSearch();
+  byId("heat-table").value = JSON.stringify({ kind, statistic });
+  fill(byId("heat-site"), [[site]], site);
+  draw("heat");
+  byId("heat").scrollIntoView();
+}
+
+function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function applyTheme() {
+  document.documentElement.dataset.dark = isDark() ? "yes" : "no";
+  byId("theme").textContent = isDark() ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+  drawVisible();
+}
+
+function later(action, pause) {
+  let timer;
+  return () => {
+    clearTimeout(timer);
+    timer = setTimeout(action, pause);
+  };
+}
+
+function start() {
+  fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
+  for (const control of document.querySelectorAll("section select, section input")) {
+    const name = control.closest("section").id;
+    control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
+  }
+  byId("search").addEventListener("input", later(changeSearch, 150));
+  byId("theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    applyTheme();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+  for (const button of document.querySelectorAll("button[data-series]")) {
+    button.addEventListener("click", () => showSeries(JSON.parse(button.dataset.series)));
+  }
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const { isIntersecting, target } of entries) {
+        if (isIntersecting) visible.add(target.id);
+        else visible.delete(target.id);
+        if (isIntersecting) show(target.id);
+      }
+    },
+    { rootMargin: "200px" },
+  );
+  applyTheme();
+  changeSearch();
+  for (const name of Object.keys(sections)) if (byId(name)) watcher.observe(byId(name));
+}
+
+start();

@@ -1,0 +1,225 @@
+// The sections of lines: profiles over depth, update ratios, and the refined coordinate check.
+"use strict";
+
+const SIZES = ["rms", "norm", "abs_max", "abs_mean"];
+const PROFILES = [
+  ["activation", SIZES],
+  ["activation_gradient", SIZES],
+  ["gradient_before_clip", SIZES],
+  ["gradient", SIZES],
+  ["gradient_flow", ["gain"]],
+  ["update", ["ratio"]],
+  ["parameter", SIZES],
+];
+
+/** The tables that make profiles: of each kind the first statistic that there is. */
+function profileTables() {
+  const names = tableNames((table) => table.stage === "train");
+  return PROFILES.map(([base, statistics]) => {
+    const there = statistics.map((statistic) => names.find((name) => name.base === base && name.statistic === statistic));
+    return there.find(Boolean);
+  }).filter(Boolean);
+}
+
+const CROWD = 150; // sites whose line would be a band
+
+/** Lines over sites at a step, one for each run, and behind them what the run has had so far. */
+function profileTraces(loadedTables, sites, step, looks = {}) {
+  const places = sites.map((_, index) => index);
+  const traces = [];
+  loadedTables.forEach((loaded, index) => {
+    if (!loaded) return;
+    const column = columnAt(loaded, step);
+    if (column < 0) return;
+    const rows = sites.map((site) => loaded.rowOf.get(site));
+    const at = (place) => rows.map((row) => (row === undefined ? null : finiteOrNull(loaded.values[row * loaded.columns + place])));
+    const line = looks.color || lineColor(index);
+    if (!several && !looks.color) {
+      traces.push({ x: places, y: at(0), name: `step ${loaded.steps[0]}`, mode: sites.length > CROWD ? "markers" : "lines", marker: { size: 2, color: color("faint") }, line: { color: color("faint"), width: 1.5, dash: "dot" }, hoverinfo: "skip" });
+    }
+    const values = at(column);
+    const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
+    const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
+    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}`);
+    const bad = places.filter((place) => rows[place] !== undefined && isRecorded(loaded, rows[place], column) && values[place] === null);
+    if (bad.length) {
+      const top = Math.max(...values.filter((value) => value > 0), 1e-30);
+      const cross = { symbol: "x", size: 8, color: NOT_FINITE };
+      traces.push({ x: bad, y: bad.map(() => top), text: bad.map((place) => text[place]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
+    }
+    const isCrowded = sites.length > CROWD;
+    const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
+    const mode = isCrowded ? "markers" : "lines+markers";
+    traces.push({ x: places, y: values, name: escapeText(name), text, hoverinfo: "text", mode, marker, line: { color: line, dash: looks.dash } });
+  });
+  return traces;
+}
+
+const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
+
+const MOST_TICKS = 16;
+
+/** The axis of sites: each with its name, where there is room; else the modules that they are in. */
+function siteAxis(sites) {
+  const range = [-0.5, sites.length - 0.5];
+  const { short } = shortNames(sites);
+  const starts = (depth) => short.map((_, index) => index).filter((index) => !index || prefixOf(short[index], depth) !== prefixOf(short[index - 1], depth));
+  const deepest = Math.max(1, ...short.map((site) => site.split(".").length));
+  let [ticks, depth] = [starts(deepest), deepest];
+  while (ticks.length > MOST_TICKS && depth > 1) ticks = starts(--depth);
+  let free = -1; // where the next name has room
+  ticks = ticks.filter((index) => index >= free && (free = index + sites.length / 20));
+  const names = ticks.map((index) => prefixOf(short[index], depth)).map((name) => (name.length > 18 ? `…${name.slice(-17)}` : name));
+  return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
+}
+
+/** Smallest and largest number of a site. */
+function extentOfRow(loaded, row, isPositive) {
+  loaded.rows ??= new Map();
+  if (!loaded.rows.has(row)) loaded.rows.set(row, rowOf(loaded, row)); // the same array each time
+  return extent(loaded.rows.get(row), 0, isPositive);
+}
+
+/** Range of an axis that holds all steps, so that it stands still while the slider moves. */
+function steadyRange(loadedTables, sites, isLog) {
+  const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extentOfRow(loaded, row, isLog)) : []));
+  const low = Math.min(...numbers.map(([from]) => from).filter((from) => !isLog || from > 1e-30));
+  const high = Math.max(...numbers.map(([, to]) => to));
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return undefined;
+  if (isLog) return [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
+  const room = 0.05 * (high - low || 1);
+  return [low - room, high + room];
+}
+
+const profiles = {
+  async draw() {
+    const names = profileTables();
+    const loaded = await Promise.all(names.map((name) => loadAll(name.kind, name.statistic)));
+    const steps = unionOfSteps(loaded.flat());
+    const step = slider(byId("profiles-step"), byId("profiles-step-name"), steps);
+    const boxes = charts(byId("profiles-charts"), names.length);
+    names.forEach((name, index) => {
+      const sites = filtered(unionOfSites(loaded[index]));
+      const isLog = wantsLog(loaded[index].flatMap((one) => (one ? extent(one.values, 0, true) : [])));
+      lines(boxes[index], {
+        traces: profileTraces(loaded[index], sites, step),
+        title: `${name.kind}, ${name.statistic}`,
+        xaxis: siteAxis(sites),
+        yaxis: { range: steadyRange(loaded[index], sites, isLog) },
+        isLog,
+        legend: true,
+        height: 300,
+        uirevision: search.text,
+      });
+    });
+  },
+};
+
+/** The loaded tables of a kind and statistic, one for each run; undefined where a run has none. */
+function loadAll(kind, statistic) {
+  return Promise.all(page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)));
+}
+
+const CUSTOMARY = 1e-3;
+const FEW_SITES = 8;
+
+const updates = {
+  async draw() {
+    const [name] = tableNames((table) => table.base === "update" && table.statistic === "ratio" && table.stage === "train");
+    const loadedTables = await loadAll(name.kind, name.statistic);
+    const sites = filtered(unionOfSites(loadedTables));
+    const traces = loadedTables.flatMap((loaded, index) => {
+      if (!loaded) return [];
+      const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined);
+      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, place) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(place), dash: place < 6 ? "solid" : "dash" }));
+      return this.bands(loaded, rows, index);
+    });
+    const customary = { type: "line", xref: "paper", x0: 0, x1: 1, y0: CUSTOMARY, y1: CUSTOMARY, line: { color: color("ink"), width: 1.2, dash: "dash" } };
+    const word = { xref: "paper", x: 0, xanchor: "left", y: Math.log10(CUSTOMARY), yanchor: "bottom", text: "0.001, customary", showarrow: false, font: { size: 11 } };
+    const label = "norm of update / norm of parameter";
+    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
+    lines(byId("updates-chart"), { traces, label, xaxis, isLog: true, shapes: [customary], annotations: [word], legend: true, height: 380, hovermode: "x unified" });
+  },
+
+  bands(loaded, rows, index) {
+    const shares = [0, 0.25, 0.5, 0.75, 1];
+    const curves = shares.map(() => []);
+    for (let column = 0; column < loaded.columns; column++) {
+      const numbers = columnOf(loaded, column, rows).filter((number) => number > 0);
+      shares.forEach((share, place) => curves[place].push(finiteOrNull(quantile(numbers, share))));
+    }
+    const [least, low, middle, high, most] = curves;
+    const base = lineColor(index);
+    const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
+    const x = loaded.steps;
+    const edge = { x, line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
+    const hovertemplate = "%{y:.3g}";
+    const bands = [
+      { ...edge, y: low },
+      { ...edge, y: high, fill: "tonexty", fillcolor: faded(base, 0.3), name: `${run}middle half`, showlegend: true },
+      { x, y: middle, name: `${run}median`, line: { color: base, width: 2.4 }, hovertemplate },
+    ];
+    if (several) return bands;
+    const outer = { x, line: { color: base, width: 1, dash: "dot" }, hovertemplate };
+    return [...bands, { ...outer, y: most, name: "largest" }, { ...outer, y: least, name: "smallest" }];
+  },
+};
+
+const TERMS = [
+  { kind: "rcc_effective_update", name: "effective", dash: "solid", color: 0, word: "(W − W0) x" },
+  { kind: "rcc_propagating_update", name: "propagating", dash: "dash", color: 1, word: "W0 (x − x0)" },
+];
+
+const rcc = {
+  async draw() {
+    const statistics = [...new Set(tableNames((table) => TERMS.some((term) => term.kind === table.base)).map((name) => name.statistic))];
+    fill(byId("rcc-statistic"), statistics.map((statistic) => [statistic]));
+    const kindOf = (base) => tableNames((table) => table.base === base && table.stage === "train")[0]?.kind;
+    const sources = await Promise.all(
+      TERMS.map(async (term) => ({
+        term,
+        sizes: statistics.length ? await loadAll(kindOf(term.kind), byId("rcc-statistic").value) : [],
+        alignment: await loadAll(kindOf("rcc_alignment"), term.name),
+      })),
+    );
+    const ofSizes = sources.flatMap((source) => source.sizes);
+    const ofAlignment = sources.flatMap((source) => source.alignment);
+    const sites = filtered(unionOfSites([...ofSizes, ...ofAlignment]));
+    const inAll = sites.filter((site) => [...ofSizes, ...ofAlignment].every((one) => !one || one.rowOf.has(site)));
+    fill(byId("rcc-site"), sites.map((site) => [site]), byId("rcc-site").value || inAll[1] || inAll[0]);
+    const step = slider(byId("rcc-step"), byId("rcc-step-name"), unionOfSteps([...ofSizes, ...ofAlignment]));
+    const views = [
+      ["sizes", byId("rcc-statistic").value, ofSizes],
+      ["alignment", "alignment", ofAlignment],
+    ].filter(([, , loaded]) => loaded.some(Boolean));
+    const boxes = charts(byId("rcc-charts"), 2 * views.length);
+    views.forEach(([what, label, loaded], index) => this.drawView(boxes.slice(2 * index), sources, { what, label, loaded, sites, step }));
+  },
+
+  drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
+    const isLog = what === "sizes" && wantsLog(loaded.flatMap((one) => (one ? extent(one.values, 0, true) : [])));
+    const there = sites.filter((site) => loaded.some((one) => one && one.rowOf.has(site)));
+    const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color) });
+    lines(overSites, {
+      traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], there, step, looks(term))),
+      title: `${label} over layers, at step ${step}`,
+      xaxis: siteAxis(there),
+      yaxis: what === "sizes" ? { range: steadyRange(loaded, there, isLog) } : { range: [0, 1.08] },
+      isLog,
+      legend: true,
+      height: 320,
+    });
+    const site = byId("rcc-site").value;
+    const traces = sources.flatMap(({ term, ...tables }) =>
+      tables[what].flatMap((one, index) => {
+        const row = one && one.rowOf.get(site);
+        if (row === undefined) return [];
+        const name = several ? `${page.runs[index].name}: ${term.name}` : term.name;
+        return lineOverSteps(name, one, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
+      }),
+    );
+    const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
+    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
+    lines(overSteps, { traces, title: `${label} of ${site} over steps`, xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
+  },
+};

@@ -1,0 +1,257 @@
+"""The page: one HTML file with the runs' numbers, plotly's script, and the page's own, that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_module_monitor.errors import require
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN
+from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.payload import Payload
+from lightning_module_monitor.report.run import Run, Table, read_run
+from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.reader import StoreReader
+
+SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
+"""In this order: each uses those before it."""
+SECTIONS = {
+    "verdict": "Verdict",
+    "match": "What matched",
+    "heat": "Heat maps",
+    "profiles": "Profiles",
+    "updates": "Update ratios",
+    "rcc": "Coordinate check",
+    "attention": "Attention",
+    "histograms": "Histograms",
+    "run": "Run",
+}
+
+
+def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) -> None:
+    """Write the page about one run, or about several side by side.
+
+    Args:
+        stores: Readers of the runs' stores; the runs may be going on. Differences are to the first.
+        path: The HTML file; what is there is replaced, once the page is whole.
+
+    Raises:
+        ImportError: If the extra ``report`` is not installed.
+        OSError: If the file cannot be written.
+    """
+    path = Path(path)
+    plotly = require("plotly.offline", "report")
+    jinja2 = require("jinja2", "report")
+    runs = [read_run(store) for store in stores]
+    payload = _payload(stores, runs)
+    scripts = [plotly.get_plotlyjs(), "\n".join(_asset(name) for name in SCRIPTS)]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    safe = environment.filters["safe"]
+    html: str = environment.from_string(_asset("page.html")).render(
+        **_context(runs, payload),
+        style=safe(_asset("page.css")),
+        scripts=[safe(script) for script in scripts],
+        payload=safe(_json_in_html(payload)),
+        policy=_policy(scripts),
+    )
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(html, encoding="utf-8", newline="\n")
+    temporary.replace(path)
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+
+
+def _json_in_html(payload: object) -> str:
+    """JSON that no browser takes for markup."""
+    return json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """What the page may load and run: nothing from anywhere, and these scripts only, whatever a name or an option holds."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    of_scripts = " ".join(f"'sha256-{one}'" for one in hashes)
+    return (
+        f"default-src 'none'; script-src {of_scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
+    num_histograms = sum(len(store.histogram_keys()) for store in stores)
+    payload = Payload(sum(len(table.sites) for run in runs for table in run.tables), num_histograms)
+    content = [
+        {
+            "name": name,
+            "tables": [payload.table(table) for table in run.tables],
+            "histograms": [one for kind in store.histogram_kinds() for one in payload.histograms(store, kind)],
+        }
+        for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
+    ]
+    return {"runs": content, "lists": payload.lists()}
+
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """The ends of paths, as long as it takes to tell them apart.
+
+    >>> distinct_names(["runs/a/monitor.h5", "runs/b/monitor.h5"])
+    ['a/monitor.h5', 'b/monitor.h5']
+    """
+    parts = [Path(path).parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}: {Path(path).name}" for number, path in enumerate(paths, 1)]
+
+
+def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
+    several = len(runs) > 1
+    names = {"verdict", "run", *(["match"] if several else []), *_filled_sections(runs, payload)}
+    shown = [_shown(run, content["name"]) for run, content in zip(runs, payload["runs"], strict=True)]
+    # The folders tell what the file's name does not: digits/version_0/monitor.h5.
+    title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
+    return {
+        "title": title,
+        "version": _version(),
+        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "several": several,
+        "names": names,
+        "sections": [(id_, name) for id_, name in SECTIONS.items() if id_ in names],
+        "runs": shown,
+        "matches": match(runs) if several else [],
+        "changes": [
+            {"name": one["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
+            for run, one in zip(runs[1:], shown[1:], strict=True)
+        ],
+        "options_that_differ": differing_options(runs) if several else [],
+    }
+
+
+def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str]:
+    """The sections that there are numbers for."""
+    in_training = {(table.name.kind, table.statistic) for run in runs for table in run.tables if table.name.stage == TRAIN}
+    kinds = {kind for kind, _statistic in in_training}
+    of_sizes = {"rms", "norm", "abs_max", "abs_mean"}
+    filled = {
+        "heat": any(run.tables for run in runs),
+        "profiles": any(statistic in of_sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
+        "updates": ("update", "ratio") in in_training,
+        "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
+        "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
+        "histograms": any(run["histograms"] for run in payload["runs"]),
+    }
+    return {name for name, is_filled in filled.items() if is_filled}
+
+
+def _shown(run: Run, name: str) -> dict[str, Any]:
+    verdict = verdict_on(run.tables, run.figures)
+    return {
+        "name": name,
+        "path": run.path,
+        "extent": _extent(run),
+        "verdict": verdict,
+        "level": "sick" if verdict.is_sick else "watch" if verdict.findings else "ok",
+        "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
+        "problems": _problems(verdict),
+        "passed": [check for check in verdict.checks if check.num_series and not _has_found(verdict, check.problem)],
+        "blind": [check for check in verdict.checks if not check.num_series],
+        "facts": _facts(run),
+        "figures": [_figure_row(table) for table in run.figures],
+        "configurations": [
+            {**part, "options": [(option, as_text(value)) for option, value in part["configuration"].items()]}
+            for part in reversed(run.attributes["configurations"])
+        ],
+    }
+
+
+def _has_found(verdict: Verdict, problem: str) -> bool:
+    return any(finding.problem == problem for finding in verdict.findings)
+
+
+def _problems(verdict: Verdict) -> list[dict[str, Any]]:
+    """The findings, those of one problem together."""
+    grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem))
+    return [
+        {
+            "level": level,
+            "name": problem,
+            "findings": [{**vars(finding), "series": _series(finding)} for finding in findings],
+        }
+        for (level, problem), findings in grouped
+    ]
+
+
+def _shown_change(change: Change) -> dict[str, Any]:
+    factor = "" if math.isnan(change.factor) else f"{change.factor:.3g}"
+    return {**vars(change), "series": _series(change), "before": f"{change.before:.3g}", "after": f"{change.after:.3g}", "factor": factor}
+
+
+def _series(shown_by: Finding | Change) -> str:
+    """What the page's script shows when a site's name is pressed."""
+    return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
+
+
+def _extent(run: Run) -> str:
+    steps = _steps(run)
+    sites = {site for table in run.tables for site in table.sites}
+    return (
+        f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(sites), 'site')}"
+        if steps
+        else "nothing recorded yet"
+    )
+
+
+def _steps(run: Run) -> list[int]:
+    arrays = [table.steps for table in (*run.tables, *run.figures)]
+    steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
+    return steps
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """What is known of the run, and what it costs to monitor it."""
+    attributes, steps = run.attributes, _steps(run)
+    facts = [
+        ("store", run.path),
+        ("begun", str(attributes["started"])),
+        ("lightning-module-monitor", str(attributes["package_version"])),
+        ("format of the store", str(attributes["format_version"])),
+        ("monitored steps", f"{len(steps)}" + (f", {steps[0]} to {steps[-1]}" if steps else "")),
+        ("numbers a step", f"{sum(len(table.sites) for table in (*run.tables, *run.figures)):,}"),
+    ]
+    if Path(run.path).exists():
+        facts.append(("size of the store", f"{Path(run.path).stat().st_size / 1e6:.2f} MB"))
+    for table in run.figures:
+        shares = table.values[np.isfinite(table.values)]
+        if (table.name.kind, table.statistic) == (OWN_KIND, OVERHEAD_FRACTION) and shares.size:
+            facts.append(("cost of monitoring", f"{shares.mean():.2%} of the time of training, on the average"))
+    return facts
+
+
+def _figure_row(table: Table) -> tuple[str, ...]:
+    """Key, and first, last, smallest, largest and mean value."""
+    values = table.values[0][table.is_recorded[0]]
+    finite = values[np.isfinite(values)]
+    numbers = [values[0], values[-1], *((finite.min(), finite.max(), finite.mean()) if finite.size else (np.nan,) * 3)]
+    name = table.name._replace(site=table.sites[0])
+    return (name.format(), *(f"{number:.4g}" for number in numbers))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lightning-module-monitor")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout"

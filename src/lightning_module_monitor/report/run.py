@@ -1,0 +1,91 @@
+"""A store as the report takes it: for each kind and statistic one table, sites by steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Key
+from lightning_module_monitor.sinks.reader import Matrix, StoreReader
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One statistic of one kind."""
+
+    name: Key
+    """What all its keys have in common; its site is empty."""
+    sites: tuple[str, ...]
+    """In the order of the store, which is the model's."""
+    steps: NDArray[np.int64]
+    """Ascending, shape ``(steps,)``; each has a value of one site at least."""
+    values: NDArray[np.float64]
+    """Shape ``(sites, steps)``; NaN where nothing was recorded."""
+    is_recorded: NDArray[np.bool_]
+    """Where something was, be it a NaN; shape ``(sites, steps)``."""
+
+    @property
+    def kind(self) -> str:
+        """The kind as people know it, with prefix and stage: ``validation/activation``."""
+        return self.name._replace(statistic="").format()
+
+    @property
+    def statistic(self) -> str:
+        """What was computed of each tensor."""
+        return self.name.statistic
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What there is of one run."""
+
+    path: str
+    attributes: Mapping[str, Any]
+    """What the file says of itself: versions, start, configurations."""
+    tables: list[Table]
+    """Of sites, kind by kind."""
+    figures: list[Table]
+    """What has no sites: the monitor's own figures, summaries over sites, values that a user logs. Each has one row."""
+
+
+def read_run(store: StoreReader) -> Run:
+    """Read all numbers of a store.
+
+    Args:
+        store: Its reader; the run may be going on.
+
+    Returns:
+        Its tables, of the newest records too.
+    """
+    tables: list[Table] = []
+    figures: list[Table] = []
+    for kind in store.kinds():
+        for table in _split(store.matrix(kind)):
+            (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
+    return Run(str(store.path), store.attributes, tables, figures)
+
+
+def _split(matrix: Matrix) -> list[Table]:
+    """A table for each statistic of a kind, and one for each figure."""
+    columns: dict[tuple[Key, str], list[int]] = {}
+    for index in np.flatnonzero(matrix.is_recorded.any(axis=0)).tolist():  # others were planned, and never came
+        key = matrix.keys[index]
+        alone = key.site if key.site == SUMMARY_SITE else ""
+        columns.setdefault((key._replace(site=""), alone), []).append(index)
+    tables = []
+    for (name, alone), places in columns.items():
+        is_recorded = matrix.is_recorded[:, places]
+        rows = is_recorded.any(axis=1)
+        sites = ("",) if alone else tuple(matrix.keys[place].site for place in places)
+        values = matrix.values[rows][:, places].T
+        tables.append(Table(name, sites, matrix.steps[rows], np.ascontiguousarray(values), is_recorded[rows].T))
+    return tables
+
+
+def of_training(tables: Iterable[Table], kind: str, statistic: str) -> list[Table]:
+    """The tables of a kind and statistic in training, one for each prefix that there is."""
+    return [table for table in tables if (table.name.kind, table.statistic, table.name.stage) == (kind, statistic, TRAIN)]

@@ -1,0 +1,61 @@
+"""The verdict as a table in the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.run import Run
+
+MAX_SITES = 12
+"""Of one problem; the page has all."""
+STYLES = {"sick": "bold red", "watch": "yellow", "ok": "green", "not looked at": "dim"}
+
+
+def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) -> None:
+    """Print what was found, what was looked for in vain, and what could not be looked for.
+
+    Args:
+        run: What the verdict is on.
+        verdict: The verdict.
+        console: Where to; default: the standard output.
+    """
+    console = console or Console()
+    steps = sorted({step for table in run.tables for step in (int(table.steps[0]), int(table.steps[-1]))})
+    sites = {site for table in run.tables for site in table.sites}
+    extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+    console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    console.print(_table(verdict))
+    level, word = ("sick", "sick") if verdict.is_sick else ("watch", "to watch") if verdict.findings else ("ok", "healthy")
+    first = verdict.beginning
+    begins = f"; it begins at step {first.step}: {first.problem}, {_place(first)}" if first else ""
+    console.print(f"[{STYLES[level]}]{word}[/]: {verdict.headline}{escape(begins)}", highlight=False, soft_wrap=True)
+
+
+def _table(verdict: Verdict) -> Table:
+    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column in ("verdict", "problem", "site", "evidence"):
+        table.add_column(column, overflow="fold")
+    for (level, problem), group in groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem)):
+        findings = list(group)
+        for number, finding in enumerate(findings[:MAX_SITES]):
+            table.add_row(*((f"[{STYLES[level]}]{level}", problem) if number == 0 else ("", "")), escape(_place(finding)), finding.evidence)
+        if len(findings) > MAX_SITES:
+            table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
+    found = {finding.problem for finding in verdict.findings}
+    for check in verdict.checks:
+        if check.problem not in found and check.num_series:
+            table.add_row(f"[{STYLES['ok']}]ok", check.problem, "", f"none in {check.num_series} series")
+    for check in verdict.checks:
+        if not check.num_series:
+            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.problem, "", escape(f"not recorded; needs {check.needs}"))
+    return table
+
+
+def _place(finding: Finding) -> str:
+    return f"{finding.site} ({finding.kind})" if finding.site else finding.kind

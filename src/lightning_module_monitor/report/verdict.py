@@ -1,0 +1,57 @@
+"""What is healthy in a run and what is not, from its numbers alone: which site, since when, by which evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN
+from lightning_module_monitor.report.checks import CHECKS
+from lightning_module_monitor.report.findings import Check, Finding, Look, Verdict
+from lightning_module_monitor.report.nonfinite import look_for_nonfinite
+from lightning_module_monitor.report.run import Table
+
+SKIPPED_SHARE = 0.1
+"""Of the steps; a ``GradScaler`` tries a larger scale every 2,000, and skips one if that is too large."""
+
+
+def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = ()) -> Verdict:
+    """Look for all that these checks know.
+
+    Args:
+        tables: Those of one run's sites.
+        figures: The monitor's own, and others without sites.
+
+    Returns:
+        What was found in training; validation and other stages are not looked at.
+    """
+    skipped = {step for table in _own(figures, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
+    looks = [look_for_nonfinite(tables, skipped), *(check(tables) for check in CHECKS), *_look_at_own_figures(figures)]
+    findings = [finding for look in looks for finding in look.findings]
+    return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [look.check for look in looks])
+
+
+def _look_at_own_figures(figures: Sequence[Table]) -> Iterator[Look]:
+    yield from _look_at(
+        figures, "errors", "what could not be measured", 0.0, lambda share, num: f"{num:.0f} errors, at {share:.0%} of steps"
+    )
+    yield from _look_at(
+        figures, STEP_SKIPPED, "skipped steps", SKIPPED_SHARE, lambda share, _: f"the loss scale skipped {share:.0%} of steps"
+    )
+
+
+def _look_at(figures: Sequence[Table], name: str, problem: str, most: float, tell: Callable[[float, float], str]) -> list[Look]:
+    """A figure that is larger than zero at a larger share of the steps than ``most``; nothing where there is no such figure."""
+    tables = _own(figures, name)
+    findings = []
+    for table in tables:
+        happened = table.values[0] > 0
+        if happened.mean() > most:
+            evidence = tell(float(happened.mean()), float(np.nansum(table.values)))
+            findings.append(Finding("watch", problem, table.kind, "", name, int(table.steps[happened.argmax()]), evidence))
+    return [Look(Check(problem, len(tables), ""), findings)] if tables else []
+
+
+def _own(figures: Sequence[Table], name: str) -> list[Table]:
+    return [table for table in figures if (table.name.kind, table.statistic, table.name.stage) == (OWN_KIND, name, TRAIN)]

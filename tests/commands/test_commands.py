@@ -1,0 +1,203 @@
+"""The commands that go with a store: what they print and write, exit statuses, one-line errors."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+from helpers.stores import open_store, write_store
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.cli import COMMANDS, main
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.sinks.killed import is_in_use
+
+SERIES: dict[str, list[float | None]] = {
+    "activation/fc/rms": [1.0, 2.0, math.inf],
+    "activation/fc/zero_fraction": [0.1, None, 0.2],
+    "gradient/fc.weight/norm": [3.0, 4.0, 5.0],
+    "monitor/errors": [0.0, 0.0, 0.0],
+}
+OF_STORES = ["report", "compare", "summary", "keys", "export", "repair"]
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A healthy run, but for one infinite activation."""
+    return write_store(tmp_path / "monitor.h5", SERIES)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """What a command prints; its status is checked."""
+    assert main(arguments) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a command that fails."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    start = f"lightning-module-monitor {arguments[0]}: error: "
+    assert line.startswith(start)
+    return line.removeprefix(start)
+
+
+def test_keys(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, or those that a pattern matches; status 1 where there are none."""
+    assert sorted(printed(capsys, "keys", "monitor.h5").split()) == sorted(SERIES)
+    assert printed(capsys, "keys", "monitor.h5", ".*/(rms|norm)").split() == ["activation/fc/rms", "gradient/fc.weight/norm"]
+    assert printed(capsys, "keys", "monitor.h5", "rms", status=1) == ""
+    assert "PATTERN is '('; expected a regular expression" in error(capsys, "keys", "monitor.h5", "(")
+
+
+def test_keys_stop_where_nobody_reads_on(store: Path) -> None:
+    """``keys monitor.h5 | head -1`` is no error."""
+    many = write_store(store.with_name("many.h5"), {f"activation/layer{number}/rms": [1.0] for number in range(5000)})
+    program = f"import sys; from lightning_module_monitor.cli import main; sys.exit(main(['keys', {str(many)!r}]))"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        assert command.stdout.readline() == "activation/layer0/rms\n"
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 0
+
+
+def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each recorded value, in CSV and in Parquet; where it was written is said."""
+    pytest.importorskip("pandas")
+    rows = sum(value is not None for values in SERIES.values() for value in values)
+    assert f"monitor.csv: {rows} values, " in printed(capsys, "export", "monitor.h5")
+    with Path("monitor.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == rows
+    assert {"step": "20", "stage": "train", "kind": "activation", "site": "fc", "statistic": "rms", "value": "inf"} in table
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    assert "other.parquet: " in printed(capsys, "export", "monitor.h5", "--format", "parquet", "-o", "other.parquet")
+    pandas.testing.assert_frame_equal(pandas.read_parquet("other.parquet"), load_store(store).to_frame(), check_dtype=False)
+
+
+def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Site and evidence of what is sick, with status 1; what was looked for in vain; what was not recorded; status 0 where all is well."""
+    out = printed(capsys, "summary", "monitor.h5", status=1)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0].endswith("monitor.h5: 2 sites, steps 0 to 20")
+    found = "sick values that are not finite fc (activation) the first: rms inf at step 20, of 1 series at that step and 1 in all"
+    assert found in lines
+    assert "ok spikes of the gradient none in 1 series" in lines
+    assert "not looked at large logits of attention not recorded; needs the option attention" in lines
+    assert lines[-1] == "sick: 1 site sick; it begins at step 20: values that are not finite, fc (activation)"
+    write_store(Path("healthy.h5"), {"gradient/w/norm": [1.0, 1.0]})
+    assert printed(capsys, "summary", "healthy.h5").splitlines()[-1] == "healthy: no check found anything"
+    write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] for number in range(40)})
+    out = printed(capsys, "summary", "many.h5", status=1)
+    assert "and 28 more" in out
+    assert "[bold]11" in out
+
+
+def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the store, or where it is wanted; where and how large is said."""
+    assert re.fullmatch(r"monitor\.html: \d\.\d MB\n", printed(capsys, "report", "monitor.h5"))
+    assert f"<title>{'/'.join(store.parts[-3:])}</title>" in Path("monitor.html").read_text()
+    Path("pages").mkdir()
+    printed(capsys, "report", str(store), "-o", "pages/mine.html")
+    assert Path("pages/mine.html").exists()
+    shutil.copy(store, "other.h5")
+    assert re.fullmatch(r"compare\.html: \d\.\d MB\n", printed(capsys, "compare", "monitor.h5", "other.h5"))
+    assert "<title>monitor.h5 and other.h5</title>" in Path("compare.html").read_text()
+    assert error(capsys, "compare", "monitor.h5") == "one STORE is given; expected two or more. For one run there is the command report."
+    assert "there is no folder 'nowhere'" in error(capsys, "report", "monitor.h5", "-o", "nowhere/page.html")
+    assert "it is the store itself" in error(capsys, "report", "monitor.h5", "-o", "monitor.h5")
+    assert "it is a folder" in error(capsys, "report", "monitor.h5", "-o", "pages")
+
+
+def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A closed store needs none; one that a kill left open becomes plain; one that is being written is left alone."""
+    assert printed(capsys, "repair", "monitor.h5") == "monitor.h5: was closed; nothing to repair\n"
+    live = open_store(Path("live.h5"), SERIES)
+    shutil.copy("live.h5", "killed.h5")
+    assert "being written by a live run" in error(capsys, "repair", "live.h5")
+    live.close()
+    assert is_in_use(Path("killed.h5"))
+    assert printed(capsys, "repair", "killed.h5") == "killed.h5: repaired\n"
+    with h5py.File("killed.h5") as file:
+        assert file["gradient/values"][:, 0].tolist() == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("command", OF_STORES)
+def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing, foreign, newer or damaged file: what is wrong with it, status 2, and nothing is written."""
+    with h5py.File("foreign.h5", "w") as file:
+        file["x"] = 1
+    write_store(Path("newer.h5"), SERIES)
+    with h5py.File("newer.h5", "r+") as file:
+        file.attrs["format_version"] = 99
+    Path("damaged.h5").write_bytes(b"no HDF5")
+    Path("folder.h5").mkdir()
+    said = {
+        "missing.h5": "There is no store at 'missing.h5'.",
+        "folder.h5": "There is no store at 'folder.h5'.",
+        "foreign.h5": "is an HDF5 file of another program",
+        "newer.h5": "has format version 99, newer than 1. Update lightning-module-monitor to read it.",
+        "damaged.h5": "is not a readable HDF5 file",
+    }
+    before = sorted(Path().iterdir())
+    for name, words in said.items():
+        assert words in error(capsys, command, *([name, name] if command == "compare" else [name]))
+    assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("command", OF_STORES)
+def test_help_has_examples_and_exit_statuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands that can be copied, and what the status says."""
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert f"\n  lightning-module-monitor {command} " in out
+    assert "\nexit status:\n  0  " in out
+
+
+def test_a_missing_extra_is_a_line(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to install, before anything is read or written."""
+    for module in ("plotly.offline", "rich", "pyarrow"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert "pip install 'lightning-module-monitor[report]'" in error(capsys, "report", "monitor.h5")
+    assert "pip install 'lightning-module-monitor[report]'" in error(capsys, "summary", "monitor.h5")
+    assert "pip install 'lightning-module-monitor[parquet]'" in error(capsys, "export", "monitor.h5", "--format", "parquet")
+    assert sorted(path.name for path in Path().iterdir()) == ["monitor.h5"]
+
+
+def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
+    """A command pays for its own imports only."""
+    program = (
+        "import sys; from lightning_module_monitor.cli import main\n"
+        f"main(['keys', {str(store)!r}]); main(['summary', {str(store)!r}])\n"
+        "print([name for name in ('torch', 'lightning', 'pandas', 'plotly', 'jinja2', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_is_tested() -> None:
+    """The list above is that of the command line, but for the width check, which has its own tests."""
+    assert [command.NAME for command in COMMANDS] == [*OF_STORES, "coordinate-check"]
+    assert issubclass(ConfigError, ValueError)

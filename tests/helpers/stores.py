@@ -1,0 +1,47 @@
+"""Stores with given values, as a run would have written them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_module_monitor.bins import Histogram
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks.hdf5 import Store
+
+Series = Mapping[str, Sequence[float | None]]
+
+
+def open_store(
+    path: Path,
+    series: Series,
+    *,
+    every: int = 10,
+    histograms: Mapping[str, Sequence[Histogram]] | None = None,
+    configuration: Mapping[str, object] | None = None,
+) -> Store:
+    """A store that is still being written.
+
+    Args:
+        path: The file.
+        series: Values by key, one for each step; where there is ``None``, nothing is recorded.
+        every: Steps are 0, ``every``, ...
+        histograms: Histograms by key, one for each step.
+        configuration: Of the run.
+
+    Returns:
+        The open store.
+    """
+    histograms = histograms or {}
+    store = Store(path, configuration=configuration or {}, keys=series, histogram_keys=histograms)
+    for row in range(max(map(len, [*series.values(), *histograms.values()]))):
+        values = {key: value for key, values in series.items() if row < len(values) and (value := values[row]) is not None}
+        counts = {key: of_key[row] for key, of_key in histograms.items() if row < len(of_key)}
+        store.write(Record(row * every, values, counts))
+    return store
+
+
+def write_store(path: Path, series: Series, **options: object) -> Path:
+    """A store that was closed; arguments as above. Returns its path."""
+    open_store(path, series, **options).close()  # type: ignore[arg-type]
+    return path

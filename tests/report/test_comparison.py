@@ -1,0 +1,73 @@
+"""Runs side by side: what matches by name, and what differs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from helpers.stores import write_store
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.report.comparison import as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.run import Run, read_run
+
+
+def run(path: Path, series: dict[str, list[float | None]], **options: object) -> Run:
+    """A run with these values."""
+    return read_run(load_store(write_store(path, series, configuration=options)))
+
+
+def test_sites_are_matched_by_name(tmp_path: Path) -> None:
+    """Per kind: how many are in all runs, how many each has, and which of its are not in all."""
+    a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0], "activation/y/rms": [1.0], "gradient/w/norm": [1.0]})
+    b = run(tmp_path / "b.h5", {"activation/y/rms": [1.0], "activation/z/mean": [1.0]})
+    found = {one.kind: one for one in match([a, b])}
+    assert (found["activation"].num_matched, found["activation"].num_sites, found["activation"].unmatched) == (1, [2, 2], [["x"], ["z"]])
+    assert (found["gradient"].num_matched, found["gradient"].num_sites, found["gradient"].unmatched) == (0, [1, 0], [["w"], []])
+
+
+def test_the_largest_changes_come_first(tmp_path: Path) -> None:
+    """By the factor between late medians: zero against a number foremost; a change of sign, and what is the same, last or not at all."""
+    early: list[float | None] = [100.0] * 6
+    a = run(
+        tmp_path / "a.h5",
+        {
+            "activation/half/rms": [*early, 4.0, 4.0],
+            "activation/half/abs_max": [*early, 5.0, 5.0],
+            "activation/same/rms": [*early, 1.0, 1.0],
+            "activation/dead/rms": [*early, 3.0, 3.0],
+            "activation/flips/mean": [*early, -1.0, -1.0],
+            "activation/broken/rms": [*early, 1.0, math.nan],
+            "activation/only_here/rms": [1.0],
+        },
+    )
+    b = run(
+        tmp_path / "b.h5",
+        {
+            "activation/half/rms": [*early, 2.0, 2.0],
+            "activation/half/abs_max": [*early, 4.0, 4.0],
+            "activation/same/rms": [*early, 1.0, 1.0],
+            "activation/dead/rms": [*early, 0.0, 0.0],
+            "activation/flips/mean": [*early, 1.0, 1.0],
+            "activation/broken/rms": [*early, 10.0, 10.0],
+        },
+    )
+    changes = largest_changes(a, b)
+    assert [(one.site, one.statistic, one.before, one.after) for one in changes] == [
+        ("dead", "rms", 3.0, 0.0),
+        ("broken", "rms", 1.0, 10.0),
+        ("half", "rms", 4.0, 2.0),
+        ("flips", "mean", -1.0, 1.0),
+    ]
+    assert changes[1].factor == 10.0
+    assert math.isnan(changes[0].factor)
+    assert len(largest_changes(a, b, most=2)) == 2
+    assert largest_changes(a, a)[:1] == []
+
+
+def test_options_that_differ(tmp_path: Path) -> None:
+    """Those of the newest configurations, as text."""
+    a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0]}, every_n_steps=5, prefix="", rules=[{"kinds": "update"}])
+    b = run(tmp_path / "b.h5", {"activation/x/rms": [1.0]}, every_n_steps=10, prefix="")
+    assert differing_options([a, b]) == [("every_n_steps", "5", "10"), ("rules", '{"kinds": "update"}', "null")]
+    assert as_text(["train", "validate"]) == '["train", "validate"]'

@@ -1,0 +1,165 @@
+"""The page as a file: of what it is made, of which stores, and what it never holds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.processes import kill, start
+from helpers.stores import open_store, write_store
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.report.page import distinct_names, write_report
+from lightning_module_monitor.sinks import layout
+
+SERIES: dict[str, list[float | None]] = {"activation/fc/rms": [1.0, 2.0, 3.0], "activation/out/rms": [4.0, 5.0, 6.0]}
+
+
+def page_of(path: Path, *stores: Path) -> str:
+    """The page about these stores."""
+    write_report([load_store(store) for store in stores], path)
+    return path.read_text()
+
+
+def payload_of(html: str) -> dict[str, Any]:
+    """What its script gets."""
+    (text,) = re.findall(r'<script type="application/json" id="payload">(.*?)</script>', html)
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def sections_of(html: str) -> list[str]:
+    """The sections that it has."""
+    return re.findall(r'<section id="(\w+)"', html)
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    """No address of a script, a style or a picture; only its own two scripts may run, by their digests; plotly's is there once."""
+    html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", SERIES))
+    without_scripts = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", without_scripts)
+    assert "@import" not in without_scripts
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert len(scripts) == 2
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert "default-src &#39;none&#39;" in policy
+    for script in scripts:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    assert html.count("plotly.js v") == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.h5", "m.html"]
+
+
+def test_names_and_options_cannot_become_markup(tmp_path: Path) -> None:
+    """Whatever a site, a key or an option is called, it is text."""
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    options = {"prefix": attack, "rules": [{"sites": attack}]}
+    series: dict[str, list[float | None]] = {f"activation/{attack.replace('/', '')}/rms": [0.0], "<b>mine</b>": [1.0], **SERIES}
+    html = page_of(tmp_path / "m.html", write_store(tmp_path / "<b>m.h5", series, configuration=options))
+    assert "<img" not in html
+    assert "<script>alert" not in html
+    assert html.count("<script") == 3
+    assert "<b>m" not in html
+    assert attack.replace("/", "") in [site for names in payload_of(html)["lists"] for site in names]
+
+
+def test_sections_are_those_that_there_is_data_for(tmp_path: Path) -> None:
+    """A store of two activations has few sections, one of everything has all; several runs are compared."""
+    few = write_store(tmp_path / "few.h5", SERIES)
+    assert sections_of(page_of(tmp_path / "few.html", few)) == ["verdict", "heat", "profiles", "run"]
+    counts = Histogram(np.ones(NUM_COUNTS, np.int64))
+    more = {
+        **SERIES,
+        "update/fc.weight/ratio": [1e-3],
+        "rcc_effective_update/fc/rms": [1.0],
+        "attention_entropy/attn.head_0/mean": [1.0],
+    }
+    all_of_it = write_store(tmp_path / "all.h5", more, histograms={"gradient/fc.weight/hist": [counts]})
+    every = ["verdict", "heat", "profiles", "updates", "rcc", "attention", "histograms", "run"]
+    assert sections_of(page_of(tmp_path / "all.html", all_of_it)) == every
+    both = page_of(tmp_path / "both.html", few, all_of_it)
+    assert sections_of(both) == ["verdict", "match", *every[1:]]
+    assert [run["name"] for run in payload_of(both)["runs"]] == ["few.h5", "all.h5"]
+    of_figures = write_store(tmp_path / "figures.h5", {"monitor/errors": [0.0]})
+    assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "run"]
+
+
+def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
+    """With the site's name and the evidence, readable without a script; and what was not looked at."""
+    store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, 1.0, 1.0, 1.0], "monitor/errors": [0.0]})
+    html = page_of(tmp_path / "m.html", store)
+    for expected in (
+        "1 site sick. It begins at step 10: outputs that are zero",
+        ">relu</button>",
+        "every element is zero since step 10 (3 records)",
+        "what could not be measured: none",
+        "record <code>kinds: update, statistics: ratio</code>",
+        "monitor/errors",
+    ):
+        assert expected in html
+
+
+def test_the_configuration_and_the_cost_stand_on_the_page(tmp_path: Path) -> None:
+    """Options of each run that wrote to the file; size, steps and the share of the time that monitoring took."""
+    store = write_store(
+        tmp_path / "m.h5", {**SERIES, "monitor/overhead_fraction": [math.nan, 0.01, 0.03]}, configuration={"every_n_steps": 17}
+    )
+    html = page_of(tmp_path / "m.html", store)
+    assert "<pre>17</pre>" in html
+    assert "2.00% of the time of training" in html
+    assert "3, 0 to 20" in html
+
+
+def test_a_page_of_a_run_that_still_writes(tmp_path: Path) -> None:
+    """It shows what there is by then."""
+    store = open_store(tmp_path / "m.h5", SERIES)
+    html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
+    store.close()
+    assert "3 monitored steps, 0 to 20; 2 sites" in html
+
+
+def test_a_page_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    """What was flushed is on the page."""
+    script = """
+store = Store(path, configuration={})
+for step in (0, 10):
+    store.write(Record(step, {"activation/fc/rms": 1.0}))
+print(step, flush=True)
+import time; time.sleep(60)
+"""
+    writer = start(script, tmp_path / "m.h5")
+    assert writer.stdout is not None
+    kill(writer, writer.stdout.readline())
+    assert "2 monitored steps, 0 to 10; 1 site<" in page_of(tmp_path / "m.html", tmp_path / "m.h5")
+
+
+def test_a_store_without_a_record_has_a_page(tmp_path: Path) -> None:
+    """A run that was killed before its first row was whole."""
+    run = {"started": "2026-01-01", "first_step": 0, "configuration": {}}
+    with layout.new_file(tmp_path / "m.h5", layout.Attributes("0.1.0", "2026-01-01", [run])) as file:
+        layout.create_tables(file, {"activation": ["fc/rms"], "gradient/histograms": ["w/hist"]})
+    assert "nothing recorded yet" in page_of(tmp_path / "m.html", tmp_path / "m.h5")
+
+
+def test_without_the_extra_it_says_which_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line holds the command that mends it, and no file is touched."""
+    store = write_store(tmp_path / "m.h5", SERIES)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-module-monitor\[report\]'"):
+        page_of(tmp_path / "m.html", store)
+    assert not (tmp_path / "m.html").exists()
+
+
+def test_names_of_runs_tell_them_apart() -> None:
+    """As short as that goes."""
+    assert distinct_names(["a/x.h5"]) == ["x.h5"]
+    assert distinct_names(["a/x.h5", "b/x.h5"]) == ["a/x.h5", "b/x.h5"]
+    assert distinct_names(["x.h5", "x.h5"]) == ["1: x.h5", "2: x.h5"]

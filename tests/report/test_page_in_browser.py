@@ -1,0 +1,313 @@
+"""The page in a real browser: it loads alone, shows the store's numbers, and answers pointer and keyboard."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from helpers.browser import Visit, chromium
+from helpers.stores import write_store
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.bins import EDGES, NUM_COUNTS, Histogram
+from lightning_module_monitor.report.page import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+DOCS = Path(__file__).parents[2] / "docs"
+LAYERS = ("net.fc1", "net.relu", "net.fc2", "net.head")
+NUM_STEPS = 12
+SIZES = np.geomspace(1e-3, 50, len(LAYERS) * NUM_STEPS).reshape(len(LAYERS), NUM_STEPS)
+
+
+def everything() -> dict[str, list[float | None]]:
+    """Numbers for every section; one layer is dead, one becomes NaN and infinite."""
+    series: dict[str, list[float | None]] = {}
+    for layer, sizes in zip(LAYERS, SIZES, strict=True):
+        series[f"activation/{layer}/rms"] = sizes.tolist()
+        series[f"activation/{layer}/mean"] = (sizes - 1).tolist()
+        series[f"gradient/{layer}.weight/norm"] = (2 * sizes).tolist()
+        series[f"update/{layer}.weight/ratio"] = (sizes / 1000).tolist()
+        series[f"validation/activation/{layer}/rms"] = [None, 1.0]
+        for kind in ("effective", "propagating"):
+            series[f"rcc_{kind}_update/{layer}/rms"] = [0.0, *sizes[1:].tolist()]
+            series[f"rcc_alignment/{layer}/{kind}"] = [None, *[0.5] * (NUM_STEPS - 1)]
+    for head in range(3):
+        series[f"attention_entropy/net.attention.head_{head}/mean"] = [float(head + step) for step in range(NUM_STEPS)]
+    series["activation/net.relu/rms"] = [*SIZES[1, :6].tolist(), *[0.0] * 6]
+    series["activation/net.head/rms"] = [*SIZES[3, :9].tolist(), math.nan, math.inf, None]
+    series["gradient_flow/net.fc1-net.fc2/gain"] = [1.5] * NUM_STEPS
+    series["gradient_flow/net.fc2-net.head/gain"] = [0.7] * NUM_STEPS
+    series["monitor/errors"] = [0.0] * NUM_STEPS
+    return series
+
+
+def histogram(scale: float) -> Histogram:
+    """Half of the elements at ``scale``, half at minus that, and an infinite one."""
+    row = np.zeros(NUM_COUNTS, np.int64)
+    row[1 + np.searchsorted(EDGES, scale, "right") - 1] = 2
+    row[1 + np.searchsorted(EDGES, -scale, "left") - 1] = 2
+    row[-2] = 1
+    return Histogram(row)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One for all tests of this file."""
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with all there can be."""
+    folder = tmp_path_factory.mktemp("page")
+    histograms = {"gradient/net.fc1.weight/hist": [histogram(0.3), histogram(3.0)]}
+    store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10})
+    write_report([load_store(store)], folder / "m.html")
+    return folder / "m.html"
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, page: Path) -> Visit:
+    """That page, opened once: a browser takes seconds to read plotly."""
+    return Visit(browser, page)
+
+
+@pytest.fixture
+def visit(opened: Visit) -> Visit:
+    """That page, with nothing searched for and the choice of a new one."""
+    opened.page.fill("#search", "")
+    opened.page.select_option("#heat-table", '{"kind":"activation","statistic":"rms"}')
+    opened.page.wait_for_timeout(200)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs: the second has twice the size, another layer more, and one less."""
+    folder = tmp_path_factory.mktemp("comparison")
+    first = everything()
+    second = {key: [None if value is None else 2 * value for value in values] for key, values in first.items()}
+    second["activation/net.new/rms"] = second.pop("activation/net.fc2/rms")
+    stores = [write_store(folder / f"{name}.h5", series) for name, series in (("before", first), ("after", second))]
+    write_report([load_store(store) for store in stores], folder / "both.html")
+    return folder / "both.html"
+
+
+SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms")
+
+
+def assert_it_draws_alone(visit: Visit, path: Path) -> None:
+    """Every section draws; the console is silent; the one request is for the file itself; nothing offers to upload a chart."""
+    for section in (one for one in SECTIONS if visit.page.locator(f"#{one}").count()):
+        visit.show(section)
+        assert visit.page.locator(f"#{section}-error").text_content() == ""
+    visit.settle()
+    assert visit.complaints == []
+    assert visit.requests == [path.as_uri()]
+    titles = visit.page.eval_on_selector_all(".modebar-btn", "all => all.map(one => one.dataset.title)")
+    assert {"Zoom", "Reset axes"} <= set(titles)
+    assert not [title for title in titles if "hare" in title or "loud" in title]
+
+
+def test_it_loads_without_a_word_and_without_a_network(visit: Visit, page: Path) -> None:
+    """One run, in light colours."""
+    assert_it_draws_alone(visit, page)
+
+
+def hover(visit: Visit, row: int, column: int, rows: int, columns: int) -> str:
+    """What the first heat map says of a cell under the pointer."""
+    box = visit.page.locator("#heat-charts .nsewdrag").first.bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] * (column + 0.5) / columns, box["y"] + box["height"] * (row + 0.5) / rows
+    visit.page.mouse.move(x - 3, y)
+    visit.page.mouse.move(x, y, steps=3)
+    tip = visit.page.locator("#heat-charts .tip").first
+    tip.wait_for()
+    visit.page.wait_for_timeout(150)
+    return tip.text_content() or ""
+
+
+def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
+    """Site, step and value of the store, to four digits; NaN, infinite and zero too, and what was not recorded."""
+    visit.show("heat")
+    visit.settle()
+    expected = {
+        (0, 3): f"net.fc1\nstep 30\nrms {SIZES[0, 3]:.4g}",
+        (2, 11): f"net.fc2\nstep 110\nrms {SIZES[2, 11]:.4g}",
+        (1, 8): "net.relu\nstep 80\nrms 0",
+        (3, 9): "net.head\nstep 90\nrms NaN",
+        (3, 10): "net.head\nstep 100\nrms inf",
+        (3, 11): "net.head\nstep 110\nrms not recorded",
+    }
+    for (row, column), words in expected.items():
+        said = hover(visit, row, column, len(LAYERS), NUM_STEPS)
+        assert said.splitlines()[:2] == words.splitlines()[:2]
+        assert said.splitlines()[2] == words.splitlines()[2] or float(said.split()[-1]) == pytest.approx(float(words.split()[-1]), rel=1e-3)
+
+
+def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
+    """Arrow keys go from cell to cell and say what is there, also to who cannot see; Enter picks the site's curve."""
+    visit.show("heat")
+    visit.settle()
+    visit.page.locator("#heat-charts .chart").first.focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
+        visit.page.keyboard.press(key)
+    assert (visit.page.locator("#status").text_content() or "").startswith("net.relu\nstep 10\nrms 0.0")
+    assert visit.page.locator("#heat-charts .tip").first.is_visible()
+    visit.page.keyboard.press("Enter")
+    visit.settle()
+    assert visit.page.input_value("#heat-site") == "net.relu"
+    assert visit.complaints == []
+
+
+def names_of_rows(visit: Visit) -> list[str]:
+    """The rows of the first heat map."""
+    names: list[str] = visit.page.evaluate("document.querySelector('#heat-charts .chart').cells.names")
+    return names
+
+
+def test_the_search_filters(visit: Visit) -> None:
+    """By a part of the name, or a pattern; it says how many are left; the charts and the verdict show those."""
+    visit.show("heat")
+    visit.settle()
+    assert names_of_rows(visit) == list(LAYERS)
+    for text, left in (("FC", ["net.fc1", "net.fc2"]), ("/relu$|head$/", ["net.relu", "net.head"]), ("/(/", []), ("", list(LAYERS))):
+        visit.page.fill("#search", text)
+        visit.page.wait_for_timeout(250)
+        visit.settle()
+        assert names_of_rows(visit) == left
+    visit.page.fill("#search", "relu")
+    visit.page.wait_for_timeout(250)
+    assert visit.page.locator("#search-count").text_content() == "2 of 13 sites"  # the module and its weight
+    shown = visit.page.eval_on_selector_all("#verdict tr[data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
+    assert shown
+    assert set(shown) <= {"net.relu", "net.relu.weight"}
+
+
+def test_the_slider_moves_the_profiles(visit: Visit) -> None:
+    """By the keyboard, step by step; the line is the step's values over the layers."""
+    visit.show("profiles")
+    visit.settle()
+    assert visit.page.locator("#profiles-step-name").text_content() == "step 110"
+    visit.page.locator("#profiles-step").focus()
+    for _ in range(7):
+        visit.page.keyboard.press("ArrowLeft")
+    visit.settle()
+    assert visit.page.locator("#profiles-step-name").text_content() == "step 40"
+    assert visit.page.get_attribute("#profiles-step", "aria-valuetext") == "step 40"
+    drawn: list[float] = visit.page.evaluate("document.querySelector('#profiles-charts .chart').data.find(one => one.name === 'step 40').y")
+    np.testing.assert_allclose(drawn, SIZES[:, 4], rtol=1e-3)
+    visit.page.keyboard.press("End")
+    for _ in range(2):
+        visit.page.keyboard.press("ArrowLeft")
+    visit.settle()
+    marks: list[list[Any]] = visit.page.evaluate(
+        "document.querySelector('#profiles-charts .chart').data.filter(one => one.mode === 'markers')"
+        ".map(one => [one.marker.symbol, [...one.x]])"
+    )
+    assert marks == [["x", [3]], ["triangle-down-open", [1]]]  # the head is NaN, the ReLU zero
+
+
+def test_a_finding_shows_its_numbers(visit: Visit) -> None:
+    """The name in the verdict leads to the kind's heat map and the site's curve."""
+    visit.page.locator("#verdict .problem button", has_text="net.relu").first.click()
+    visit.show("heat")
+    visit.settle()
+    assert visit.page.input_value("#heat-site") == "net.relu"
+    curve: list[Any] = visit.page.evaluate("document.getElementById('heat-curve').data[0].y")
+    np.testing.assert_allclose(np.array(curve[:6], float), SIZES[1, :6], rtol=1e-3)
+
+
+def test_charts_of_heads_and_of_histograms(visit: Visit) -> None:
+    """Heads in columns, values of the slider's step; shares of the elements in bins, the largest on top."""
+    visit.show("attention")
+    visit.settle()
+    heads: list[list[float]] = visit.page.evaluate("document.querySelector('#attention-charts .chart').data[0].z.map(row => [...row])")
+    assert heads == [[11.0, 12.0, 13.0]]
+    visit.show("histograms")
+    visit.settle()
+    rows: list[str] = visit.page.evaluate("document.querySelector('#histograms-charts .chart').cells.names")
+    assert [rows[0], rows[-1]] == ["[2, 4)", "(-4, -2]"]
+    words: str = visit.page.evaluate("document.querySelector('#histograms-charts .chart').describe(0, 1)")
+    assert words == "[2, 4)\nstep 10\n50 % of the elements\nand 1 elements that are not finite"
+
+
+def test_the_theme_follows_the_button(visit: Visit) -> None:
+    """Light where the system is, dark at a press; charts too."""
+    visit.show("heat")
+    assert ground(visit) == "rgb(245, 246, 248)"
+    visit.page.click("#theme")
+    visit.settle()
+    assert ground(visit) == "rgb(18, 22, 28)"
+    assert visit.page.evaluate("document.querySelector('#heat-charts .chart').layout.font.color") == "#e6eaf0"
+    visit.page.click("#theme")
+
+
+def ground(visit: Visit) -> str:
+    """The page's colour."""
+    found: str = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return found
+
+
+def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> None:
+    """400 sites are 40 rows, each of the largest of its group; a click shows a group's sites; every site is one choice away."""
+    series: dict[str, list[float | None]] = {
+        f"activation/model.layers.{layer}.part{part}/rms": [float(layer + 1), float(100 * part + 1)]
+        for layer in range(40)
+        for part in range(10)
+    }
+    write_report([load_store(write_store(tmp_path / "m.h5", series))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.show("heat")
+    visit.settle()
+    assert names_of_rows(visit) == [f"model.layers.{layer}" for layer in range(40)]
+    words: str = visit.page.evaluate("document.querySelector('#heat-charts .chart').describe(7, 1)")
+    assert words == "model.layers.7 (largest of 10 sites)\nstep 10\nrms 901"
+    visit.page.evaluate("document.querySelector('#heat-charts .chart').pick(7)")
+    visit.settle()
+    assert names_of_rows(visit) == [f"model.layers.7.part{part}" for part in range(10)]
+    visit.page.fill("#search", "")
+    visit.page.wait_for_timeout(250)
+    visit.page.select_option("#heat-group", "0")
+    visit.settle()
+    assert len(names_of_rows(visit)) == 400
+    assert visit.complaints == []
+    visit.page.close()
+
+
+def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Path) -> None:
+    """A map for each run and one of the difference, of sites in both; the table says what matched and what did not."""
+    visit = Visit(browser, comparison, dark=True)
+    assert_it_draws_alone(visit, comparison)
+    assert ground(visit) == "rgb(18, 22, 28)"
+    titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(one => one.layout.title.text)")
+    assert titles == ["before.h5", "after.h5", "after.h5 against before.h5"]
+    difference: list[list[float | None]] = visit.page.evaluate(
+        "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
+    )
+    rows = dict(zip(names_of_rows(visit), difference, strict=True))
+    np.testing.assert_allclose(np.array(rows["net.fc1"], float), 1.0, atol=1e-3)  # twice the size: log2 is 1
+    assert rows["net.fc2"] == rows["net.new"] == [None] * NUM_STEPS
+    assert rows["net.relu"][-1] == 0.0  # zero in both
+    cells = visit.page.eval_on_selector_all("#match tbody tr", "all => all.map(one => one.innerText)")
+    (activation,) = [cell for cell in cells if cell.startswith("activation\t")]
+    assert activation.split("\t")[:2] == ["activation", "4"]  # net.fc2 has its mean in both
+    assert "1 of its 5 not in all" in activation
+    visit.page.close()
+
+
+def test_the_picture_of_the_readme(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The program that takes it works, and the one that is there is not too large to be looked at."""
+    command = [sys.executable, str(DOCS / "report_picture.py"), str(page), str(tmp_path / "report.png")]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (DOCS / "report.png").stat().st_size < 300_000

@@ -1,0 +1,49 @@
+"""What the report reads of a store."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from helpers.stores import write_store
+
+from lightning_module_monitor import load_store
+from lightning_module_monitor.report.run import of_training, read_run
+
+
+def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
+    """Each site's row is its series, NaN where it has none; figures without a site stand apart; what never came is left out."""
+    series = {
+        "activation/a/rms": [1.0, None, math.nan, math.inf],
+        "activation/b/rms": [None, None, 3.0, 4.0],
+        "activation/a/mean": [None, -1.0],
+        "activation/never/rms": [None],
+        "validation/activation/a/rms": [7.0],
+        "run1/gradient/w/norm": [5.0, 6.0],
+        "gradient_flow/_summary_/mean_gain": [1.5],
+        "gradient_flow/a-b/gain": [2.5],
+        "monitor/errors": [0.0, 1.0],
+        "loss": [0.5],
+    }
+    store = load_store(write_store(tmp_path / "m.h5", series))
+    run = read_run(store)
+    assert [(table.kind, table.statistic, table.sites) for table in run.tables if table.name.kind == "activation"] == [
+        ("activation", "rms", ("a", "b")),
+        ("activation", "mean", ("a",)),
+        ("validation/activation", "rms", ("a",)),
+    ]
+    (rms,) = of_training(run.tables, "activation", "rms")
+    assert rms.steps.tolist() == [0, 20, 30]  # at step 10 there is another statistic only
+    np.testing.assert_array_equal(rms.values, [[1.0, math.nan, math.inf], [math.nan, 3.0, 4.0]])
+    assert rms.is_recorded.tolist() == [[True, True, True], [False, True, True]]
+    (prefixed,) = of_training(run.tables, "gradient", "norm")
+    assert (prefixed.kind, prefixed.values.tolist()) == ("run1/gradient", [[5.0, 6.0]])
+    (gain,) = of_training(run.tables, "gradient_flow", "gain")
+    assert gain.sites == ("a-b",)
+    assert sorted((table.kind, table.statistic, table.values.tolist()) for table in run.figures) == [
+        ("", "loss", [[0.5]]),
+        ("gradient_flow", "mean_gain", [[1.5]]),
+        ("monitor", "errors", [[0.0, 1.0]]),
+    ]
+    assert run.attributes["configurations"][0]["first_step"] == 0
