@@ -41,6 +41,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config import GradientFlow, attention_rules
+from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.random_states import RandomStates
 from lightning_module_monitor.statistics import running, table
 
 WARM_UP_STEPS = 5
@@ -60,11 +63,13 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """The statistics by the name that the engine knows, as functions for the tool that has none built in."""
 
-PLAIN, IDLE, OURS, FLOOR = "plain", "idle", "ours", "floor"
+PLAIN, IDLE, OURS, FLOOR, NONFINITE = "plain", "idle", "ours", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 FLOW, HISTOGRAMS = "gradient flow", "histograms"
 IDLE_TARGET = 0.01
+NONFINITE_TARGET = 0.02
+"""Most that looking for values that are not finite at every step may add to a plain step, on the workloads that have it."""
 RCC_TARGET = 1.25
 """Forward passes that the check may cost beyond that of the reference."""
 ATTENTION_TARGET = 1.0
@@ -447,6 +452,22 @@ class OneLine(Observer):
         self.watcher.close()
 
 
+class Nonfinite(Observer):
+    """What ``health: {nonfinite: always}`` does at every step: random states are kept, and the gradients that tell are looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.finite = FiniteStep(Namer().module_sites(model))
+        self.random_states: RandomStates | None = None
+
+    def begin(self, step: int) -> None:
+        self.random_states = RandomStates.now(torch.device("cpu"))
+
+    def before_update(self) -> None:
+        self.finite.see_gradients()
+        assert self.finite.is_finite()
+        self.finite.forget()
+
+
 class TorchModuleMonitor(Observer):
     """torch-module-monitor, with the same statistics as functions."""
 
@@ -524,6 +545,7 @@ VARIANTS = (
     Variant(IDLE, "our engine, at steps that are not monitored", partial(Engine, every_n_steps=1_000_000_000)),
     Variant(OURS, "our engine, seven statistics, finished on the host", partial(Engine, every_n_steps=1)),
     Variant("ours, eager", "the same without the extra fast: torch's own operations", EagerEngine),
+    Variant(NONFINITE, "whether any value is NaN or infinite, at every step", Nonfinite, workloads=("W1", "W2")),
     Variant(FLOOR, "one norm of each tensor", Floor),
     Variant(REFERENCE, "the forward pass of a reference, alone", ReferenceForward, workloads=("W1",)),
     Variant(RCC, "reference and refined coordinate check, all terms and norms", CoordinateCheck, workloads=("W1",)),
@@ -776,6 +798,9 @@ def target_line(result: Result) -> str:
         (f"host reads {extra.host_reads}, target 0", extra.host_reads == 0),
         (f"idle {percent(idle)}, target under +{IDLE_TARGET:.0%}", idle < IDLE_TARGET),
     ]
+    if NONFINITE in result.seconds:
+        added = result.added(NONFINITE)
+        checks.append((f"nonfinite: always {percent(added)}, target under +{NONFINITE_TARGET:.0%}", added < NONFINITE_TARGET))
     if RCC in result.seconds:
         forward = result.added(REFERENCE)
         passes = (result.added(RCC) - forward) / forward

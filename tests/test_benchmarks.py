@@ -27,9 +27,10 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
     assert header[:2] == ["workload", "variant"]
     assert [(row["workload"], row["variant"]) for row in rows] == [
-        ("W2", name) for name in ("plain", "idle", "ours", "ours, eager", "floor", "histograms", "TorchWatcher, one line")
+        ("W2", name)
+        for name in ("plain", "idle", "ours", "ours, eager", "nonfinite: always", "floor", "histograms", "TorchWatcher, one line")
     ]
-    plain, idle, ours, eager, floor, histograms, one_line = rows
+    plain, idle, ours, eager, nonfinite, floor, histograms, one_line = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
@@ -48,6 +49,8 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     # Of the outputs also the gradients that arrive at them, and the monitor's own figure.
     watched = {name: int(one_line[name]) for name in ("transfers", "host reads", "values")}
     assert watched == {"transfers": 1, "host reads": 0, "values": 5 * (129 + 129 + 128 + 128) + 1}
+    # All gradients of biases are put together by one operation, and read where they lie.
+    assert [int(nonfinite[name]) for name in ("transfers", "host reads", "dispatches", "values")] == [0, 0, 1, 0]
     for unmonitored in (plain, idle):
         assert [int(unmonitored[name]) for name in ("transfers", "host reads", "dispatches", "values")] == [0, 0, 0, 0]
 

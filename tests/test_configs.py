@@ -18,7 +18,7 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 
 ROOT = Path(__file__).parents[1]
 # A width check is no configuration of LightningCLI: tests/width_check/test_command.py runs it.
@@ -135,13 +135,15 @@ def test_digits_gives_tensorboard_what_the_store_has(digits: ModuleType) -> None
 
 
 def test_full_names_every_option() -> None:
-    """An option that is new in the callback, in Rule, in GradientFlow or in Capture has to appear in the file."""
+    """An option that is new in the callback, or in any of what it is made of, has to appear in the file."""
     options = callback_options(yaml.safe_load((ROOT / "configs" / "full.yaml").read_text()))
     assert list(options) == [name for name in inspect.signature(ModuleMonitorCallback.__init__).parameters if name != "self"]
     fullest = max(options["rules"], key=len)
     assert list(fullest) == [field.name for field in dataclasses.fields(Rule)]
     assert list(options["gradient_flow"]) == [field.name for field in dataclasses.fields(GradientFlow)]
     assert list(options["capture"]) == [field.name for field in dataclasses.fields(Capture)]
+    assert list(options["health"]) == [field.name for field in dataclasses.fields(Health)]
+    assert list(options["alerts"][0]) == [field.name for field in dataclasses.fields(Alert)]
 
 
 def test_full_tells_the_true_defaults() -> None:
@@ -164,6 +166,8 @@ def test_full_tells_the_true_defaults() -> None:
         ("rules", Rule(kinds="activation"), {"kinds"}),
         ("gradient_flow", GradientFlow(blocks=""), {"blocks"}),
         ("capture", Capture(sites="", steps=0), {"sites", "steps"}),
+        ("health", Health(), set()),
+        ("alerts", Alert(keys=""), {"keys"}),
     ):
         fields = [field.name for field in dataclasses.fields(least) if field.name not in given]
         defaults |= {(section, name): getattr(least, name) for name in fields}

@@ -261,7 +261,8 @@ def test_commands_for_stores_of_the_readme(tmp_path: Path, monkeypatch: pytest.M
         if command[0] != "coordinate-check":
             assert main(command) == 0, command
     assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
-    assert {command[0] for command in commands} == {one.NAME for one in COMMANDS}
+    # A snapshot is of a run that has gone bad: tests/health/test_nonfinite.py shows one again.
+    assert {command[0] for command in commands} == {one.NAME for one in COMMANDS} - {"replay"}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:

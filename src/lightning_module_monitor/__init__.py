@@ -9,9 +9,10 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.bins import Histogram
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.mixin import MonitorMixin
     from lightning_module_monitor.monitor import ModuleMonitor
-    from lightning_module_monitor.record import Record
+    from lightning_module_monitor.record import Finding, Record
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.reader import load_store
     from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
@@ -25,10 +26,13 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
 
 __all__ = [
     "STATISTICS",
+    "Alert",
     "Capture",
     "Event",
+    "Finding",
     "GradientFlow",
     "GradientGainMonitor",
+    "Health",
     "Histogram",
     "ModuleMonitor",
     "ModuleMonitorCallback",
@@ -52,9 +56,10 @@ _HOMES = {
     "bins": ("Histogram",),
     "callback": ("ModuleMonitorCallback",),
     "config": ("Capture", "GradientFlow", "Rule"),
+    "health.options": ("Alert", "Health"),
     "mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
-    "record": ("Record",),
+    "record": ("Finding", "Record"),
     "sinks.history": ("StorageManager",),
     "sinks.reader": ("load_store",),
     "standalone.attention": ("monitor_scaled_dot_product_attention",),

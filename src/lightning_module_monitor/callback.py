@@ -29,12 +29,15 @@ from lightning_module_monitor.config import (
     coordinate_check_rules,
     default_rules,
 )
-from lightning_module_monitor.errors import ConfigError, MonitorError, nearest
+from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, nearest
 from lightning_module_monitor.forecast import forecast
+from lightning_module_monitor.health.options import Alert, Health
+from lightning_module_monitor.health_of_run import HealthOfRun
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.nonfinite_of_run import NonfiniteOfRun
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
 from lightning_module_monitor.overhead import Overhead, check_limit, clock_of
-from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Record
+from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Finding, Record
 from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
 from lightning_module_monitor.schedule import Schedule, parse_schedule
@@ -94,6 +97,9 @@ class ModuleMonitorCallback(Callback):
             key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
+        health: What is looked out for: who made the first NaN or infinity (in monitored steps, if nothing else is said), and the built-in
+            watches: ``{nonfinite: always, watch: [dead_units, vanishing]}``.
+        alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, be it by an exception.
         callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
@@ -123,6 +129,8 @@ class ModuleMonitorCallback(Callback):
         attention: bool = False,
         gradient_flow: GradientFlow | None = None,
         capture: Capture | None = None,
+        health: Health | None = None,
+        alerts: list[Alert] | None = None,
         store: bool | str = True,
         report: bool = False,
         callback_metrics: str | list[str] | None = None,
@@ -150,6 +158,8 @@ class ModuleMonitorCallback(Callback):
         """The newest record, without its raw tensors."""
         self._sinks: SinksOfRun | None = None
         """Missing where an option is wrong."""
+        self._health: HealthOfRun | None = None
+        """Likewise."""
         self._reset()
         self._refusal: ConfigError | None = None
         try:
@@ -172,7 +182,9 @@ class ModuleMonitorCallback(Callback):
             if max_overhead is not None:
                 check_limit(max_overhead)
             self._stages = _parse_stages(stages)
-            self._check_options(progress_bar=progress_bar, captures=capture is not None, has_store=store is not False)
+            self._health = HealthOfRun(health or Health(), as_tuple(alerts), self.monitor, on_error=on_error, messages=_messages)
+            captures = "capture is given" if capture is not None else "capture follows an alert" if self._health.may_capture else ""
+            self._check_options(progress_bar=progress_bar, captures=captures if store is False else "")
             self._sinks = SinksOfRun(
                 self.monitor.wishes,
                 [name for stage, name in STAGES.items() if stage in self._stages],
@@ -189,7 +201,7 @@ class ModuleMonitorCallback(Callback):
             # it tries every type that a callback may have, and prints what was wrong with each.
             self._refusal = error
 
-    def _check_options(self, *, progress_bar: bool, captures: bool, has_store: bool) -> None:
+    def _check_options(self, *, progress_bar: bool, captures: str) -> None:
         booleans = {
             "attention": self._attention,
             "progress_bar": progress_bar,
@@ -199,8 +211,8 @@ class ModuleMonitorCallback(Callback):
         for name, value in booleans.items():
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
-        if captures and not has_store:
-            raise ConfigError("capture is given, and store is false; expected a store: raw tensors are written to a file beside it.")
+        if captures:
+            raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 
     def _add_reference_rules(self, rcc: bool) -> None:
         """The rules that the reference and the coordinate check stand for."""
@@ -239,6 +251,20 @@ class ModuleMonitorCallback(Callback):
     def store_path(self) -> str | None:
         """Where the store of this run is, once something was recorded."""
         return None if self._sinks is None else self._sinks.store_path
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found to be wrong in this run, in the order in which it was found."""
+        return [] if self._health is None else list(self._health.findings)
+
+    @property
+    def _health_of_run(self) -> HealthOfRun:
+        assert self._health is not None, "setup has refused to go on without it"
+        return self._health
+
+    @property
+    def _nonfinite(self) -> NonfiniteOfRun | None:
+        return self._health_of_run.nonfinite
 
     @property
     def _sinks_of_run(self) -> SinksOfRun:
@@ -293,7 +319,7 @@ class ModuleMonitorCallback(Callback):
             return
         if not pl_module.automatic_optimization:
             self._check_manual(type(pl_module).__name__)
-        _refuse_unsupported(trainer, pl_module)
+        _refuse_unsupported(trainer, pl_module, at_every_step=self._health_of_run.is_at_every_step)
         if not _makes_layers_late(pl_module):
             self._set_module(trainer, pl_module)
         if self._is_fit and self._reference is not None and self._uses_reference():
@@ -304,7 +330,9 @@ class ModuleMonitorCallback(Callback):
         if not self._is_wanted("fit"):
             return
         if not self.monitor.has_module():
-            _refuse_unsupported(trainer, pl_module)  # what was made since may be compiled
+            _refuse_unsupported(
+                trainer, pl_module, at_every_step=self._health_of_run.is_at_every_step
+            )  # what was made since may be compiled
             self._set_module(trainer, pl_module)
         if self._reference is not None and self._uses_reference():
             self._reference.prepare(trainer, pl_module, self.monitor)
@@ -342,7 +370,8 @@ class ModuleMonitorCallback(Callback):
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
-        if not self._in_step:
+        is_first = not self._in_step
+        if is_first:
             self._in_step = True
             if self._begin_step(step):
                 self._watch_redirected_calls(trainer, pl_module)
@@ -351,10 +380,15 @@ class ModuleMonitorCallback(Callback):
         self.monitor.end_backward()
         if self._reference is not None and self.monitor.awaits_reference():
             self._reference.run(trainer, batch, batch_idx, self.monitor)
+        is_monitored = self.monitor.is_monitoring()
+        if self._nonfinite is not None:
+            self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
 
     @_never_fatal
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The gradients that arrive at outputs from now on are those of the loss."""
+        if self._nonfinite is not None:
+            self._nonfinite.begin_backward(loss, is_scaled=_scaler(trainer) is not None)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
 
@@ -362,10 +396,14 @@ class ModuleMonitorCallback(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
         self.monitor.end_backward()
+        if self._nonfinite is not None:
+            self._nonfinite.end_backward(is_scaled=_scaler(trainer) is not None)
 
     @_never_fatal
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Gradients are complete, unscaled (unless by the optimizer itself) and not clipped; parameters have not moved."""
+        if self._nonfinite is not None:
+            self._look_before_update(self._nonfinite, trainer, pl_module)
         if self._optimizers is not None:
             self._optimizers.prepare(optimizer)
 
@@ -382,6 +420,8 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
+        if self._nonfinite is not None:
+            self._nonfinite.end_micro_batch()
         self.monitor.after_micro_batch()
         ends_step = self._in_step and not trainer.fit_loop._should_accumulate()
         if ends_step:
@@ -401,7 +441,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last moment of a validation loop at which values may be logged."""
-        self._emit(trainer, pl_module, self._end_stage())
+        self._emit(trainer, pl_module, self._health_of_run.examined(_step(trainer), self._end_stage()))
 
     @_never_fatal
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -416,7 +456,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._emit(trainer, pl_module, self._end_stage())
+        self._emit(trainer, pl_module, self._health_of_run.examined(_step(trainer), self._end_stage()))
 
     @_never_fatal
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -431,7 +471,7 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
-        self._emit(trainer, pl_module, self._end_stage())
+        self._emit(trainer, pl_module, self._health_of_run.examined(_step(trainer), self._end_stage()))
 
     @_never_fatal
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -461,7 +501,9 @@ class ModuleMonitorCallback(Callback):
         record = self.monitor.end_step()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.values.get(self.monitor.wishes.own_key(OVERHEAD_FRACTION), math.nan))
-        self._emit(trainer, pl_module, record)
+        if self._nonfinite is not None:
+            self._health_of_run.note(self._nonfinite.end_step(_step(trainer), record))
+        self._emit(trainer, pl_module, self._health_of_run.examined(_step(trainer), record))
 
     @_never_fatal
     def _before_end_of_step(self) -> None:
@@ -473,6 +515,19 @@ class ModuleMonitorCallback(Callback):
         fraction = None if self._overhead is None else self._overhead.fraction()
         if fraction is not None:
             self.monitor.monitor_overhead(fraction)
+
+    def _look_before_update(self, nonfinite: NonfiniteOfRun, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for values that are not finite.
+
+        Raises:
+            NonfiniteError: If there is one, and that is to be an error.
+        """
+        step, is_scaled = _step(trainer), _scaler(trainer) is not None
+        found = nonfinite.before_update(trainer, pl_module, step, self._sinks_of_run.folder, is_scaled=is_scaled)
+        self._health_of_run.note(found)
+        if found is not None and self._health_of_run.is_fatal:
+            self._emit(trainer, pl_module, self._health_of_run.examined(step, None))
+            raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
 
     def _check_manual(self, model: str) -> None:
         """Check that nothing is asked for that manual optimization has not.
@@ -502,6 +557,7 @@ class ModuleMonitorCallback(Callback):
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}
         self._sinks_of_run.expect([name for name, is_measured in measured.items() if is_measured])
+        self._health_of_run.begin(self._sinks_of_run.planned_keys(), knows_all_keys=self.monitor.wishes.plan().knows_all_keys())
         self._check_others(trainer)
 
     def _check_others(self, trainer: Trainer) -> None:
@@ -574,9 +630,11 @@ class ModuleMonitorCallback(Callback):
         """Give a record to every sink."""
         if record is None:
             return
-        # Raw tensors are for the file, and may be large.
-        self.last_record = dataclasses.replace(record, tensors=())
+        if record.values:  # else it has only findings, of a step that was not monitored
+            # Raw tensors are for the file, and may be large.
+            self.last_record = dataclasses.replace(record, tensors=())
         self._sinks_of_run.emit(trainer, pl_module, record)
+        self._health_of_run.follow(trainer, record.findings, self._sinks_of_run.folder)
 
     def _lose_step(self) -> None:
         """Go on without monitoring what is left of this step."""
@@ -584,6 +642,8 @@ class ModuleMonitorCallback(Callback):
         while self._redirected:
             self._redirected.pop().close()
         self._forget_optimizers()
+        if self._nonfinite is not None:
+            self._nonfinite.forget_step()
         self.monitor.lose()
 
     def _close(self) -> None:
@@ -595,6 +655,7 @@ class ModuleMonitorCallback(Callback):
             self._redirected.pop().close()
         self._forget_optimizers()
         self._in_step = False
+        self._health_of_run.close()
         self.monitor.close()
         self._sinks_of_run.close()
 
@@ -617,7 +678,7 @@ def _parse_stages(stages: str | Sequence[str] | None) -> frozenset[str]:
     return frozenset(as_tuple(stages) or ("train",))
 
 
-def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
+def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule, *, at_every_step: bool) -> None:
     """Refuse, before the first batch, what would be measured wrong.
 
     Raises:
@@ -628,6 +689,9 @@ def _refuse_unsupported(trainer: Trainer, pl_module: LightningModule) -> None:
         expected = "expected strategy ddp (and its kin ddp_spawn, ddp_notebook) or ModelParallelStrategy"
         raise ConfigError(f"{type(trainer.strategy).__name__} keeps parameters in a way that is not measured; {expected}. {remedy}")
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
+    if compiled and at_every_step:
+        expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
+        raise ConfigError(f"health.nonfinite looks at every step, and {compiled[0]} is compiled, whose modules nobody sees; {expected}.")
     if compiled and not hasattr(torch.compiler, "set_stance"):
         why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
         raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. {remedy} Or do not compile it.")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightning_module_monitor.commands import compare, export, keys, repair, report, summary
+from lightning_module_monitor.commands import compare, export, keys, repair, replay, report, summary
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check import command as coordinate_check
 
@@ -33,7 +33,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: Sequence[Command] = (report, compare, summary, keys, export, repair, coordinate_check)
+COMMANDS: Sequence[Command] = (report, compare, summary, keys, export, repair, replay, coordinate_check)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_logger
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
-from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic
+from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,11 @@ class ParsedRule:
     statistics: Mapping[str, Statistic]
     histograms: tuple[str, ...]
     functions: tuple[UserFunction, ...]
+    units: tuple[str, ...]
+    """Names of the statistics of units."""
     schedule: ParsedSchedule
+    is_optional: bool = False
+    """Whether it may match nothing: nobody has asked for these very sites."""
 
 
 def default_rules() -> list[Rule]:
@@ -169,7 +173,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     has_values = [kind for kind in kinds if KINDS[kind].values]
     if has_values and len(kinds) > 1:
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
-    statistics, histograms, functions = (_parse_values if has_values else _parse_statistics)(rule, label, kinds)
+    statistics, histograms, functions, units = (_parse_values if has_values else _parse_statistics)(rule, label, kinds)
     return ParsedRule(
         label=label,
         kinds=kinds,
@@ -180,6 +184,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
         statistics=statistics,
         histograms=histograms,
         functions=functions,
+        units=units,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
     )
 
@@ -251,6 +256,7 @@ def parse_capture(capture: Capture) -> ParsedRule:
         statistics={},
         histograms=(),
         functions=(),
+        units=(),
         schedule=parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps"),
     )
 
@@ -301,8 +307,11 @@ def _kinds_in_short() -> str:
     return ", ".join(dict.fromkeys(next((f"{family}*" for family in families if name.startswith(family)), name) for name in KINDS))
 
 
-Parsed = tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...]]
-"""Statistics by name, names of histograms, functions."""
+Parsed = tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...], tuple[str, ...]]
+"""Statistics by name, names of histograms, functions, names of statistics of units."""
+
+OF_UNITS = ("activation", "activation_gradient")
+"""The kinds whose tensors have units."""
 
 
 def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
@@ -311,44 +320,56 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
     statistics: dict[str, Statistic] = {}
     histograms: dict[str, None] = {}
     functions: dict[str, UserFunction] = {}
+    units: dict[str, None] = {}
     for name in as_tuple(rule.statistics):
         if not isinstance(name, str) or name not in STATISTICS:
             known = ", ".join(STATISTICS)
             raise ConfigError(f"{label}.statistics {name!r} is not a statistic; expected {known}{nearest(str(name), STATISTICS)}")
         check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
+        _check_fits(name, statistic, kinds, label)
         if isinstance(statistic, HistogramStatistic):
             histograms[name] = None
-            continue
-        if not isinstance(statistic, Statistic):
+        elif isinstance(statistic, UnitStatistic):
+            units[name] = None
+        elif isinstance(statistic, Statistic):
+            statistics[name] = statistic
+        else:
             functions[name] = UserFunction(name, statistic, aggregate)
-            continue
-        if statistic.paired and not all(KINDS[kind].is_pair for kind in kinds):
-            unfit = [kind for kind in kinds if not KINDS[kind].is_pair]
-            raise ConfigError(
-                f"{label}.statistics {name!r} is of two tensors, and {unfit[0]!r} is one; "
-                f"expected kinds {', '.join(name for name, kind in KINDS.items() if kind.is_pair)}. Give it a rule of its own."
-            )
-        unfit = [kind for kind in kinds if statistic.relative and not KINDS[kind].is_relative]
-        if unfit:
-            raise ConfigError(
-                f"{label}.statistics {name!r} is relative, and {unfit[0]!r} is relative to nothing; "
-                f"expected kinds {', '.join(name for name, kind in KINDS.items() if kind.is_relative)}. Give it a rule of its own."
-            )
-        statistics[name] = statistic
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
         raise ConfigError(f"{label}.functions of kinds {', '.join(kinds)}: some have two tensors, some one; expected a rule for each sort.")
     for name, function in rule.functions.items():
-        if name in statistics or name in histograms or name in functions:
+        if name in (*statistics, *histograms, *functions, *units):
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         functions[check_name(name, f"{label}.functions")] = UserFunction(name, function, aggregate)
-    if not statistics and not histograms and not functions:
+    if not (statistics or histograms or functions or units):
         raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
-    return statistics, tuple(histograms), tuple(functions.values())
+    return statistics, tuple(histograms), tuple(functions.values()), tuple(units)
+
+
+def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
+    """Check that there is such a statistic of all kinds of a rule.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if isinstance(statistic, UnitStatistic):
+        why, unfit, fit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if kind not in OF_UNITS], [*OF_UNITS]
+    elif isinstance(statistic, Statistic) and statistic.paired:
+        why, unfit = "is of two tensors, and {!r} is one", [kind for kind in kinds if not KINDS[kind].is_pair]
+        fit = [name for name, kind in KINDS.items() if kind.is_pair]
+    elif isinstance(statistic, Statistic) and statistic.relative:
+        why, unfit = "is relative, and {!r} is relative to nothing", [kind for kind in kinds if not KINDS[kind].is_relative]
+        fit = [name for name, kind in KINDS.items() if kind.is_relative]
+    else:
+        return
+    if unfit:
+        expected = f"expected kinds {', '.join(fit)}. Give it a rule of its own."
+        raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
 
 
 def _parse_values(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
@@ -363,7 +384,7 @@ def _parse_values(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
             expected = f"expected {', '.join(kind.values)}{nearest(str(name), kind.values)}"
             raise ConfigError(f"{label}.statistics {name!r} is none of {kind.name!r}; {expected}")
     # What is told by another is joined like the results of a function.
-    return {}, (), tuple(UserFunction(name, float, "mean") for name in as_tuple(rule.statistics) or kind.values)
+    return {}, (), tuple(UserFunction(name, float, "mean") for name in as_tuple(rule.statistics) or kind.values), ()
 
 
 def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:

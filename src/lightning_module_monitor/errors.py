@@ -16,6 +16,10 @@ class MonitorError(RuntimeError):
     """Something could not be measured, and the user asked for an error (``on_error: raise``)."""
 
 
+class NonfiniteError(MonitorError):
+    """A value of the training is not finite, and the user asked for an end then (``health: {nonfinite: stop}``); says who made it."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most like ``name``, capitals aside, as the end of a sentence. Empty if nothing is known.
 

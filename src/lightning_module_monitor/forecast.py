@@ -35,7 +35,10 @@ def forecast(
     sites = Counter(watch.kind for watch in watches)
     for kind, num_sites in sites.items():
         names = dict.fromkeys(
-            name for watch in watches if watch.kind == kind for name in (*watch.statistics, *watch.histograms, *watch.functions)
+            name
+            for watch in watches
+            if watch.kind == kind
+            for name in (*watch.statistics, *watch.histograms, *watch.functions, *watch.units)
         )
         sites_in_words = (
             f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"

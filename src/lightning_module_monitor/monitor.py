@@ -59,9 +59,10 @@ from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.ranks import Ranks
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.watch import Watch
 from lightning_module_monitor.window import Window
-from lightning_module_monitor.wishes import Due, Wishes
+from lightning_module_monitor.wishes import DETAIL, Due, Wishes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -317,18 +318,36 @@ class ModuleMonitor:
         """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
         self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
 
-    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules") -> None:
+    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules", *, are_optional: bool = False) -> None:
         """Add rules to those that the monitor was made with; from the next step on they count.
 
         Args:
             rules: One or several.
             label: What they are called in messages.
+            are_optional: Whether they may match nothing.
 
         Raises:
             ConfigError: If one is wrong, or matches nothing in the module.
         """
         for rule in as_tuple(rules):
-            self._add_rule(rule, label)
+            self._add_rule(rule, label, is_optional=are_optional)
+
+    def raise_detail(self, site: str, steps: Sequence[int]) -> None:
+        """Record every statistic of a module, or of the one that a parameter is of, of all within it, and its raw tensors, in some steps.
+
+        Args:
+            site: Name of the module or parameter, or of an output or head of the module.
+            steps: Which steps; they are monitored then.
+        """
+        name = site
+        while self.wishes.sites.module_site(name) is None and "." in name:
+            name = name.rpartition(".")[0]
+        pattern = f"{re.escape(name)}(\\..*)?"
+        kinds = ["activation", "activation_gradient", "parameter", "gradient"]
+        plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
+        rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
+        self._add_rule(rule, DETAIL, is_optional=True)
+        self.wishes.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
@@ -387,7 +406,7 @@ class ModuleMonitor:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         due, is_captured = self._due(step), self.wishes.is_captured(step)
         if any(due) or is_captured:
-            self._open(due, step, TRAIN, self.wishes.capture_plan() if is_captured else None)
+            self._open(due, step, TRAIN, self.wishes.capture_plan(step))
         return any(due) or is_captured
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
@@ -676,8 +695,8 @@ class ModuleMonitor:
         self._add_rule(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
 
-    def _add_rule(self, rule: Rule, label: str) -> None:
-        self.wishes.add(rule, label)
+    def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
+        self.wishes.add(rule, label, is_optional=is_optional)
         self._exchanges.clear()
         self._has_agreed = False
 

@@ -223,6 +223,7 @@ class Sites:
 def _join(watch: Watch, rule: ParsedRule) -> None:
     watch.statistics.update(rule.statistics)
     watch.histograms.update(dict.fromkeys(rule.histograms))
+    watch.units.update(dict.fromkeys(rule.units))
     watch.functions.update({function.name: function for function in rule.functions})
 
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:  # who writes numbers only does without torch
     from torch import Tensor
@@ -105,6 +105,32 @@ class RawTensor:
     """On the CPU, of any shape and dtype, part of no graph, and nobody else's."""
 
 
+Severity = Literal["warning", "error"]
+"""An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not well with the model, said once for each cause."""
+
+    step: int
+    """Number of the optimizer step in which it was found."""
+
+    name: str
+    """What is wrong: ``nonfinite``, one of the built-in watches (``dead_units``), or the name of an alert."""
+
+    site: str
+    """Name of the module or parameter that it is about; empty where it is about none."""
+
+    key: str
+    """The key of the series that shows it; empty where there is none."""
+
+    words: str
+    """What was found, in sentences with figures."""
+
+    severity: Severity = "warning"
+
+
 @dataclass(frozen=True)
 class Record:
     """The finished values of one monitored step (or of one validation, test or predict loop)."""
@@ -120,3 +146,6 @@ class Record:
 
     tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
     """What was captured in this step."""
+
+    findings: Sequence[Finding] = ()
+    """What was found to be wrong in this step."""

@@ -203,6 +203,10 @@ class SinksOfRun:
             logger=self._messages,
         )
 
+    def folder(self, trainer: Trainer) -> Path:
+        """Where the store of this run is, or would be."""
+        return (self._new_store_path(trainer) if self.store_path is None else Path(self.store_path)).parent
+
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
             return Path(self._store_option)

@@ -48,7 +48,7 @@ def silence(twin: LightningModule) -> None:
             part.__class__ = type(type(part).__name__, (_Silent, type(part)), {})
 
 
-def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> None:
+def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
     """Run a copy's ``training_step`` as Lightning is about to run the model's.
 
     Args:
@@ -56,13 +56,16 @@ def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, ba
         trainer: It is attached to this while it runs.
         batch: On the device and in the precision of the run. The copy gets a copy, for it may write into it.
         batch_idx: Its number.
+
+    Returns:
+        What it returned.
     """
     takes_index = is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
     twin.trainer = trainer
     try:
         with trainer.precision_plugin.train_step_context(), _unchanged_attributes(twin):
-            twin.training_step(*arguments)
+            return twin.training_step(*arguments)
     finally:
         twin.trainer = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -19,6 +20,9 @@ from lightning_module_monitor.probes.probe import Watched, WatchedModule
 from lightning_module_monitor.record import OWN_KIND, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
+
+DETAIL = "detail"
+"""The label of rules that last as long as the model."""
 
 
 class Say(Protocol):
@@ -71,7 +75,7 @@ class Wishes:
         self._schedule = schedule
         self._rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
-        self._capture = None if capture is None else parse_capture(capture)
+        self._captures = [] if capture is None else [parse_capture(capture)]
         self._within, self._exclude, self._format_name = within, exclude, format_name
         self._prefix = prefix
         self._say = say
@@ -102,14 +106,16 @@ class Wishes:
             self._check(rule, sites)
         if self._gradient_flow is not None:
             self._chain = sites.chain(self._gradient_flow, self._prefix, is_compared=shares_input)
-        if self._capture is not None:
-            sites.check(self._capture)
+        for wish in self._captures:
+            sites.check(wish)
         self._sites = sites
         return sites
 
     def forget_names(self) -> None:
-        """The model is gone."""
+        """The model is gone, and with it what was to be looked at more closely in it."""
         self._sites = self._chain = None
+        self._rules = [rule for rule in self._rules if rule.label != DETAIL]
+        self._captures = [wish for wish in self._captures if not wish.is_optional]
         self._plans.clear()
         self._told_plans.clear()
 
@@ -126,21 +132,31 @@ class Wishes:
 
     # What is asked for
 
-    def add(self, rule: Rule, label: str) -> None:
+    def add(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
         """Add a rule; from the next plan on it counts.
+
+        Args:
+            rule: The rule.
+            label: What it is called in messages.
+            is_optional: Whether it may match nothing.
 
         Raises:
             ConfigError: If it is wrong, or matches nothing in the model.
         """
         parsed = parse_rule(rule, f"{label}[{len(self._rules)}]" if label == "rules" else label, self._schedule)
+        parsed = replace(parsed, is_optional=is_optional)
         if self._sites is not None:
             self._check(parsed, self._sites)
         self._rules.append(parsed)
         self._plans.clear()
 
+    def add_capture(self, capture: Capture) -> None:
+        """Capture more, of what the model has of it."""
+        self._captures.append(replace(parse_capture(capture), is_optional=True))
+
     def has_any(self) -> bool:
         """Whether anything is asked for."""
-        return bool(self._rules) or self._gradient_flow is not None or self._capture is not None
+        return bool(self._rules) or self._gradient_flow is not None or bool(self._captures)
 
     def first_of_reference(self, *, running: bool = False) -> str | None:
         """The first rule with a kind that is nothing without a reference, and that kind; ``None`` if no rule has one.
@@ -158,12 +174,12 @@ class Wishes:
 
     def first_of_kind(self, kind: str, *, without: str) -> str | None:
         """The first rule, or capture, of a kind that is not of another kind as well; ``None`` if there is none."""
-        wishes = [*self._rules, *([] if self._capture is None else [self._capture])]
+        wishes = [*self._rules, *self._captures]
         return next((f"{wish.label}.kinds {kind!r}" for wish in wishes if kind in wish.kinds and without not in wish.kinds), None)
 
     def one_by_one(self) -> list[str]:
         """All that is wanted of the model, and when: what has to be alike on all ranks that monitor it together."""
-        rules = self._rules if self._capture is None else [*self._rules, self._capture]
+        rules = [*self._rules, *self._captures]
         return [f"gradient_flow {self._schedule}", *self.sites.wishes(rules, self._chain)]
 
     # When
@@ -179,7 +195,7 @@ class Wishes:
 
     def is_captured(self, step: int) -> bool:
         """Whether the record of a step holds raw tensors."""
-        return self._capture is not None and self._capture.schedule(step)
+        return any(wish.schedule(step) for wish in self._captures)
 
     # Where
 
@@ -198,9 +214,10 @@ class Wishes:
             self._plans[stage, due] = plan
         return plan
 
-    def capture_plan(self) -> Plan | None:
-        """Where raw tensors are captured; ``None`` if none are."""
-        return None if self._capture is None or self._sites is None else self._sites.plan([self._capture])
+    def capture_plan(self, step: int | None = None) -> Plan | None:
+        """Where raw tensors are captured, in a step or in any; ``None`` if none are."""
+        wishes = [wish for wish in self._captures if step is None or wish.schedule(step)]
+        return self._sites.plan(wishes) if wishes and self._sites is not None else None
 
     def told_attention(self, watched: WatchedModule, stage: str) -> WatchedModule:
         """What is wanted of a call of attention that is told by hand: what the rules say; if none is about attention the mean entropy."""
@@ -236,7 +253,7 @@ class Wishes:
     def _check(self, rule: ParsedRule, sites: Sites) -> None:
         if self._shares_input:
             _check_tensor_parallel(rule)
-        for kind in sites.check(rule):
+        for kind in () if rule.is_optional else sites.check(rule):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
 
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
@@ -304,6 +304,37 @@ def unchanged_with_parts(folder: Path) -> dict[str, Any]:
             weights = {name: one.full_tensor() if is_sharded(one) else one.clone() for name, one in module.state_dict().items()}
             states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
     return states
+
+
+class Sick(nn.Module):
+    """Half of its units are dead on all ranks, and two more on each; what is large in its input it makes infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.relu, self.head = nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [0.0], [0.0], [0.0], [0.0]]))
+            self.fc.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = torch.ones(len(x), 1) if RANK == 0 else -torch.ones(len(x), 1)
+        return self.head(self.relu(self.fc(side))) + torch.log((x.abs().amax() < 50).float())
+
+
+def sick(health: Health) -> Callable[[Path], dict[str, Any]]:
+    """What is found, on every rank; of the last one the second micro-batch of the last step is bad."""
+
+    def run(folder: Path) -> dict[str, Any]:
+        torch.manual_seed(0)
+        micro_batches = data(RANK, WORLD)
+        if RANK == WORLD - 1:
+            micro_batches[5][0][0, 0] = 100.0
+        callback = ModuleMonitorCallback(2, rules=[Rule(kinds="activation", statistics="rms")], health=health, on_error="raise")
+        module = Classifier(Sick(), torch.optim.SGD, lr=1e-3)
+        result = fit(folder, module, callback, micro_batches, accumulate_grad_batches=2, limit_val_batches=0)
+        return result | {"findings": callback.findings}
+
+    return run
 
 
 class Branches(nn.Module):
@@ -695,6 +726,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
+    "sick": sick(Health(nonfinite="always", watch=["dead_units"], snapshot=True)),
+    "sick_by_default": sick(Health()),
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,

@@ -112,3 +112,28 @@ def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenari
     assert any("Watching" in message for message in by_rank[0]["said"])
     for other in by_rank[1:]:
         assert (other["files"], other["said"]) == ([], [])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A unit is dead if it is on all ranks; who made what is not finite is named with rank and micro-batch, and everywhere alike."""
+    by_rank = run_scenarios(num_ranks, "sick")
+    for result in by_rank:
+        [found] = result["findings"]
+        assert (found.name, found.site, found.step) == ("nonfinite", "model", 2)
+        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in found.words
+        assert found.words.partition("Snapshot")[0] == by_rank[0]["findings"][0].words.partition("Snapshot")[0]
+        assert [record.values["activation/model.relu/dead_fraction"] for record in result["records"]] == [0.5, 0.5]
+    assert by_rank[-1]["files"] == [f"rank_{num_ranks - 1}/monitor.snapshot-step=2.pt"]
+    assert [message.partition(",")[0] for message in by_rank[0]["said"] if "nonfinite" in message] == ["nonfinite at model"]
+    assert not any("nonfinite" in message for result in by_rank[1:] for message in result["said"])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Without a collective of its own: in monitored steps; the same is named as where every step is looked at."""
+    by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
+    for result, other in zip(by_rank, every_step, strict=True):
+        [found], [expected] = result["findings"], other["findings"]
+        assert (found.step, found.site, found.severity) == (expected.step, expected.site, expected.severity)
+        assert found.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]

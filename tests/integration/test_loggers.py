@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import math
 import statistics
@@ -17,7 +18,7 @@ from helpers.tiny import KeepRecords, Tiny, fit
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
-from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
 from lightning_module_monitor.sinks.loggers import rolled_up
 
 Series = dict[str, dict[int, float]]
@@ -285,3 +286,16 @@ def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
     assert len(said) == 1
     assert said[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
+
+
+def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
+    """With its words, in a row of its own."""
+    key = "parameter/model.0.weight/norm"
+    callback = ModuleMonitorCallback(1, alerts=[Alert(keys=key, above=0.0, for_steps=2)])
+    fit(tmp_path, [callback], logger=MAKE["wandb"](tmp_path))
+    [found] = callback.findings
+    assert found.step == 1
+    [table] = [row for row in history(tmp_path) if any(name.startswith("monitor/findings") for name in row)]
+    assert "table-file" in str(table)
+    [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/monitor/findings*.table.json")
+    assert json.loads(file.read_text())["data"] == [["1", found.name, found.site, found.words]]

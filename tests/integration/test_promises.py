@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kinds import CAPTURED, KINDS
 from lightning_module_monitor.statistics import running, table
 
@@ -43,8 +43,11 @@ FLOWS = {
 CAPTURE = Capture(sites=".*", steps=list(range(1, 28, 4)), kinds=list(CAPTURED))
 """All raw tensors there are, at steps that no rule is due at, too."""
 
+HEALTH: dict[str, Any] = {"health": Health(nonfinite="always", watch="all", snapshot=True), "alerts": [Alert(keys=".*/norm", below=-1.0)]}
+"""Everything that is looked out for, at every step; an alert that never fires."""
+
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
-ALL_THERE_IS: dict[str, Any] = {"rules": [*EVERYTHING, DIFFERENCES], "attention": True, "reference": "init", "rcc": True}
+ALL_THERE_IS: dict[str, Any] = {"rules": [*EVERYTHING, DIFFERENCES], "attention": True, "reference": "init", "rcc": True, **HEALTH}
 
 WAYS: dict[str, dict[str, Any]] = {
     "Trainer, one device": {},
@@ -76,6 +79,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         runs.append((keep, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
+            assert callback.findings == []
             assert len(callback.last_record.histograms) > 3
             assert (
                 callback.last_record.values[
@@ -159,8 +163,12 @@ def test_the_dispatch_mode_does_catch_a_host_read() -> None:
         torch.ones(3).sum().item()
 
 
-def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(tmp_path: Path) -> None:
-    """Promise 3: hooks exist in monitored steps only; the others dispatch exactly what they dispatch without the callback."""
+@pytest.mark.parametrize(("nonfinite", "num_more"), [("warn", 0), ("always", 1)])
+def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(nonfinite: str, num_more: int, tmp_path: Path) -> None:
+    """Promise 3: hooks exist in monitored steps only; the others dispatch exactly what they dispatch without the callback.
+
+    To look at every step puts all small gradients together, and nothing else.
+    """
 
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
@@ -185,11 +193,12 @@ def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(tmp_path: P
     trainer(tmp_path, [], max_steps=6).fit(plain, loader(), loader(8))
     seed()
     module = CountSteps("cnn")
-    callback = ModuleMonitorCallback(every_n_steps=3, gradient_flow=FLOWS["cnn"], **ALL_THERE_IS)
+    options = ALL_THERE_IS | {"health": Health(nonfinite=nonfinite, watch="all")}
+    callback = ModuleMonitorCallback(every_n_steps=3, gradient_flow=FLOWS["cnn"], **options)
     trainer(tmp_path, [callback], max_steps=6).fit(module, loader(), loader(8))
     assert [num > 0 for num in module.hooks] == [True, False, False, True, False, False]
     for step in (1, 2, 4, 5):
-        assert module.dispatched[step] == plain.dispatched[step]
+        assert module.dispatched[step] == plain.dispatched[step] + num_more
     assert module.dispatched[3] > plain.dispatched[3]
 
 

@@ -16,10 +16,13 @@ from torchmetrics import MeanMetric
 
 from lightning_module_monitor import (
     STATISTICS,
+    Alert,
     Capture,
     Event,
+    Finding,
     GradientFlow,
     GradientGainMonitor,
+    Health,
     Histogram,
     ModuleMonitor,
     ModuleMonitorCallback,
@@ -45,6 +48,12 @@ def kurtosis(x: Tensor) -> Tensor:
     return ((x - x.mean()) / x.std()).pow(4).mean()
 
 
+def findings(one: ModuleMonitorCallback) -> list[str]:
+    """What was found to be wrong, in the run and in its store."""
+    found: list[Finding] = one.findings + load_store("monitor.h5").findings()
+    return [f"{finding.step} {finding.name} {finding.site}: {finding.words}" for finding in found]
+
+
 def callback() -> Trainer:
     """All options of the callback and of a rule."""
     rules = [
@@ -58,6 +67,8 @@ def callback() -> Trainer:
         exclude=[".*dropout.*"],
         rules=rules,
         reference="init",
+        health=Health(nonfinite="stop", watch=["dead_units"], then="checkpoint", snapshot=True),
+        alerts=[Alert(keys="gradient/.*/norm", above=100, for_steps=3, then=["stop", "capture"])],
         rcc=True,
         save_reference=False,
         attention=True,

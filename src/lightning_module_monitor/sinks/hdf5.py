@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import layout, writer
+from lightning_module_monitor.sinks import findings, layout, writer
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class _HistogramTable(_Table):
 
 
 class Store(writer.Writer):
-    """Writes the values and histograms of the records of one run, one row in each group that a record has any of.
+    """Writes the values, histograms and findings of the records of one run, one row in each group that a record has any of.
 
     A second record of a step is merged into the first. Read it with ``load_store``.
 
@@ -107,7 +107,7 @@ class Store(writer.Writer):
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
 
     def _concerns(self, record: Record) -> bool:
-        return bool(record.values or record.histograms)
+        return bool(record.values or record.histograms or record.findings)
 
     def _taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
@@ -155,9 +155,10 @@ class Store(writer.Writer):
         assert self._file is not None
         self._make_room(record)
         rows = list(self._rows(record))
-        writer.require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows))
+        writer.require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows) + findings.num_bytes(record.findings))
         for table, row in rows:
             table.put_values(record.step, row)
+        findings.append(self._file, record.findings)
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
         self._file.flush()
         for table, _row in rows:

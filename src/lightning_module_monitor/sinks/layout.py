@@ -5,6 +5,8 @@ One group per kind; in it ``values`` (steps x columns, float64), ``steps`` (int6
 
 A kind's histograms are a table of the same sort, in the group ``histograms`` inside the kind's: there ``values`` are steps x columns x
 ``bins`` (int64 counts), ``bins`` says in words what is counted at each place, and the attribute ``edges`` has the bins' edges.
+
+``findings`` has a row for each thing that was found to be wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import EDGES, LABELS
 from lightning_module_monitor.record import Key
+from lightning_module_monitor.sinks import findings
 from lightning_module_monitor.sinks.killed import ClosedView, is_in_use
 
 FORMAT_VERSION = 1
@@ -42,7 +45,7 @@ SITELESS = "logged"
 HISTOGRAMS = "histograms"
 """Group of a kind's histograms, inside the kind's own."""
 
-_RESERVED = {"", ".", SITELESS, HISTOGRAMS, "values", "steps", "columns"}
+_RESERVED = {"", ".", SITELESS, HISTOGRAMS, findings.NAME, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
 _BYTES_PER_COPY = 1 << 24
 _ATTEMPTS = 3
@@ -218,7 +221,8 @@ def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
 
 
 def create_tables(file: h5py.File, tables: Mapping[str, Sequence[str]]) -> None:
-    """Empty tables with these columns, by group."""
+    """Empty tables with these columns, by group, and a place for findings."""
+    findings.create(file)
     for group, columns in tables.items():
         # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
         _create_table(file.require_group(group), columns, has_histograms(group))
@@ -299,7 +303,7 @@ def rewrite(
         target: Path of the copy; not the source's own.
         attributes: Replaces the source's own.
         more: Columns by group that the copy has besides the source's.
-        before_step: Only rows of earlier steps are copied.
+        before_step: Only rows, and findings, of earlier steps are copied.
     """
     tables = read_columns(source)
     wider = dict(tables)
@@ -309,6 +313,7 @@ def rewrite(
         create_tables(copy, wider)
         for group in tables:
             _copy_rows(source[group], copy[group], before_step)
+        findings.append(copy, [one for one in findings.read(source) if before_step is None or one.step < before_step])
 
 
 def _copy_rows(source: h5py.Group, target: h5py.Group, before_step: int | None) -> None:

@@ -16,10 +16,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Key, Record
+from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, Record
 
 ROLL_UPS: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
 """Sites that stand for all, and how they do."""
+
+FINDINGS = f"{OWN_KIND}/findings"
+"""Where loggers get texts."""
 
 ALL = "_all_"
 """The site of the histogram of all sites together."""
@@ -56,7 +59,9 @@ class LoggerSink:
             self._messages.info("Histograms are left out of %s, which has no place for them; the store has them.", ", ".join(without))
         for logger in self._loggers:
             try:
-                log(logger, values, histograms, record.step)
+                if values or histograms:
+                    log(logger, values, histograms, record.step)
+                tell(logger, record.findings)
             except Exception as error:
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
@@ -102,6 +107,16 @@ def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[s
             unknown = {"sum": math.nan, "sum_squares": math.nan}
             limits = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
             logger.experiment.add_histogram_raw(tag, num=int(counts.sum()), **unknown, **limits, global_step=step)
+
+
+def tell(logger: object, findings: Sequence[Finding]) -> None:
+    """Hand a logger findings, if it has a place for texts that is known here."""
+    if findings and isinstance(logger, WandbLogger):
+        columns = ["step", "name", "site", "words"]
+        logger.log_text(FINDINGS, columns=columns, data=[[str(one.step), one.name, one.site, one.words] for one in findings])
+    elif isinstance(logger, TensorBoardLogger):
+        for one in findings:
+            logger.experiment.add_text(f"{FINDINGS}/{one.name}", f"{one.site}: {one.words}" if one.site else one.words, one.step)
 
 
 def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import FINITE, NOT_FINITE
 from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import Key
-from lightning_module_monitor.sinks import layout, lock, tensors
+from lightning_module_monitor.record import Finding, Key
+from lightning_module_monitor.sinks import findings, layout, lock, tensors
 from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.tensors import StoredTensor
 
@@ -236,6 +236,11 @@ class StoreReader:
                 return steps[present], rows[present], values.attrs["edges"]
         message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
         raise KeyError(message)
+
+    def findings(self) -> list[Finding]:
+        """What was found to be wrong with the model, in the order in which it was found."""
+        with layout.open_store(self.path) as file:
+            return findings.read(file)
 
     @property
     def attributes(self) -> dict[str, object]:

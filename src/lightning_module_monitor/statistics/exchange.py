@@ -27,6 +27,7 @@ from lightning_module_monitor.statistics.marks import Marks, marks_of
 from lightning_module_monitor.statistics.moments import Moments
 from lightning_module_monitor.statistics.ranks import Merged, Ranks, merge_over_ranks
 from lightning_module_monitor.statistics.table import transfer
+from lightning_module_monitor.statistics.units import ABSENT, MAX_UNITS
 from lightning_module_monitor.statistics.watch import Identity, Watch
 
 
@@ -48,6 +49,8 @@ class Share:
     """What functions gave, by key."""
     metrics: Mapping[str, Metric]
     """Torchmetrics objects that got tensors, by key."""
+    units: Mapping[Identity, Tensor]
+    """What units did, as :func:`~lightning_module_monitor.statistics.units.signs_of_life` tells it."""
     failed: frozenset[str]
     """Keys of what could not be computed."""
     num_errors: int
@@ -58,7 +61,7 @@ class Share:
     def of_a_lost_step(cls, device: torch.device) -> Share:
         """What a rank gives that has nothing to give: it is waited for."""
         moments, counts = Moments.of_nothing(1).to(device), torch.zeros(1, NUM_COUNTS, dtype=torch.float64, device=device)
-        return cls([], {}, moments, {}, counts, {}, {}, frozenset(), num_errors=0, is_lost=True)
+        return cls([], {}, moments, {}, counts, {}, {}, {}, frozenset(), num_errors=0, is_lost=True)
 
 
 class Together(NamedTuple):
@@ -69,6 +72,8 @@ class Together(NamedTuple):
     moments: Moments
     counted: list[tuple[Watch, Tensor]]
     """Watches that a histogram was taken for, with the counts, int64, shape ``(NUM_COUNTS,)``."""
+    units: list[tuple[Watch, Tensor]]
+    """Watches that units were seen for, with what they did."""
     values: dict[str, float]
     """What named aggregates make of the results of functions, by key."""
     copied: frozenset[Identity]
@@ -141,7 +146,7 @@ def _plain(watch: Watch) -> Watch:
     aggregates = {name: function.aggregate for name, function in watch.functions.items()}
     named = {name: UserFunction(name, float, one if isinstance(one, str) else _unknown_here) for name, one in aggregates.items()}
     wish = watch.statistics, watch.histograms, named
-    return Watch(watch.kind, watch.site, watch.stage, watch.prefix, *wish, is_compared=watch.is_compared)
+    return Watch(watch.kind, watch.site, watch.stage, watch.prefix, *wish, units=watch.units, is_compared=watch.is_compared)
 
 
 def _unknown_here(_values: Tensor) -> float:
@@ -203,9 +208,11 @@ class Exchange:
         of_counts = [share.counted.get(watch.identity, len(share.counts) - 1) for watch in counted]
         moments = share.moments.rows(torch.tensor(of_watches, dtype=torch.int64, device=device))
         counts = share.counts[torch.tensor(of_counts, dtype=torch.int64, device=device)]
+        nothing = torch.full((MAX_UNITS,), ABSENT, dtype=torch.float64, device=device)
+        units = [share.units.get(watch.identity, nothing) for watch in watches if watch.units]
         return _Given(
             moments,
-            torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan]),
+            torch.cat([torch.tensor(flags, dtype=torch.float64, device=device), results.extremes, results.nan, *units]),
             torch.cat([counts.flatten(), results.totals, results.weights, torch.tensor([float(share.num_errors)], device=device)]),
             None if self.ranks.num_sharing == 1 else _marks(directory, moments, counts, results),
         )
@@ -238,7 +245,7 @@ def _places(share: Share, watch: Watch) -> list[int]:
 
 
 def _has_failed(share: Share, watch: Watch) -> bool:
-    return any(key in share.failed for key in (*watch.statistic_keys, *watch.histogram_keys))
+    return any(key in share.failed for key in (*watch.statistic_keys, *watch.histogram_keys, *map(watch.key, watch.units)))
 
 
 class _Results(NamedTuple):
@@ -316,8 +323,9 @@ def _read(merged: Merged, directory: Directory) -> Together | None:
     """Take what arrived apart, in the order in which it was put together; ``None`` if any rank has more than the directory knows."""
     watches, num_functions = list(directory.watches.values()), len(directory.functions)
     counted = [watch for watch in watches if watch.histograms]
-    of_watches, of_functions, more, lost, extremes, nan = merged.largest.split(
-        [2 * len(watches), 2 * num_functions, 1, 1, num_functions, num_functions]
+    with_units = [watch for watch in watches if watch.units]
+    of_watches, of_functions, more, lost, extremes, nan, units = merged.largest.split(
+        [2 * len(watches), 2 * num_functions, 1, 1, num_functions, num_functions, MAX_UNITS * len(with_units)]
     )
     if more:
         return None
@@ -345,6 +353,7 @@ def _read(merged: Merged, directory: Directory) -> Together | None:
             for watch, row_of_counts in zip(counted, counts.view(-1, NUM_COUNTS).long(), strict=True)
             if watch.identity in has_rows
         ],
+        units=[(watch, signs) for watch, signs in zip(with_units, units.view(-1, MAX_UNITS), strict=True) if (signs != ABSENT).any()],
         values={
             watch.key(function.name): finished[function.aggregate][number]
             for number, (watch, function) in with_results

@@ -23,6 +23,7 @@ from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
+from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch
 
 Trouble = Callable[[Watch, str, str, Exception], None]
@@ -43,6 +44,8 @@ class Observation:
         self._rows: dict[int, int] = {}
         self._results: dict[str, tuple[Watch, str, Results]] = {}
         self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
+        self._units: dict[Identity, tuple[Watch, Tensor]] = {}
+        """What the units of a site did, on their device."""
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         """The tensor that the table got last, if it may come again: what it is, its version, and what was needed of it."""
         self._failed: set[str] = set()
@@ -68,6 +71,10 @@ class Observation:
         elif watch.needs:
             self._taking().add(self._row(watch), tensor, watch.needs)
             self._remember(tensor, watch.needs)
+        if watch.units and tensor.numel():
+            signs = signs_of_life(tensor.detach())
+            before = self._units.get(watch.identity)
+            self._units[watch.identity] = (watch, signs if before is None else torch.maximum(before[1], signs))
         if watch.functions:
             self._call_functions(watch, tensor)
 
@@ -254,7 +261,8 @@ class Observation:
         counted = [row for row in self._rows.values() if self._watches[row].histograms]
         counts = self._table.collect_histograms(counted)
         scalars = [value for _key, part in parts for value in part.values]
-        shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts)
+        units = [signs for _watch, signs in self._units.values()]
+        shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts + units)
         watches = [(self._watches[row], row) for row in self._rows.values()]
         values = finished(watches, merged(shares, len(self._watches), torch.device("cpu")))
         arrived = others[: len(scalars)].tolist()
@@ -264,7 +272,10 @@ class Observation:
             # A single result is what it is merged to, unless it was computed from nothing.
             values[key] = arrived[start] if end == start + 1 and part.weights != [0] else part.merge(others[start:end])
             start = end
-        rows = others[start:].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
+        end = len(others) - len(units) * MAX_UNITS
+        rows = others[start:end].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
+        arrived_units = others[end:].view(-1, MAX_UNITS)
+        values |= _of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True))
         self._set_histograms((self._watches[i], row) for i, row in zip(counted, rows, strict=True))
         return values | dict.fromkeys(self._failed, float("nan"))
 
@@ -283,7 +294,7 @@ class Observation:
             return {}
         # What takes more collectives first: an error in what follows keeps this rank from none.
         parts = self._parts_together(together, exchange.ranks)
-        values = finished(together.rows, together.moments) | together.values
+        values = finished(together.rows, together.moments) | together.values | _of_units(together.units)
         for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         self._set_histograms(together.counted)
@@ -299,17 +310,22 @@ class Observation:
             counts[:-1] += share.to(device)
         watches = [self._watches[row] for row in self._rows.values()]
         return Share(
-            watches=[*watches, *(watch for watch, *_rest in (*self._results.values(), *self._metrics.values()))],
+            watches=[*watches, *self._watches_besides()],
             rows={self._watches[row].identity: row for row in self._rows.values()},
             moments=joined([moments, Moments.of_nothing(1).to(device)]),
             counted={self._watches[row].identity: place for place, row in enumerate(counted)},
             counts=counts,
             results={key: results for key, (_watch, _name, results) in self._results.items()},
             metrics={key: metric for key, (_watch, _name, metric) in self._metrics.items()},
+            units={identity: signs.to(device) for identity, (_watch, signs) in self._units.items()},
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
+
+    def _watches_besides(self) -> list[Watch]:
+        """Those of what is not in the table."""
+        return [one[0] for one in (*self._results.values(), *self._metrics.values())] + [watch for watch, _signs in self._units.values()]
 
     def _set_histograms(self, counted: Iterable[tuple[Watch, Tensor]]) -> None:
         by_key = {key: Histogram(row.numpy()) for watch, row in counted for key in watch.histogram_keys}
@@ -417,7 +433,7 @@ class Observation:
         """Note that nothing of a watch could be computed of what was seen."""
         self.num_errors += 1
         self._give_up(watch)
-        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.histograms, *watch.functions)), _describe(seen), error)
+        self._on_trouble(watch, ", ".join((*watch.statistics, *watch.histograms, *watch.functions, *watch.units)), _describe(seen), error)
 
     def _give_up(self, watch: Watch) -> None:
         self._failed.update(watch.keys())
@@ -449,6 +465,16 @@ def finished(watches: Sequence[tuple[Watch, int]], moments: Moments) -> dict[str
         columns = torch.stack([one.finish(*_taken_by(one, parts)) for one in first.statistics.values()], dim=1)
         keys = itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)
         values.update(zip(keys, columns.flatten().tolist(), strict=True))
+    return values
+
+
+def _of_units(units: Iterable[tuple[Watch, Tensor]]) -> dict[str, float]:
+    """Statistics of units by key, of this step's and those that came before it."""
+    values = {}
+    for watch, signs in units:
+        # A copy: what arrived with it is large.
+        watch.recent_units.append(signs.clone())
+        values.update(dict.fromkeys([watch.key(name) for name in watch.units], dead_fraction(watch.recent_units)))
     return values
 
 

@@ -39,6 +39,11 @@ class HistogramStatistic:
     """Not a number but one for each of the fixed bins: how many elements there are in it."""
 
 
+@dataclass(frozen=True)
+class UnitStatistic:
+    """A number that is made of what every unit of a layer did, in this monitored step and those before it; see ``statistics/units.py``."""
+
+
 TensorFunction = Callable[[Tensor], Tensor]
 
 
@@ -111,7 +116,7 @@ def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
     return torch.where(moments.elements > 0, values, torch.nan)
 
 
-STATISTICS: dict[str, Statistic | HistogramStatistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -128,9 +133,11 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | TensorFunction] = {
     "ratio": Statistic(Need.SQUARES, _ratio, relative=True),
     "cosine": Statistic(Need.NOTHING, _cosine, paired=True),
     "hist": HistogramStatistic(),
+    "dead_fraction": UnitStatistic(),
 }
 """Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
 relative to; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a histogram over the bins
-of ``bins.py``. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+of ``bins.py``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last monitored steps, up to ten.
+Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""

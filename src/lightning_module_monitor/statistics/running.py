@@ -77,6 +77,16 @@ def compiled_operator_norm() -> ModuleType | None:
     return compiled
 
 
+@functools.cache
+def compiled_magnitude() -> ModuleType | None:
+    """The compiled kernel of largest magnitudes, where :func:`kernel` works."""
+    if kernel() is None:
+        return None
+    from lightning_module_monitor.statistics import compiled_magnitude as compiled
+
+    return compiled
+
+
 Readable = tuple[int, int, int, int]
 """A tensor with a :func:`readable_address`, as the kernel takes it: row, address, number of elements, features."""
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import deque
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.units import memory
 
 OWN, BASE, CURRENT, PRODUCT = range(4)
 """Rows of one watch in the table, from its first on: of what is watched; of what that is relative to (the reference, of a
@@ -33,6 +36,10 @@ class Watch:
     histograms: dict[str, None] = field(default_factory=dict)
     """Names of the histograms: none, or the one that ``STATISTICS`` has."""
     functions: dict[str, UserFunction] = field(default_factory=dict)
+    units: dict[str, None] = field(default_factory=dict)
+    """Names of the statistics of units."""
+    recent_units: deque[Tensor] = field(default_factory=memory, compare=False)
+    """What the units of the site did in the last monitored steps; it lives from step to step."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
     further: dict[str, Watch] = field(default_factory=dict)
@@ -51,7 +58,7 @@ class Watch:
     @functools.cached_property
     def identity(self) -> Identity:
         """What tells it from all others, on every rank alike."""
-        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms, *self.functions
+        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms, *self.functions, *self.units
 
     @functools.cached_property
     def needs(self) -> int:
@@ -63,7 +70,7 @@ class Watch:
     @functools.cached_property
     def is_of_moments(self) -> bool:
         """Whether statistics of one tensor are all that is wanted."""
-        return 0 < self.needs < Need.HISTOGRAM and not self.functions
+        return 0 < self.needs < Need.HISTOGRAM and not (self.functions or self.units)
 
     @functools.cached_property
     def base_needs(self) -> int:
@@ -79,7 +86,7 @@ class Watch:
     @functools.cached_property
     def looks_at_features(self) -> bool:
         """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
-        return bool(self.needs & Need.TOKENS or self.functions)
+        return bool(self.needs & Need.TOKENS or self.functions or self.units)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -98,12 +105,12 @@ class Watch:
 
     def keys(self) -> list[str]:
         """The key of every number: statistic and function; a function that returns a dict has others instead."""
-        return self.statistic_keys + [self.key(name) for name in self.functions]
+        return self.statistic_keys + [self.key(name) for name in (*self.functions, *self.units)]
 
     def planned_keys(self) -> list[str]:
         """The keys of numbers that are known before the first step: not those of results that may yet turn out to be dicts."""
         plain = [one for one in self.functions.values() if isinstance(one.aggregate, str) and not isinstance(one.function, Metric)]
-        return self.statistic_keys + [self.key(one.name) for one in plain]
+        return self.statistic_keys + [self.key(name) for name in (*(one.name for one in plain), *self.units)]
 
     def key(self, statistic: str) -> str:
         """The key of one value."""
@@ -113,5 +120,7 @@ class Watch:
         """The same wish for another site, a further output of the module: always the same object."""
         if site not in self.further:
             wish = self.statistics, self.histograms, self.functions
-            self.further[site] = Watch(self.kind, site, self.stage, self.prefix, *wish, is_compared=self.is_compared, origin=self)
+            self.further[site] = Watch(
+                self.kind, site, self.stage, self.prefix, *wish, units=self.units, is_compared=self.is_compared, origin=self
+            )
         return self.further[site]

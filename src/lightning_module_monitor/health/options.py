@@ -1,0 +1,171 @@
+"""What is looked out for, as dataclasses that YAML can hold, and their check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import nn
+
+from lightning_module_monitor.config import Rule, as_tuple, parse_patterns
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.sinks.alerts import ACTIONS, Action, AlertRule, matching
+from lightning_module_monitor.sinks.watches import BUILT_IN
+from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
+
+WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
+NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
+"""What ``nonfinite`` may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What of a model's health is watched, beside the alerts.
+
+    Attributes:
+        nonfinite: Who made the first NaN or infinity. ``warn``: is looked for in monitored steps. ``always``: at every step. ``stop``: at
+            every step, and ends training by an error before the optimizer uses it. ``ignore``: is not looked for.
+        watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``, ``frozen_updates``,
+            ``entropy_collapse``.
+        then: What follows when one of those finds something, beside words: ``stop``, ``checkpoint``, ``capture``; one or several.
+        capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
+        snapshot: Whether to write what is needed to run the module that made the first NaN or infinity again, by itself.
+    """
+
+    nonfinite: str = WARN
+    watch: str | list[str] = field(default_factory=list)
+    then: str | list[str] = "warn"
+    capture_steps: int = 5
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """A rule on recorded values: what is to be said, and done, when they leave their limits.
+
+    Attributes:
+        keys: Pattern or patterns (``re.fullmatch``) of keys; each is followed by itself.
+        above: Fires where a value is larger than this.
+        below: Fires where a value is smaller than this.
+        relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
+        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it.
+        for_steps: In how many records, one after the other, this has to be so.
+        then: What follows, beside words: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
+            of the site, for the next steps); one or several.
+        name: What it is called in findings; the first pattern without it.
+    """
+
+    keys: str | list[str]
+    above: float | None = None
+    below: float | None = None
+    relative_to_median: bool = False
+    changes_by: float | None = None
+    for_steps: int = 1
+    then: str | list[str] = "warn"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ParsedHealth:
+    """What is looked out for, found to make sense."""
+
+    nonfinite: str
+    watches: tuple[str, ...]
+    alerts: tuple[AlertRule, ...]
+    """Those of the user's, and those that the watches are."""
+    capture_steps: int
+    snapshot: bool
+
+    @property
+    def is_at_every_step(self) -> bool:
+        """Whether values that are not finite are looked for in steps that are not monitored, too."""
+        return self.nonfinite in (ALWAYS, STOP)
+
+
+def parse_health(health: Health, alerts: Sequence[Alert]) -> ParsedHealth:
+    """Check the options.
+
+    Raises:
+        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+    """
+    if not isinstance(health, Health):
+        raise ConfigError(f"health is a {type(health).__name__}; expected a Health, e.g. Health(nonfinite='always').")
+    if health.nonfinite not in NONFINITE:
+        near = nearest(str(health.nonfinite), NONFINITE)
+        raise ConfigError(f"health.nonfinite is {health.nonfinite!r}; expected {', '.join(NONFINITE)}{near}")
+    if not isinstance(health.snapshot, bool):
+        raise ConfigError(f"health.snapshot is {health.snapshot!r}; expected true or false.")
+    if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
+        why = "by the next monitored step it has spread to everything"
+        raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
+    watches = tuple(BUILT_IN) if health.watch == "all" else as_tuple(health.watch)
+    for watch in watches:
+        if not isinstance(watch, str) or watch not in BUILT_IN:
+            raise ConfigError(f"health.watch {watch!r} is not a watch; expected {', '.join(BUILT_IN)}{nearest(str(watch), BUILT_IN)}")
+    then = _parse_actions(health.then, "health.then")
+    of_watches = [BUILT_IN[watch].alert(then) for watch in dict.fromkeys(watches)]
+    of_user = [_parse_alert(alert, f"alerts[{number}]") for number, alert in enumerate(as_tuple(alerts))]
+    capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
+    return ParsedHealth(health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), capture_steps, health.snapshot)
+
+
+def watch_rules(watches: Sequence[str]) -> list[Rule]:
+    """What has to be recorded for the built-in watches; where a model has nothing of a sort, nothing is."""
+    rules = {
+        "dead_units": [Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction")],
+        "saturation": [
+            Rule(kinds="activation", types=one, functions={"saturated_fraction": function})
+            for one, function in ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
+        ],
+        "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
+        "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
+        "frozen_updates": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
+        "entropy_collapse": [Rule(kinds="attention_relative_entropy", statistics="mean")],
+    }
+    return [rule for watch in watches for rule in rules[watch]]
+
+
+def _parse_alert(alert: Alert, label: str) -> AlertRule:
+    if not isinstance(alert, Alert):
+        raise ConfigError(f"{label} is a {type(alert).__name__}; expected an Alert, e.g. Alert(keys='gradient/.*/norm', above=100).")
+    patterns = parse_patterns(alert.keys, f"{label}.keys")
+    if not patterns:
+        raise ConfigError(f"{label}.keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'.")
+    limits = {"above": alert.above, "below": alert.below, "changes_by": alert.changes_by}
+    for name, limit in limits.items():
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit)):
+            raise ConfigError(f"{label}.{name} is {limit!r}; expected a number.")
+    if all(limit is None for limit in limits.values()):
+        raise ConfigError(f"{label} has no limit; expected above, below or changes_by, e.g. above: 100.")
+    if alert.changes_by is not None and alert.changes_by <= 1:
+        raise ConfigError(f"{label}.changes_by is {alert.changes_by}; expected a factor above 1, e.g. 10.")
+    if not isinstance(alert.relative_to_median, bool):
+        raise ConfigError(f"{label}.relative_to_median is {alert.relative_to_median!r}; expected true or false.")
+    if alert.relative_to_median and alert.above is None and alert.below is None:
+        raise ConfigError(f"{label}.relative_to_median is true, and there is neither above nor below; expected one, e.g. above: 10.")
+    return AlertRule(
+        name=str(alert.name or patterns[0].pattern),
+        concerns=matching(patterns),
+        above=alert.above,
+        below=alert.below,
+        relative_to="median" if alert.relative_to_median else "",
+        changes_by=alert.changes_by,
+        for_steps=_parse_count(alert.for_steps, f"{label}.for_steps"),
+        then=_parse_actions(alert.then, f"{label}.then"),
+    )
+
+
+def _parse_count(value: object, label: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{label} is {value!r}; expected a number >= 1.")
+    return value
+
+
+def _parse_actions(then: object, label: str) -> tuple[Action, ...]:
+    actions = as_tuple(then)
+    for action in actions:
+        if action not in ACTIONS:
+            raise ConfigError(f"{label} {action!r} is unknown; expected {', '.join(ACTIONS)}{nearest(str(action), ACTIONS)}")
+    return cast("tuple[Action, ...]", actions)

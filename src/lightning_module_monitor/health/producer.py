@@ -1,0 +1,174 @@
+"""Who made the first value that is not finite: the module with finite inputs and weights, and not those that it spread to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_module_monitor.modules.names import ROOT
+from lightning_module_monitor.probes.nonfinite import NOBODY, Call, Gradient, Seen
+from lightning_module_monitor.statistics.magnitudes import UNKNOWN
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Who it was, as one rank saw it."""
+
+    site: str
+    """The module; ``_root_`` for the LightningModule's own code, and for the batch."""
+    is_forward: bool
+    micro_batch: int
+    """Its number in the step; ``UNKNOWN`` where only that it was is known."""
+    place: int
+    """How early it was within its micro-batch: of two ranks' the earlier one is the cause."""
+    words: str
+    """How it made it, in a sentence."""
+    call: int = 0
+    """Which of the module's calls in this micro-batch it was."""
+
+
+def producer(seen: Seen) -> Producer | None:
+    """Who it was.
+
+    Args:
+        seen: What was seen in the step.
+
+    Returns:
+        The producer. ``None`` if there is nothing that anybody has passed on: a mask that a softmax has taken, say.
+    """
+    for micro_batch in range(len(seen.passes)):
+        found = _forward(seen, micro_batch) or _backward(seen, micro_batch)
+        if found is not None:
+            return found
+    return None
+
+
+# Forward
+
+
+def _forward(seen: Seen, micro_batch: int) -> Producer | None:
+    """The first call that has made what is not finite of what is."""
+    calls = seen.passes[micro_batch].calls
+    for place, call in enumerate(calls):
+        if call.is_new and seen.is_bad(call.input) and _is_passed_on(seen, calls, place):
+            return _code_before(seen, micro_batch, place)
+        if seen.is_bad(call.output):
+            return _own(seen, micro_batch, place)
+    loss = seen.passes[micro_batch].loss
+    if seen.is_bad(loss):
+        kind = _kind(seen.values[loss])
+        words = f"The outputs of all modules are finite, and the loss is {kind}: the LightningModule's own code has made that of them."
+        return Producer(ROOT, True, micro_batch, len(calls), words)
+    return None
+
+
+def _is_passed_on(seen: Seen, calls: Sequence[Call], place: int) -> bool:
+    """Whether a call that got what is not finite has given it."""
+    if calls[place].output != UNKNOWN:
+        return seen.is_bad(calls[place].output)
+    returns = [call for call in calls if call.entered == place]
+    return not returns or any(seen.is_bad(call.output) for call in returns)
+
+
+def _code_before(seen: Seen, micro_batch: int, place: int) -> Producer:
+    """Code between modules has made a call's input."""
+    calls = seen.passes[micro_batch].calls
+    call = calls[place]
+    kind, name = _kind(seen.values[call.input]), seen.sites[call.site].name
+    if place == 0:
+        words = f"The first module of the pass, {name}, was given {kind}: the batch has it, or the LightningModule's own code before it."
+        return Producer(ROOT, True, micro_batch, place, words)
+    before = _last_output(seen, calls[:place])
+    where = ROOT if call.caller == NOBODY else seen.sites[call.caller].name
+    whose = "the LightningModule" if call.caller == NOBODY else where
+    words = f"Code in the forward of {whose}, between its modules, has made {kind} of what is finite{before}, and gives it to {name}."
+    return Producer(where, True, micro_batch, place, words + _weights_in_words(seen, where), _calls_before(calls, place, call.caller, seen))
+
+
+def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
+    """A module has returned what is not finite, and got what is."""
+    calls = seen.passes[micro_batch].calls
+    call, name = calls[place], seen.sites[calls[place].site].name
+    kind = _kind(seen.values[call.output])
+    bad = {key: value for key, value in _weights_of(seen, name).items() if not math.isfinite(value)}
+    if bad:
+        told = ", ".join(f"{key} has {_kind(value)}" for key, value in bad.items())
+        words = f"Its weights are not finite ({told}), so that its output has {kind}: they went bad in an update before this step."
+    elif call.entered != NOBODY:
+        words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(seen, calls[:place])}."
+    else:
+        got = f" (the largest magnitude is {seen.values[call.input]:.4g})" if call.input != UNKNOWN else ""
+        words = f"Its input is finite{got}, and its output has {kind}."
+    return Producer(name, True, micro_batch, place, words + _weights_in_words(seen, name), _calls_before(calls, place, call.site, seen))
+
+
+def _calls_before(calls: Sequence[Call], place: int, site: int, seen: Seen) -> int:
+    """How often a module was called before the call that is meant, in its micro-batch."""
+    is_leaf = site != NOBODY and next(seen.sites[site].module.children(), None) is None
+    starts = [call for call in calls[: place + 1] if call.site == site and (is_leaf or call.entered == NOBODY)]
+    return max(len(starts) - 1, 0)
+
+
+def _last_output(seen: Seen, calls: Sequence[Call]) -> str:
+    last = next((call for call in reversed(calls) if call.output != UNKNOWN), None)
+    return (
+        f" (last the output of {seen.sites[last.site].name}, its largest magnitude {seen.values[last.output]:.4g})"
+        if last is not None
+        else ""
+    )
+
+
+# Backward
+
+
+def _backward(seen: Seen, micro_batch: int) -> Producer | None:
+    """Whose backward pass has made the first gradient that is not finite of what is."""
+    calls, gradients = seen.passes[micro_batch].calls, seen.passes[micro_batch].gradients
+    place, first = next(((place, one) for place, one in enumerate(gradients) if seen.is_bad(one.place)), (0, None))
+    if first is None:
+        return None
+    call, kind = calls[first.call], _kind(seen.values[first.place])
+    name = seen.sites[call.site].name
+    behind = first.call if first.of_input else _user_of(calls, first.call)
+    if behind is not None:
+        culprit = seen.sites[calls[behind].site].name
+        words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{_arrived(seen, gradients, behind)}."
+        number = _calls_before(calls, behind, calls[behind].site, seen)
+        return Producer(culprit, False, micro_batch, place, words + _weights_in_words(seen, culprit), number)
+    after = next((one for one in calls[first.call + 1 :] if one.is_new or one.entered != NOBODY), None)
+    if after is None:
+        words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
+        return Producer(ROOT, False, micro_batch, place, words)
+    owner = after.site if after.entered != NOBODY else after.caller
+    where = ROOT if owner == NOBODY else seen.sites[owner].name
+    words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
+    return Producer(where, False, micro_batch, place, words + _weights_in_words(seen, where))
+
+
+def _user_of(calls: Sequence[Call], place: int) -> int | None:
+    """The module without others in it that got a call's output as it was; ``None`` if code did."""
+    users = (number for number, call in enumerate(calls) if number > place and call.input == calls[place].output and call.output != UNKNOWN)
+    return next(users, None)
+
+
+def _arrived(seen: Seen, gradients: Sequence[Gradient], place: int) -> str:
+    at_output = next((one for one in gradients if one.call == place and not one.of_input), None)
+    return f" (the largest magnitude at the output is {seen.values[at_output.place]:.4g})" if at_output is not None else ""
+
+
+# Words
+
+
+def _weights_of(seen: Seen, name: str) -> dict[str, float]:
+    """Largest magnitudes of the parameters of a module, and of those within it."""
+    return {key: value for key, value in seen.weights.items() if name != ROOT and key.startswith(f"{name}.")}
+
+
+def _weights_in_words(seen: Seen, name: str) -> str:
+    finite = {key: value for key, value in _weights_of(seen, name).items() if math.isfinite(value)}
+    return f" The largest magnitude of its weights is {max(finite.values()):.4g}." if finite else ""
+
+
+def _kind(value: float) -> str:
+    return "NaN" if math.isnan(value) else "infinity"

@@ -1,0 +1,78 @@
+"""A module and what it was called with, in one file: enough to run it again by itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.random_states import RandomStates
+
+FORMAT = 1
+"""Raise it whenever a reader has to know."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What was kept of the call in which a module made what is not finite."""
+
+    step: int
+    site: str
+    """Name of the module; ``_root_`` where it was the LightningModule's own code, or the batch: then there is no module here."""
+    words: str
+    """What was said of it."""
+    is_forward: bool
+    """Whether it was in the forward pass."""
+    batch: Any
+    """The batch of the micro-batch, as ``training_step`` got it."""
+    batch_random_states: RandomStates
+    """As they were before it was run."""
+    module: nn.Module | None
+    """With the weights that it had; ``None`` where it could not be run again."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """What it was called with."""
+    random_states: RandomStates | None
+    """As they were when it was called."""
+    autocast: torch.dtype | None
+    """Of mixed precision, if it ran in that."""
+
+
+def save(snapshot: Snapshot, path: Path) -> None:
+    """Write a snapshot to a file, whole or not at all.
+
+    Raises:
+        Exception: Whatever pickle raises for a module of a class that cannot be imported, and the system for the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    content = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
+    try:
+        torch.save({"format": FORMAT, **content}, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a snapshot, on the CPU. As with every pickle, whoever wrote the file can have code run: read your own.
+
+    Raises:
+        ConfigError: If there is none that this version can read.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"There is no snapshot at {str(path)!r}; expected a file that health.snapshot has written.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=False)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{str(path)!r} is no snapshot ({error}); expected a file that health.snapshot has written.") from error
+    version = content.pop("format", None) if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise ConfigError(f"{str(path)!r} has snapshot format {version!r}; this version reads {FORMAT}.")
+    return Snapshot(**content)

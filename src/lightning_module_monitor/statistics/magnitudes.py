@@ -1,0 +1,97 @@
+"""The largest magnitude of each of many tensors: one number that also tells whether anything in it is NaN or infinite."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.statistics.running import address, compiled_magnitude, has_memory, readable_address, takes
+from lightning_module_monitor.statistics.table import transfer
+
+INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+"""The bits of infinity; those of NaN are larger."""
+
+UNKNOWN = -1
+"""Stands for the place of a number that there is not."""
+
+
+class Magnitudes:
+    """Numbers one after the other, each at a place of its own, on the devices of their tensors until they are read.
+
+    In a CPU's memory the compiled kernel reads a tensor where it lies. Elsewhere, and without the kernel, smallest and largest element are
+    taken by one operation: unlike a sum neither overflows, so that what is not finite is in the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[tuple[torch.dtype, int] | tuple[Tensor, Tensor]] = []
+        self._has_tensors = False
+        self._has_nonfinite = False
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, tensor: Tensor) -> int:
+        """Take a tensor in, of any shape and real floating dtype, which is left as it is.
+
+        Returns:
+            The place of its number; ``UNKNOWN`` if it has no element.
+        """
+        size = tensor.numel()
+        if not size:
+            return UNKNOWN
+        place = readable_address(tensor) or _address_of_half(tensor)
+        if place:
+            kernel, dtype = compiled_magnitude(), tensor.dtype
+            assert kernel is not None
+            bits = (kernel.largest_of_four_bytes if dtype is torch.float32 else kernel.largest_of_two_bytes)(place, size)
+            self._has_nonfinite |= bits >= INFINITY[dtype]
+            self._numbers.append((dtype, bits))
+        else:
+            least, largest = torch.aminmax(_plain(tensor))
+            self._has_tensors = True
+            self._numbers.append((least, largest))
+        return len(self._numbers) - 1
+
+    def read(self) -> list[float]:
+        """All numbers, by one transfer from each device: the largest magnitudes; NaN and infinity stay what they are."""
+        found = [0.0] * len(self._numbers)
+        of_devices: defaultdict[torch.device, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
+        for place, (one, other) in enumerate(self._numbers):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                of_devices[one.device].append((place, one, other))
+            elif isinstance(one, torch.dtype):
+                found[place] = _float_of(one, int(other))
+        for members in of_devices.values():
+            both = torch.stack([torch.stack([-one.double(), other.double()]) for _place, one, other in members])
+            for (place, *_tensors), value in zip(members, transfer(both.amax(1)).tolist(), strict=True):
+                found[place] = value
+        return found
+
+    def may_have_nonfinite(self) -> bool:
+        """Whether there may be anything that is not finite; without a look at other devices."""
+        return self._has_nonfinite or self._has_tensors
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._numbers.clear()
+        self._has_tensors = self._has_nonfinite = False
+
+
+def _address_of_half(tensor: Tensor) -> int:
+    """Where the elements begin of a half-precision tensor that lies in order in a CPU's memory; 0 if it is something else."""
+    is_half = tensor.dtype in INFINITY and tensor.dtype is not torch.float32
+    is_readable = is_half and takes(tensor) and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+    return address(tensor) if is_readable and has_memory(tensor) else 0
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Elements of all that there is: of a sparse tensor the zeros tell nothing."""
+    tensor = tensor.detach()
+    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+
+
+def _float_of(dtype: torch.dtype, bits: int) -> float:
+    whole = torch.int32 if dtype is torch.float32 else torch.int16
+    return torch.tensor(bits, dtype=whole, device="cpu").view(dtype).item()

@@ -1,0 +1,174 @@
+"""A step, run again by a copy of the model: who made the first value that is not finite in it, and what it was called with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_module_monitor.health.producer import Producer, producer
+from lightning_module_monitor.health.snapshot import Snapshot
+from lightning_module_monitor.modules.hooks import UncopiedHook
+from lightning_module_monitor.modules.names import ROOT, ModuleSite
+from lightning_module_monitor.modules.outputs import copied
+from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.training_twin import run_training_step, silence
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a micro-batch is run again with."""
+
+    batch: object
+    batch_idx: int
+    random_states: RandomStates
+
+
+@dataclass
+class _Call:
+    """A call of a module, as it was made."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_states: RandomStates
+    autocast: torch.dtype | None
+
+
+class StepAgain:
+    """Keeps the batches of a step, and the random states before each.
+
+    A copy of the model is only made when a step is to be run again: before its optimizer has moved the weights.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+
+    def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool) -> None:
+        """A micro-batch is about to be run, the first one of a step, or another."""
+        if is_first:
+            self.forget()
+        self._kept.append(_Kept(batch, batch_idx, RandomStates.now(pl_module.device)))
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._kept.clear()
+
+    def look(self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], *, is_scaled: bool) -> Producer | None:
+        """Run the step again, and look at all of it.
+
+        Args:
+            trainer: The run's.
+            pl_module: The model.
+            sites: Its modules that are watched.
+            is_scaled: Whether the loss is: what overflows in the backward pass is seen to by who scales it.
+
+        Returns:
+            Who made the first value that is not finite; ``None`` if all was finite this time.
+        """
+        twin = _twin(pl_module)
+        probe = NonfiniteProbe(_same_sites(pl_module, twin, sites), _raise)
+        probe.attach()
+        try:
+            for kept in self._kept:
+                probe.begin_micro_batch()
+                loss = self._run(trainer, pl_module, twin, kept)
+                if loss is not None:
+                    probe.begin_backward(loss)
+                    if loss.requires_grad and not is_scaled:
+                        loss.backward()
+                probe.end_micro_batch()
+            seen = probe.seen()
+            return None if seen is None else producer(seen)
+        finally:
+            probe.close()
+
+    def snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, site: ModuleSite | None) -> Snapshot:
+        """The call in which a module made what is not finite, and all that it takes to make it again.
+
+        Args:
+            trainer: The run's.
+            pl_module: The model.
+            found: Who it was.
+            step: When.
+            site: The module, if it was one.
+        """
+        kept = self._kept[found.micro_batch]  # of one that is not known the last
+        call = None if site is None else self._called_again(trainer, pl_module, found, kept, site)
+        return Snapshot(
+            step=step,
+            site=found.site,
+            words=found.words,
+            is_forward=found.is_forward,
+            batch=kept.batch,
+            batch_random_states=kept.random_states,
+            module=None if call is None else call.module,
+            args=() if call is None else call.args,
+            kwargs={} if call is None else call.kwargs,
+            random_states=None if call is None else call.random_states,
+            autocast=None if call is None else call.autocast,
+        )
+
+    def _called_again(self, trainer: Trainer, pl_module: LightningModule, found: Producer, kept: _Kept, site: ModuleSite) -> _Call | None:
+        """The call that was meant; ``None`` if it does not come."""
+        twin = _twin(pl_module)
+        [same] = _same_sites(pl_module, twin, [site])
+        calls: list[_Call] = []
+        countdown = itertools.count(-found.call)
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if next(countdown) == 0:
+                device = pl_module.device
+                dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+                memo: dict[int, Tensor] = {}
+                calls.append(_Call(_plain_copy(module), copied(args, memo), copied(kwargs, memo), RandomStates.now(device), dtype))
+
+        same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
+        with torch.no_grad():
+            self._run(trainer, pl_module, twin, kept)
+        return calls[0] if calls else None
+
+    @staticmethod
+    def _run(trainer: Trainer, pl_module: LightningModule, twin: LightningModule, kept: _Kept) -> Tensor | None:
+        """Run a micro-batch; returns its loss."""
+        with unchanged_random_states(pl_module.device):
+            kept.random_states.restore()
+            output = run_training_step(twin, trainer, kept.batch, kept.batch_idx)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        return loss if isinstance(loss, Tensor) else None
+
+
+def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
+    """The module that made it; ``None`` if it was the LightningModule's own code, or the batch."""
+    return None if found.site == ROOT else next(site for site in sites if site.name == found.site)
+
+
+def _twin(pl_module: LightningModule) -> LightningModule:
+    twin = copy.deepcopy(pl_module)
+    silence(twin)
+    return twin
+
+
+def _same_sites(pl_module: LightningModule, twin: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
+    """Sites of a copy, under the same names."""
+    same = dict(zip(pl_module.modules(), twin.modules(), strict=True))
+    return [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
+
+
+def _plain_copy(module: nn.Module) -> nn.Module:
+    """A copy without hooks: ours do nothing in a copy, and those of others may not be fit for a file."""
+    twin = copy.deepcopy(module)
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+    return twin
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,152 @@
+"""Who made the first value that is not finite: how training ends, what is kept, and how it is shown again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from torch import Tensor, nn
+
+from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
+from lightning_module_monitor.cli import main
+from lightning_module_monitor.errors import ConfigError, NonfiniteError
+from lightning_module_monitor.health.snapshot import load
+
+
+class Bad(nn.Module):
+    """Takes the logarithm of what is not positive, after some noise, from its fourth call in training on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        h = self.dropout(self.fc(x))
+        return torch.log(h * (self.num_calls > 3) + (self.num_calls <= 3))
+
+
+def sick() -> Classifier:
+    """A model that goes bad in its fourth step."""
+    seed()
+    return Classifier(nn.Sequential(nn.Linear(6, 6), Bad(), nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+
+
+def test_it_ends_before_the_optimizer_uses_it(tmp_path: Path) -> None:
+    """One error with the report; weights are those of before; the store has the finding, in a step that was not monitored."""
+    module = sick()
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="stop"))
+    with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: It made the first value .*micro-batch 0.*Training ends here") as raised:
+        trainer(tmp_path, [callback]).fit(module, loader(shuffle=True), loader(8))
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    [found] = load_store(callback.store_path).findings()
+    assert (found.step, found.name, found.site, found.severity) == (3, "nonfinite", "model.1", "error")
+    assert found.words in str(raised.value)
+    assert load_store(callback.store_path).series("activation/model.0/rms")[0].tolist() == [0]
+
+
+def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The snapshot has the module, its own inputs, random state and batch; the command shows the same values that are not finite."""
+    module, data = sick(), loader(shuffle=True)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", snapshot=True), store=str(tmp_path / "run" / "monitor.h5"))
+    kept: dict[str, Any] = {}
+
+    def keep(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if part.training and not output.isfinite().all() and not kept:
+            kept.update(input=args[0].clone(), output=output.detach().clone(), weight=part.fc.weight.detach().clone())
+
+    module.model[1].register_forward_hook(keep)
+    trainer(tmp_path, [callback]).fit(module, data, loader(8))
+    path = tmp_path / "run" / "monitor.snapshot-step=3.pt"
+    [found] = callback.findings
+    assert found.words.endswith(f"Snapshot: {path}.")
+    snapshot = load(path)
+    assert (snapshot.step, snapshot.site, snapshot.is_forward) == (3, "model.1", True)
+    assert torch.equal(snapshot.args[0], kept["input"])
+    assert snapshot.module is not None
+    assert torch.equal(snapshot.module.fc.weight, kept["weight"])
+    assert snapshot.batch[0].shape == (4, 6)
+    assert not any(part._forward_hooks for part in snapshot.module.modules())
+
+    assert main(["replay", str(path)]) == 1
+    printed = capsys.readouterr().out
+    num_infinite, num_nan = int(kept["output"].isinf().sum()), int(kept["output"].isnan().sum())
+    assert num_infinite > 0
+    assert f"{num_nan} NaN, {num_infinite} infinite" in printed.partition("output")[2]  # by the same dropout
+    assert "It is model.1 itself: Its own code, after its modules, has made NaN" in printed
+
+
+def test_replay_of_what_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and status 2."""
+    assert main(["replay", str(tmp_path / "nothing.pt")]) == 2
+    (tmp_path / "other.pt").write_bytes(b"other")
+    assert main(["replay", str(tmp_path / "other.pt")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "There is no snapshot at" in errors[0]
+    assert "is no snapshot" in errors[1]
+
+
+class ByHand(Classifier):
+    """Manual optimization, two passes a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, torch.optim.SGD)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            self.manual_backward(nn.functional.cross_entropy(self.model(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_under_manual_optimization(tmp_path: Path) -> None:
+    """No step can be run again: there every step is looked at as a whole."""
+    module = ByHand(sick().model)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="stop"))
+    with pytest.raises(NonfiniteError, match=r"Step 1, model\.1"):
+        trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def test_a_step_that_cannot_be_run_again_is_told_all_the_same(tmp_path: Path) -> None:
+    """Where the model cannot be copied nobody is accused, and training goes on."""
+
+    class Uncopied(Classifier):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("not this one")
+
+    module = Uncopied(sick().model, torch.optim.SGD)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"))
+    trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+    [found] = callback.findings
+    assert (found.site, found.step) == ("_root_", 3)
+    assert "could not be run again (RuntimeError: not this one)" in found.words
+
+
+def test_looking_again_changes_nothing(tmp_path: Path) -> None:
+    """A run that has gone bad goes on bit for bit as it would: random states, buffers, weights."""
+    runs = []
+    for health in (Health(), Health(nonfinite="always", snapshot=True)):
+        module, keep = sick(), KeepLosses()
+        callback = ModuleMonitorCallback(50, health=health)
+        trainer(tmp_path, [callback, keep]).fit(module, loader(shuffle=True), loader(8))
+        runs.append((keep, module.state_dict()))
+    (one, weights), (other, watched) = runs
+    assert one.random_states == other.random_states
+    assert all(torch.equal(weights[name], watched[name]) or bool(weights[name].isnan().any()) for name in weights)
+    assert torch.equal(weights["model.1.num_calls"], watched["model.1.num_calls"])
+
+
+def test_a_compiled_model_is_refused_at_every_step(tmp_path: Path) -> None:
+    """Its modules nobody sees; what to do is said."""
+    module = Classifier(nn.Sequential(nn.Linear(6, 3)))
+    module.model.compile(backend="eager")
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"))
+    with pytest.raises(ConfigError, match="nonfinite: warn"):
+        trainer(tmp_path, [callback]).fit(module, loader(), loader(8))

@@ -1,0 +1,124 @@
+"""What looks for values that are not finite: exact in every precision, and without a read on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_module_monitor.health.producer import producer
+from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.statistics import magnitudes, running
+from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limits of the precision, where sums overflow, in any layout; NaN and infinity stay what they are, wherever they are."""
+    if not has_kernel:
+        monkeypatch.setattr(running, "kernel", lambda: None)
+    largest = torch.finfo(dtype).max
+    x = torch.full((7, 1000), -largest, dtype=dtype)
+    cases: list[tuple[Tensor, float]] = [(x, largest), (x.T, largest), (x[:, ::3], largest), (torch.zeros(3, dtype=dtype), 0.0)]
+    for value in (math.nan, math.inf, -math.inf):
+        bad = torch.ones(7, 1000, dtype=dtype)
+        bad[6, 999] = value
+        cases.append((bad, abs(value)))
+    indices, elements = torch.tensor([[0, 2]]), torch.tensor([1.0, -3.0], dtype=dtype)
+    cases.append((torch.sparse_coo_tensor(indices, elements, (4,), check_invariants=True), 3.0))
+    found = Magnitudes()
+    places = [found.add(tensor) for tensor, _expected in cases]
+    assert found.add(torch.empty(0)) == UNKNOWN
+    values = found.read()
+    assert places == list(range(len(cases)))
+    for value, (_tensor, expected) in zip(values, cases, strict=True):
+        assert value == expected or (math.isnan(value) and math.isnan(expected))
+
+
+def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tensors there were."""
+    monkeypatch.setattr(running, "kernel", lambda: None)
+    transfers: list[int] = []
+    original = magnitudes.transfer
+
+    def count(tensor: Tensor) -> Tensor:
+        transfers.append(tensor.numel())
+        return original(tensor)
+
+    monkeypatch.setattr(magnitudes, "transfer", count)
+    found = Magnitudes()
+    for number in range(20):
+        found.add(torch.full((5,), float(number)))
+    assert found.read() == [float(number) for number in range(20)]
+    assert transfers == [20]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on an operation that reads a value on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__.split(".")[0] not in ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, until somebody asks; then the producer is found."""
+    if not has_kernel:
+        monkeypatch.setattr(running, "kernel", lambda: None)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LSTM(4, 4))
+    with torch.no_grad():
+        model[1][0].weight[0, 0] = 3e38
+        model[1][0].weight[0, 1] = 3e38
+    sites = Namer().module_sites(model)
+    probe, finite = NonfiniteProbe(sites, pytest.fail), FiniteStep(sites)
+    probe.attach()
+    x = torch.full((2, 3, 4), 2.0)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    with NoHostReads():
+        probe.begin_micro_batch()
+        loss = model(x)[0].sum()
+        probe.begin_backward(loss)
+        finite.see_loss(loss)
+        loss.backward()
+        finite.see_gradients()
+        probe.end_micro_batch()
+    assert not finite.is_finite()
+    seen = probe.seen()
+    assert seen is not None
+    found = producer(seen)
+    assert found is not None
+    assert (found.site, found.is_forward, found.micro_batch, found.call) == ("1.0", True, 0, 0)
+    assert "3e+38" in found.words
+    probe.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_gradient_that_is_bad_is_seen() -> None:
+    """Where a bias tells of it by its own, else by that of any parameter."""
+    for model, name in (
+        (nn.Linear(3, 3), "bias"),
+        (nn.Linear(3, 3, bias=False), "weight"),
+        (nn.Embedding(3, 3), "weight"),
+        (nn.LSTM(3, 3), "weight_hh_l0"),
+        (nn.LayerNorm(3), "bias"),
+    ):
+        finite = FiniteStep(Namer().module_sites(model))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        finite.see_gradients()
+        assert finite.is_finite()
+        finite.forget()
+        bad = model.get_parameter(name).grad
+        assert bad is not None
+        bad.view(-1)[-1] = torch.inf
+        finite.see_gradients()
+        assert not finite.is_finite()

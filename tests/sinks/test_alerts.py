@@ -1,0 +1,107 @@
+"""Rules on recorded values fire when they should, once, and in words that are true."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightning_module_monitor.record import Key, Record
+from lightning_module_monitor.sinks.alerts import AlertRule, Alerts, matching
+from lightning_module_monitor.sinks.watches import BUILT_IN
+
+KEY = "gradient/fc/norm"
+
+
+def fired(values: Sequence[float], **options: Any) -> list[int]:
+    """The steps in which a rule on one key fires."""
+    alerts = Alerts([AlertRule("test", matching([re.compile(KEY)]), **options)])
+    return [step for step, value in enumerate(values) if alerts.alarms(Record(step, {KEY: value, "gradient/other/norm": 1e9}))]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "steps"),
+    [
+        ({"above": 10.0}, [1, 10, 11, 12, 9, 11], [2]),  # once, until it was well for ten records
+        ({"above": 10.0}, [11, *[1] * 9, 11], [0]),
+        ({"above": 10.0}, [11, *[1] * 10, 11], [0, 11]),
+        ({"above": 10.0, "for_steps": 3}, [11, 11, 9, 11, 11, 11, 11], [5]),
+        ({"below": 1.0}, [1, 0.5], [1]),
+        ({"above": 10.0, "below": 1.0}, [5, 0.5], [1]),
+        ({"above": 10.0}, [float("nan"), float("inf")], [1]),
+        ({"above": 10.0, "for_steps": 2}, [11, float("nan"), 11, 11], [3]),
+        ({"above": 10.0, "relative_to": "median"}, [*[2] * 9, 50, 19, 21], [11]),  # ten values first; the median is 2
+        ({"above": 100.0, "relative_to": "first"}, [1, 3, 2, 100, 299, 301], [5]),
+        ({"changes_by": 10.0}, [1, 9, 100], [2]),
+        ({"changes_by": 10.0}, [0, 5, 0.4], [2]),  # from zero there is no factor
+        ({"is_unchanged": True, "for_steps": 2}, [1, 1, 2, 2, 2, 2], [4]),
+    ],
+)
+def test_when_a_rule_fires(options: dict[str, Any], values: list[float], steps: list[int]) -> None:
+    """Limits, their bases, for how long, and not again."""
+    assert fired(values, **options) == steps
+
+
+def test_a_finding_names_keys_and_figures() -> None:
+    """One finding for all keys that fire together, in words with their values, at the first one's site."""
+    rule = AlertRule("large", matching([re.compile("gradient/.*/norm")]), above=10.0, for_steps=2, then=("stop",))
+    alerts = Alerts([rule])
+    record = {f"gradient/fc{number}/norm": 11.0 + number for number in range(5)}
+    assert alerts.alarms(Record(6, record)) == []
+    [(finding, then)] = alerts.alarms(Record(8, record))
+    assert then == ("stop",)
+    assert (finding.step, finding.name, finding.site, finding.key, finding.severity) == (8, "large", "fc0", "gradient/fc0/norm", "warning")
+    figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more, in 2 records up to step 8."
+    assert finding.words == f"{figures} The alert is for above 10."
+
+
+def concerned(name: str, *keys: str) -> list[str]:
+    """The keys that a built-in watch is about."""
+    rule = BUILT_IN[name].alert(("warn",))
+    return [key for key in keys if rule.concerns(Key.parse(key), key)]
+
+
+def test_watches_are_about_training() -> None:
+    """And of any prefix; a validation's dead units are those of a validation."""
+    keys = ["activation/a/dead_fraction", "run1/activation/a/dead_fraction", "validation/activation/a/dead_fraction", "activation/a/rms"]
+    assert concerned("dead_units", *keys) == keys[:2]
+
+
+def alarms(name: str, records: Sequence[dict[str, float]], **options: Any) -> list[tuple[int, str]]:
+    """Step and site of what a built-in watch finds."""
+    alerts = Alerts([BUILT_IN[name].alert(("warn",))], **options)
+    found = [(step, alerts.alarms(Record(step, record))) for step, record in enumerate(records)]
+    return [(step, alarm.finding.site) for step, several in found for alarm in several]
+
+
+def test_what_has_faded_is_told_from_what_has_no_gradient() -> None:
+    """Zero to the last bit is not vanishing; a millionth is."""
+    record = {"gradient/a.weight/rms": 0.0, "gradient/b.weight/rms": 0.9e-6, "gradient/c.weight/rms": 1.1e-6, "gradient/d.weight/rms": 1.0}
+    assert alarms("vanishing", [record] * 4) == [(2, "b.weight")]
+
+
+def test_all_gradients_together_explode() -> None:
+    """By the root of the sum of squares, against the largest of three records; one layer alone may grow."""
+    quiet, loud = ({"gradient/a/norm": a, "gradient/b/norm": b} for a, b in ((3.0, 4.0), (400.0, 301.0)))
+    assert alarms("exploding", [quiet, quiet, {"gradient/a/norm": 400.0, "gradient/b/norm": 299.0}]) == []
+    assert alarms("exploding", [quiet, quiet, loud]) == [(2, "a")]
+    assert alarms("exploding", [quiet, quiet, loud | {"monitor/step_skipped": 1.0}, quiet]) == []
+
+
+def test_what_stands_still_has_to_be_trained_and_to_have_a_reason() -> None:
+    """A frozen parameter may; so may one with next to no gradient, and a step that a scaler skipped does not count."""
+    still = {"parameter/a/norm": 1.0, "parameter/b/norm": 2.0, "gradient/b/norm": 1e-5, "gradient/c/norm": 1.0}
+    assert alarms("frozen_updates", [still] * 5) == [(3, "a")]
+    assert alarms("frozen_updates", [still] * 5, is_trained=lambda _site: False) == []
+    assert alarms("frozen_updates", [still | {"monitor/step_skipped": 1.0}] * 9) == []
+
+
+def test_rules_can_be_pickled() -> None:
+    """A callback has them."""
+    rules = [watch.alert(("warn",)) for watch in BUILT_IN.values()]
+    revived = pickle.loads(pickle.dumps([*rules, AlertRule("test", matching([re.compile(KEY)]), above=1.0)]))  # our own bytes
+    assert revived[-1].concerns(Key.parse(KEY), KEY)
+    assert [rule.name for rule in revived[:-1]] == list(BUILT_IN)

@@ -1,0 +1,85 @@
+"""A unit is dead only if it was zero throughout: all elements, calls, micro-batches, and the last ten monitored steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
+
+
+def fractions(steps: list[list[Tensor]], rule: Rule | None = None) -> list[float]:
+    """What is recorded of an identity, step by step, from its micro-batches."""
+    rule = rule or Rule(kinds="activation", statistics=["dead_fraction", "rms"])
+    model, found = nn.Identity(), []
+    with ModuleMonitor(rules=[rule]) as monitor:
+        monitor.set_module(model)
+        for step, micro_batches in enumerate(steps):
+            monitor.begin_step(step)
+            for x in micro_batches:
+                model(x)
+                monitor.after_micro_batch()
+            record = monitor.end_step()
+            assert record is not None
+            found.append(record.values["activation/_root_/dead_fraction"])
+    return found
+
+
+def unit(*alive: int, units: int = 8) -> Tensor:
+    """A tensor of two tokens, in the second of which some units are not zero."""
+    x = torch.zeros(1, 2, units)
+    x[0, 1, list(alive)] = -1.0
+    return x
+
+
+def test_alive_once_is_alive() -> None:
+    """In any micro-batch, in any of the last ten steps, and no longer."""
+    steps = [[unit(0), unit(1, 2)], *[[unit(3)]] * 9, [unit(3)]]
+    assert fractions(steps) == [5 / 8, *[4 / 8] * 9, 7 / 8]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((6,), 5 / 6), ((4, 6), 5 / 6), ((2, 4, 6), 5 / 6), ((2, 4, 3, 6), 3 / 4), ((2, 4, 1, 3, 6), 3 / 4)]
+)
+def test_what_a_unit_is(shape: tuple[int, ...], expected: float) -> None:
+    """A channel where there are four or five dimensions, else a place along the last."""
+    x = torch.zeros(shape)
+    x[(0,) * len(shape)] = 1.0
+    assert fractions([[x]]) == [expected]
+
+
+def test_of_many_units_evenly_spaced_ones_are_watched() -> None:
+    """Every third of 3,000."""
+    x = torch.zeros(2, 3000)
+    x[1, ::6] = 1.0
+    assert fractions([[x]]) == [0.5]
+
+
+def test_nan_is_no_zero_and_nothing_is_nothing() -> None:
+    """NaN is alive; an empty output has no value of its own."""
+    assert fractions([[torch.tensor([[float("nan"), 0.0]])]]) == [0.5]
+    assert fractions([[torch.ones(2, 4), torch.empty(0, 4)]]) == [0.0]
+
+
+def test_it_is_of_activations() -> None:
+    """A parameter has no units."""
+    with pytest.raises(
+        ConfigError, match=r"'dead_fraction' is of the units of a layer, and 'parameter' has none; expected kinds activation"
+    ):
+        ModuleMonitor(rules=[Rule(kinds="parameter", statistics="dead_fraction")])
+
+
+def test_saturated_fractions() -> None:
+    """By the slope of the function, at outputs on both sides of the limit."""
+    logits = torch.tensor([0.0, 4.58, 4.61, -4.61], dtype=torch.float64)
+    slope = torch.autograd.functional.jacobian(torch.sigmoid, logits).diagonal()
+    assert saturated_sigmoid(torch.sigmoid(logits)) == (slope < 0.01).double().mean() == 0.5
+    x = torch.tensor([0.0, 2.28, 2.31, -2.31], dtype=torch.float64)
+    slope = torch.autograd.functional.jacobian(torch.tanh, x).diagonal()
+    assert saturated_tanh(torch.tanh(x)) == (slope < 0.04).double().mean() == 0.5
+    rows = torch.tensor([[0.995, 0.005], [0.5, 0.5], [0.0, 1.0], [0.02, 0.98]])
+    assert float(saturated_softmax(rows)) == pytest.approx(0.5)
+    assert float(saturated_softmax(rows.T)) == pytest.approx(0.5)
