@@ -16,8 +16,10 @@ import pytest
 from helpers.processes import kill, start
 from helpers.stores import open_store, write_store
 
-from lightning_module_monitor import load_store
+from lightning_module_monitor import Record, load_store
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.cli import main
+from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.page import distinct_names, write_report
 from lightning_module_monitor.sinks import layout
 
@@ -105,6 +107,25 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
         "monitor/errors",
     ):
         assert expected in html
+
+
+def test_what_was_said_in_training_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A site that a series shows can be pressed, one that none shows cannot; words are text."""
+    store = open_store(tmp_path / "m.h5", SERIES)
+    words = "It made the first value that is not finite, from [bold] <b>inputs</b>."
+    shown = Finding(30, "dead_units", "fc", "activation/fc/rms", "0.9 of the units are dead.")
+    store.write(Record(30, {}, findings=[Finding(30, "nonfinite", "block.2", "", words, "error"), shown]))
+    store.close()
+    html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
+    text = " ".join(re.sub(r"<[^>]*>", " ", html.partition('<section id="verdict"')[2].partition("</section>")[0]).split())
+    assert "It begins at step 30: said in training: nonfinite, block.2." in text
+    assert "block.2 It made the first value that is not finite, from [bold] &lt;b&gt;inputs&lt;/b&gt;." in text
+    assert "said in training: dead_units 1" in text
+    pressed = re.findall(r'data-series="([^"]*)">([^<]*)<', html)
+    assert [site for series, site in pressed if "fc" in series] == ["fc"]
+    assert all(series for series, _site in pressed)
+    assert main(["summary", str(tmp_path / "m.h5")]) == 1
+    assert "from [bold] <b>inputs</b>" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_configuration_and_the_cost_stand_on_the_page(tmp_path: Path) -> None:

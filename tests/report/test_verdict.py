@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from lightning_module_monitor import record
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.report.arrays import early, first_true, growth, late, typical
 from lightning_module_monitor.report.findings import Finding, Verdict
@@ -226,3 +227,22 @@ def test_arrays() -> None:
     np.testing.assert_array_equal(typical(np.array([[1.0, math.inf, 3.0], [math.nan] * 3])), [2.0, math.nan])
     np.testing.assert_array_equal(growth(values), [8.0, math.nan])
     assert first_true(np.array([[False, True, True], [False] * 3])).tolist() == [1, 3]
+
+
+def test_what_was_said_in_training_stands_first() -> None:
+    """An error is a sickness; those of one name stand together, and where a series shows it, it is that."""
+    said = [
+        record.Finding(30, "nonfinite", "block.2", "", "It made the first value that is not finite.", "error"),
+        record.Finding(10, "dead_units", "relu", "run1/activation/relu/dead_fraction", "0.9 of the units are dead."),
+        record.Finding(20, "loss is large", "", "train_loss", "It is 7."),
+        record.Finding(40, "dead_units", "relu2", "run1/activation/relu2/dead_fraction", "All are dead."),
+    ]
+    verdict = verdict_on([table("activation/rms", {"a": [0.0] * STEPS})], said=said)
+    assert [(one.level, one.problem, one.kind, one.site, one.statistic, one.step) for one in verdict.findings] == [
+        ("sick", "said in training: nonfinite", "", "block.2", "", 30),
+        ("sick", "outputs that are zero", "activation", "a", "rms", 0),
+        ("watch", "said in training: dead_units", "run1/activation", "relu", "dead_fraction", 10),
+        ("watch", "said in training: dead_units", "run1/activation", "relu2", "dead_fraction", 40),
+        ("watch", "said in training: loss is large", "", "", "train_loss", 20),
+    ]
+    assert verdict.findings[0].evidence == "It made the first value that is not finite."

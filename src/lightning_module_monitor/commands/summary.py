@@ -35,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.terminal import print_verdict
 
     run_read = read_run(store)
-    verdict = verdict_on(run_read.tables, run_read.figures)
+    verdict = verdict_on(run_read.tables, run_read.figures, run_read.said)
     print_verdict(run_read, verdict)
     return 1 if verdict.is_sick else 0

@@ -158,7 +158,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
-    verdict = verdict_on(run.tables, run.figures)
+    verdict = verdict_on(run.tables, run.figures, run.said)
     return {
         "name": name,
         "path": run.path,
@@ -201,7 +201,9 @@ def _shown_change(change: Change) -> dict[str, Any]:
 
 
 def _series(shown_by: Finding | Change) -> str:
-    """What the page's script shows when a site's name is pressed."""
+    """What the page's script shows when a site's name is pressed; nothing where no series shows it."""
+    if not shown_by.statistic:
+        return ""
     return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Key
+from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key
 from lightning_module_monitor.sinks.reader import Matrix, StoreReader
 
 
@@ -50,6 +50,8 @@ class Run:
     """Of sites, kind by kind."""
     figures: list[Table]
     """What has no sites: the monitor's own figures, summaries over sites, values that a user logs. Each has one row."""
+    said: list[Finding]
+    """What was found while it ran."""
 
 
 def read_run(store: StoreReader) -> Run:
@@ -66,7 +68,7 @@ def read_run(store: StoreReader) -> Run:
     for kind in store.kinds():
         for table in _split(store.matrix(kind)):
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
-    return Run(str(store.path), store.attributes, tables, figures)
+    return Run(str(store.path), store.attributes, tables, figures, store.findings())
 
 
 def _split(matrix: Matrix) -> list[Table]:

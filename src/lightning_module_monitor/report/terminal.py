@@ -44,7 +44,8 @@ def _table(verdict: Verdict) -> Table:
     for (level, problem), group in groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem)):
         findings = list(group)
         for number, finding in enumerate(findings[:MAX_SITES]):
-            table.add_row(*((f"[{STYLES[level]}]{level}", problem) if number == 0 else ("", "")), escape(_place(finding)), finding.evidence)
+            heading = (f"[{STYLES[level]}]{level}", escape(problem)) if number == 0 else ("", "")
+            table.add_row(*heading, escape(_place(finding)), escape(finding.evidence))
         if len(findings) > MAX_SITES:
             table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
     found = {finding.problem for finding in verdict.findings}
@@ -58,4 +59,4 @@ def _table(verdict: Verdict) -> Table:
 
 
 def _place(finding: Finding) -> str:
-    return f"{finding.site} ({finding.kind})" if finding.site else finding.kind
+    return f"{finding.site} ({finding.kind})" if finding.site and finding.kind else finding.site or finding.kind

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN
+from lightning_module_monitor import record
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
 from lightning_module_monitor.report.checks import CHECKS
-from lightning_module_monitor.report.findings import Check, Finding, Look, Verdict
+from lightning_module_monitor.report.findings import Check, Finding, Level, Look, Verdict
 from lightning_module_monitor.report.nonfinite import look_for_nonfinite
 from lightning_module_monitor.report.run import Table
 
@@ -16,20 +17,29 @@ SKIPPED_SHARE = 0.1
 """Of the steps; a ``GradScaler`` tries a larger scale every 2,000, and skips one if that is too large."""
 
 
-def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = ()) -> Verdict:
+def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Sequence[record.Finding] = ()) -> Verdict:
     """Look for all that these checks know.
 
     Args:
         tables: Those of one run's sites.
         figures: The monitor's own, and others without sites.
+        said: What was found while the run went on: there more was known than is recorded.
 
     Returns:
         What was found in training; validation and other stages are not looked at.
     """
     skipped = {step for table in _own(figures, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
     looks = [look_for_nonfinite(tables, skipped), *(check(tables) for check in CHECKS), *_look_at_own_figures(figures)]
-    findings = [finding for look in looks for finding in look.findings]
+    told = sorted(map(_as_said, said), key=lambda finding: finding.problem)
+    findings = [*told, *(finding for look in looks for finding in look.findings)]
     return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [look.check for look in looks])
+
+
+def _as_said(said: record.Finding) -> Finding:
+    shown_by = Key.parse(said.key)
+    level: Level = "sick" if said.severity == "error" else "watch"
+    kind = shown_by._replace(site="", statistic="").format().rstrip("/") if said.key else ""
+    return Finding(level, f"said in training: {said.name}", kind, said.site, shown_by.statistic if said.key else "", said.step, said.words)
 
 
 def _look_at_own_figures(figures: Sequence[Table]) -> Iterator[Look]:
