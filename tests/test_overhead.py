@@ -14,7 +14,7 @@ import torch
 from helpers.tiny import KeepRecords, Tiny, fit
 from torch import Tensor
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.overhead import CLOSEST, HostClock, Overhead
 
 
@@ -155,6 +155,19 @@ def test_a_schedule_within_the_limit_is_left_as_it_is(virtual_time: SetClock, tm
     assert [record.step for record in keep.records] == list(range(0, 30, 5))
     assert keep.records[-1].values["monitor/overhead_fraction"] == 0.0
     assert not any("max_overhead" in message for message in caplog.messages)
+
+
+def test_raw_tensors_of_a_step_that_is_left_out_are_said(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asked for a step by its number is told that it is not in the file; once."""
+    capture = Capture(sites="model.2", steps=[4, 5, 7, 9])
+    rule = Rule(kinds="activation", statistics="norm")
+    callback = ModuleMonitorCallback(every_n_steps=4, rules=[rule], capture=capture, max_overhead=0.5)
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.module_monitor"):
+        fit(tmp_path, [callback], max_steps=12, max_epochs=-1)
+    [said] = [message for message in caplog.messages if "capture" in message]
+    assert said.startswith("max_overhead=0.5: capture has step 5, less than 2 steps after another that was monitored;")
+    assert callback.store_path is not None
+    assert {one.step for one in load_store(callback.store_path).tensors()} == {4, 7, 9}
 
 
 @pytest.mark.gpu

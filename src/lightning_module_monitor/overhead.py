@@ -146,7 +146,8 @@ class Overhead:
             return None
         plain = statistics.median(self._plain)
         cost = max(0.0, statistics.median(self._monitored) - plain)
-        return cost / (cost + self._gap * plain)
+        total = cost + self._gap * plain
+        return cost / total if total else 0.0  # steps that take no time that the clock could tell
 
     def decide(self, fraction: float) -> None:
         """Set how far apart monitored steps have to be.
