@@ -79,6 +79,26 @@ def test_monitored_steps_are_as_far_apart_as_the_limit_asks(cost: float, limit: 
     assert fraction <= limit + 1e-9
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
+def test_the_limit_holds_where_only_some_monitored_steps_cost(period: int) -> None:
+    """A cheap rule is due in every step, one that takes ten times a step in few: their share of all the time is the limit."""
+    clock, spent, num_steps = SetClock(), 0, 4000
+    overhead = Overhead(0.1, clock)
+    for step in range(num_steps):
+        is_monitored = overhead.allows(step)
+        cost = 10 * (is_monitored and step % period == 0)
+        overhead.begin_batch()
+        overhead.begin_step(step, is_monitored=is_monitored)
+        clock.time += 1 + cost
+        spent += cost
+        fraction = overhead.fraction() if is_monitored else None
+        if fraction is not None:
+            overhead.decide(fraction)
+        overhead.end_batch()
+        overhead.end_step()
+    assert spent / (spent + num_steps) == pytest.approx(0.1, rel=0.1)
+
+
 def test_a_device_that_is_behind_is_not_waited_for() -> None:
     """What it takes is known later."""
     clock = SetClock()
@@ -101,6 +121,18 @@ def test_a_figure_that_tells_nothing_changes_nothing() -> None:
     assert overhead.closest == closest > CLOSEST
     assert not overhead.allows(19)
     assert overhead.allows(3)
+
+
+def test_steps_that_take_no_time_have_no_share() -> None:
+    """A coarse clock may tell of none: 0, and no division by it."""
+    clock = SetClock()
+    overhead = Overhead(0.1, clock)
+    for step in range(6):
+        overhead.begin_batch()
+        overhead.begin_step(step, is_monitored=step % 2 == 0)
+        overhead.end_batch()
+        overhead.end_step()
+    assert overhead.fraction() == 0.0
 
 
 @pytest.fixture
