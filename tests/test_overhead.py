@@ -14,7 +14,7 @@ import torch
 from helpers.tiny import KeepRecords, Tiny, fit
 from torch import Tensor
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.overhead import CLOSEST, HostClock, Overhead
 
 
@@ -79,6 +79,26 @@ def test_monitored_steps_are_as_far_apart_as_the_limit_asks(cost: float, limit: 
     assert fraction <= limit + 1e-9
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
+def test_the_limit_holds_where_only_some_monitored_steps_cost(period: int) -> None:
+    """A cheap rule is due in every step, one that takes ten times a step in few: their share of all the time is the limit."""
+    clock, spent, num_steps = SetClock(), 0, 4000
+    overhead = Overhead(0.1, clock)
+    for step in range(num_steps):
+        is_monitored = overhead.allows(step)
+        cost = 10 * (is_monitored and step % period == 0)
+        overhead.begin_batch()
+        overhead.begin_step(step, is_monitored=is_monitored)
+        clock.time += 1 + cost
+        spent += cost
+        fraction = overhead.fraction() if is_monitored else None
+        if fraction is not None:
+            overhead.decide(fraction)
+        overhead.end_batch()
+        overhead.end_step()
+    assert spent / (spent + num_steps) == pytest.approx(0.1, rel=0.1)
+
+
 def test_a_device_that_is_behind_is_not_waited_for() -> None:
     """What it takes is known later."""
     clock = SetClock()
@@ -101,6 +121,18 @@ def test_a_figure_that_tells_nothing_changes_nothing() -> None:
     assert overhead.closest == closest > CLOSEST
     assert not overhead.allows(19)
     assert overhead.allows(3)
+
+
+def test_steps_that_take_no_time_have_no_share() -> None:
+    """A coarse clock may tell of none: 0, and no division by it."""
+    clock = SetClock()
+    overhead = Overhead(0.1, clock)
+    for step in range(6):
+        overhead.begin_batch()
+        overhead.begin_step(step, is_monitored=step % 2 == 0)
+        overhead.end_batch()
+        overhead.end_step()
+    assert overhead.fraction() == 0.0
 
 
 @pytest.fixture
@@ -155,6 +187,19 @@ def test_a_schedule_within_the_limit_is_left_as_it_is(virtual_time: SetClock, tm
     assert [record.step for record in keep.records] == list(range(0, 30, 5))
     assert keep.records[-1].values["monitor/overhead_fraction"] == 0.0
     assert not any("max_overhead" in message for message in caplog.messages)
+
+
+def test_raw_tensors_of_a_step_that_is_left_out_are_said(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asked for a step by its number is told that it is not in the file; once."""
+    capture = Capture(sites="model.2", steps=[4, 5, 7, 9])
+    rule = Rule(kinds="activation", statistics="norm")
+    callback = ModuleMonitorCallback(every_n_steps=4, rules=[rule], capture=capture, max_overhead=0.5)
+    with caplog.at_level(logging.WARNING, "lightning.pytorch.module_monitor"):
+        fit(tmp_path, [callback], max_steps=12, max_epochs=-1)
+    [said] = [message for message in caplog.messages if "capture" in message]
+    assert said.startswith("max_overhead=0.5: capture has step 5, less than 2 steps after another that was monitored;")
+    assert callback.store_path is not None
+    assert {one.step for one in load_store(callback.store_path).tensors()} == {4, 7, 9}
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.nonfinite_of_run import NonfiniteOfRun
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
 from lightning_module_monitor.overhead import Overhead, check_limit, clock_of
+from lightning_module_monitor.processes import is_first_process
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Finding, Record
 from lightning_module_monitor.redirected import RedirectedCalls
 from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
@@ -240,6 +241,7 @@ class ModuleMonitorCallback(Callback):
         self._overhead: Overhead | None = None
         self._has_left_out = False
         """Whether it was said that steps are left out."""
+        self._has_left_out_capture = False
         self._is_fit = False
         if self._reference is not None:
             self._reference.begin()
@@ -485,13 +487,29 @@ class ModuleMonitorCallback(Callback):
         if self._overhead is None:
             return self.monitor.begin_step(step)
         is_allowed = self._overhead.allows(step)
-        if not is_allowed and not self._has_left_out and self.monitor.is_step_monitored(step):
+        if not is_allowed:
+            self._say_left_out(step, self._overhead.closest)
+        try:
+            return is_allowed and self.monitor.begin_step(step)
+        finally:
+            # A step that fails to begin on this rank is monitored on others, and all count from it to the next.
+            self._overhead.begin_step(step, is_monitored=is_allowed and self.monitor.is_monitoring())
+
+    def _say_left_out(self, step: int, closest: int) -> None:
+        """Say, once each, that the limit leaves steps out, and that it leaves out one that raw tensors are asked for of."""
+        left_out = f"max_overhead={self._max_overhead}: "
+        if not self._has_left_out and self.monitor.is_step_monitored(step):
             self._has_left_out = True
-            every = f"at most one step in {self._overhead.closest}"
-            _messages.info(f"max_overhead={self._max_overhead}: {every} is monitored, from step {step} on. This is said once.")
-        is_monitored = is_allowed and self.monitor.begin_step(step)
-        self._overhead.begin_step(step, is_monitored=is_monitored)
-        return is_monitored
+            self._say(f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once.")
+        if not self._has_left_out_capture and self.monitor.wishes.is_captured(step):
+            self._has_left_out_capture = True
+            apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
+            self._say(f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once.", logging.WARNING)
+
+    def _say(self, message: str, level: int = logging.INFO) -> None:
+        """Say what all ranks have to say, on the first."""
+        if is_first_process():
+            _messages.log(level, message)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """With this batch the step is over."""

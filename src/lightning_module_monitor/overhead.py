@@ -16,7 +16,7 @@ CLOSEST = 2
 """Steps from one monitored step to the next, at least: what a monitored step costs is known from those in between."""
 
 NUM_PLAIN, NUM_MONITORED = 50, 5
-"""How many of the latest steps of either sort the medians are of."""
+"""How many of the latest steps of either sort count: the median of plain ones, the mean of monitored ones."""
 
 
 class Clock(Protocol):
@@ -145,8 +145,10 @@ class Overhead:
         if not self._plain or not self._monitored or self._gap is None:
             return None
         plain = statistics.median(self._plain)
-        cost = max(0.0, statistics.median(self._monitored) - plain)
-        return cost / (cost + self._gap * plain)
+        # The mean: where rules are due in different steps, a few monitored steps may be what costs.
+        cost = max(0.0, statistics.fmean(self._monitored) - plain)
+        total = cost + self._gap * plain
+        return cost / total if total else 0.0  # steps that take no time that the clock could tell
 
     def decide(self, fraction: float) -> None:
         """Set how far apart monitored steps have to be.

@@ -129,6 +129,19 @@ def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixt
     assert "it is a folder" in error(capsys, "report", "monitor.h5", "-o", "pages")
 
 
+@pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)
+def test_a_file_that_cannot_be_written_is_a_line(store: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    """The system's reason, and no traceback; here the name is too long."""
+    path = "x" * 300
+    assert error(capsys, *command, store.name, "-o", path).startswith(f"{path!r} cannot be written: ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_a_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found only while the file is written."""
+    assert error(capsys, "export", store.name, "-o", "/dev/full") == "'/dev/full' cannot be written: No space left on device."
+
+
 def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A closed store needs none; one that a kill left open becomes plain; one that is being written is left alone."""
     assert printed(capsys, "repair", "monitor.h5") == "monitor.h5: was closed; nothing to repair\n"

@@ -38,8 +38,10 @@ from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonito
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
+from lightning_module_monitor.overhead import HostClock
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.table import Table
+from lightning_module_monitor.window import Window
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -467,6 +469,39 @@ def one_rank_fails_of_those_with_parts(folder: Path) -> dict[str, Any]:
         return fit(folder, Laid(fully_sharded), callback, even_data(RANK, WORLD, steps=8), more=[count], **options)
 
 
+def limited(folder: Path) -> dict[str, Any]:
+    """A limit of the time, by clocks that are set: a step takes a second, a metric half a second on the first rank, one on the next.
+
+    On the last rank the hooks of the first step cannot be put on.
+    """
+    count, time = Count(), [0.0]
+    now, attach = HostClock.now, Window.attach
+
+    def metric(x: Tensor) -> Tensor:
+        time[0] += 0.5 * (RANK + 1)
+        return x.mean()
+
+    def breaks(window: Window, *args: Any) -> None:
+        if RANK == WORLD - 1 > 0 and count.step == 0:
+            raise RuntimeError("attach is broken, on purpose")
+        attach(window, *args)
+
+    class Timed(Classifier):
+        def training_step(self, *args: Any) -> Tensor:
+            time[0] += 1.0
+            return super().training_step(*args)
+
+    torch.manual_seed(0)
+    module = Timed("mlp", torch.optim.SGD, lr=0.1)
+    rules = [Rule(kinds="activation", functions={"slow": metric}, sites="model.layers.0")]
+    callback = ModuleMonitorCallback(1, rules=rules, max_overhead=0.1, store=False)
+    HostClock.now, Window.attach = lambda _clock: time[0], breaks  # type: ignore[method-assign]
+    try:
+        return fit(folder, module, callback, data(RANK, WORLD, steps=36, micro_batches=1), more=[count], limit_val_batches=0)
+    finally:
+        HostClock.now, Window.attach = now, attach  # type: ignore[method-assign]
+
+
 class OnPurposeError(Exception):
     """What the user's own code catches."""
 
@@ -731,6 +766,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
+    "limited": limited,
     "own_loop": own_loop,
     "other_rules": other_rules,
     "own_reference": own_reference,

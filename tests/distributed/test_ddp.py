@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,3 +138,18 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
         [found], [expected] = result["findings"], other["findings"]
         assert (found.step, found.site, found.severity) == (expected.step, expected.site, expected.severity)
         assert found.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Each rank has another cost, and one cannot even begin the first step: all go by the slowest, and count from the same step."""
+    by_rank = run_scenarios(num_ranks, "limited")
+    cost = 0.5 * num_ranks
+    gap = math.ceil(9 * cost)
+    for result in by_rank:
+        assert [record.step for record in result["records"]] == [2, 4, *range(4 + gap, 36, gap)]
+        fractions = [record.values.get("monitor/overhead_fraction") for record in result["records"]]
+        assert fractions[0] is None
+        assert fractions[1:] == pytest.approx([cost / (cost + 2), *[cost / (cost + gap)] * (len(fractions) - 2)])
+    about_limit = [[message for message in result["said"] if message.startswith("max_overhead")] for result in by_rank]
+    assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_module_monitor.commands.stores import open_store, output_path, size_of
+from lightning_module_monitor.commands.stores import open_store, output_path, size_of, writing
 from lightning_module_monitor.errors import ConfigError
 
 NAME = "compare"
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         path = output_path(arguments.output, store.path, ".html")
     from lightning_module_monitor.report.page import write_report
 
-    write_report(stores, path)
+    with writing(path):
+        write_report(stores, path)
     print(f"{path}: {size_of(path)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_module_monitor.commands.stores import add_store, open_store, output_path, size_of
+from lightning_module_monitor.commands.stores import add_store, open_store, output_path, size_of, writing
 from lightning_module_monitor.errors import require
 
 NAME = "export"
@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format == "parquet":
         require("pyarrow", "parquet")
     frame = store.to_frame()
-    if arguments.format == "parquet":
-        frame.to_parquet(path, index=False)
-    else:
-        frame.to_csv(path, index=False)
+    with writing(path):
+        if arguments.format == "parquet":
+            frame.to_parquet(path, index=False)
+        else:
+            frame.to_csv(path, index=False)
     print(f"{path}: {len(frame):,} values, {size_of(path)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_module_monitor.commands.stores import add_store, open_store, output_path, size_of
+from lightning_module_monitor.commands.stores import add_store, open_store, output_path, size_of, writing
 
 NAME = "report"
 HELP = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = output_path(arguments.output, store.path, ".html")
     from lightning_module_monitor.report.page import write_report
 
-    write_report([store], path)
+    with writing(path):
+        write_report([store], path)
     print(f"{path}: {size_of(path)}")
     return 0

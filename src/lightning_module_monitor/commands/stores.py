@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +42,26 @@ def output_path(wanted: Path | None, store: Path, suffix: str) -> Path:
         ConfigError: If there is no such folder, or the file would be the store itself.
     """
     path = store.with_suffix(suffix) if wanted is None else wanted
-    if not path.parent.is_dir():
+    with writing(path):
+        is_in_folder, is_folder, is_store = path.parent.is_dir(), path.is_dir(), path.resolve() == store.resolve()
+    if not is_in_folder:
         raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
-    if path.is_dir() or path.resolve() == store.resolve():
-        raise ConfigError(f"{str(path)!r} cannot be written: it is {'a folder' if path.is_dir() else 'the store itself'}.")
+    if is_folder or is_store:
+        raise ConfigError(f"{str(path)!r} cannot be written: it is {'a folder' if is_folder else 'the store itself'}.")
     return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within the block a file is written.
+
+    Raises:
+        ConfigError: If the system does not let it be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
 
 
 def size_of(path: Path) -> str:
