@@ -204,8 +204,9 @@ def test_the_address_of_what_can_be_read_is_that_of_the_first_element() -> None:
 
 def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> None:
     """Reading it all the same would give other numbers, or end the process."""
-    given_back, part = torch.ones(8), torch.ones(8)[3:]
+    given_back, shrunk, part = torch.ones(8), torch.ones(8), torch.ones(8)[3:]
     given_back.untyped_storage().resize_(0)
+    shrunk.untyped_storage().resize_(16)
     part.untyped_storage().resize_(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
@@ -230,6 +231,7 @@ def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> Non
         "subclass": torch.ones(3).as_subclass(Elsewhere),
         "nested": nested,
         "given back": given_back,
+        "given back in part": shrunk,
         "part of what was given back": part,
     }
     for name, value in unreadable.items():

@@ -21,6 +21,7 @@ from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
 ROW_BYTES = 8 * NUM_FIELDS
+FLOAT32_BYTES = 4
 FIRST_CAPACITY = 256
 PART_ELEMENTS = 1 << 16
 """Elements that are converted to float32 at a time: a copy of them stays in the cache."""
@@ -107,11 +108,11 @@ def readable_address(tensor: object) -> int:
         return 0
     if torch._C._dispatch_keys(tensor).raw_repr() not in _PLAIN_KEYS or not tensor.is_contiguous():
         return 0
-    if torch._C._get_tracing_state() is not None or not tensor.numel() or kernel() is None:
+    if torch._C._get_tracing_state() is not None or kernel() is None:
         return 0
-    # A program that streams weights may have given the memory back; reading on would end the process. Where the elements do
-    # not begin where the memory does, the address does not tell.
-    if tensor.storage_offset() and not has_memory(tensor):
+    size, storage = tensor.numel(), tensor.untyped_storage()
+    # A program that streams weights may have given the memory back, or a part of it; reading on would end the process.
+    if not size or (tensor.storage_offset() + size) * FLOAT32_BYTES > storage.nbytes():
         return 0
     return address(tensor)
 
