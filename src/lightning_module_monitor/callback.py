@@ -183,7 +183,9 @@ class ModuleMonitorCallback(Callback):
             if max_overhead is not None:
                 check_limit(max_overhead)
             self._stages = _parse_stages(stages)
-            self._health = HealthOfRun(health or Health(), as_tuple(alerts), self.monitor, on_error=on_error, messages=_messages)
+            self._health = HealthOfRun(
+                Health() if health is None else health, as_tuple(alerts), self.monitor, on_error=on_error, messages=_messages
+            )
             captures = "capture is given" if capture is not None else "capture follows an alert" if self._health.may_capture else ""
             self._check_options(progress_bar=progress_bar, captures=captures if store is False else "")
             self._sinks = SinksOfRun(

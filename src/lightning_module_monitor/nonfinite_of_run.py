@@ -60,6 +60,8 @@ class NonfiniteOfRun:
         """Whether the probe looks at all of the step."""
         self._is_told = False
         """Whether that something is not finite was said, and it still is so."""
+        self._was_finite: bool | None = None
+        """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -117,10 +119,11 @@ class NonfiniteOfRun:
             return None
         finding = None
         if _any_rank(not self._finite.is_finite(), self._monitor):
+            self._was_finite = False
             with self._monitor.no_monitor():
                 finding = self._look(trainer, pl_module, step, folder, is_scaled=is_scaled)
-        else:
-            self._is_told = False
+        elif self._was_finite is None:
+            self._was_finite = True
         self._finite.forget()
         return finding
 
@@ -139,6 +142,8 @@ class NonfiniteOfRun:
             Who made a value that is not finite, if only the record tells that there is one.
         """
         finding = None
+        if self._was_finite:
+            self._is_told = False
         if self._finite is None and self._is_watching and record is not None:
             if _suspicious(record):
                 seen = self._probe.seen()
@@ -151,6 +156,7 @@ class NonfiniteOfRun:
     def forget_step(self) -> None:
         """Nothing more is looked at in this step."""
         self._is_looking = self._is_watching = False
+        self._was_finite = None
         self._again.forget()
         self._probe.forget()
         if self._finite is not None:

@@ -151,6 +151,9 @@ def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
 
 def _twin(pl_module: LightningModule) -> LightningModule:
     twin = copy.deepcopy(pl_module)
+    shared = set(pl_module.modules()) & set(twin.modules())
+    if shared:
+        raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(shared.pop()).__name__} with it")
     silence(twin)
     return twin
 

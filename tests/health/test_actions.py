@@ -138,6 +138,7 @@ def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
     "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
+    "health": ({"health": False}, r"health is a bool; expected a Health"),
     "then": ({"health": Health(then="halt")}, r"health.then 'halt' is unknown; expected warn, stop"),
     "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a number >= 1"),
     "snapshot": ({"health": Health(snapshot=True)}, r"health.snapshot is true, and nonfinite is 'warn'.*always, or stop"),

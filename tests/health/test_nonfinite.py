@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,32 @@ def test_replay_of_what_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["replay", str(tmp_path / "nothing.pt")]) == 2
     (tmp_path / "other.pt").write_bytes(b"other")
     assert main(["replay", str(tmp_path / "other.pt")]) == 2
+    (tmp_path / "empty.pt").write_bytes(b"\x80\x02.")  # a pickle of nothing
+    assert main(["replay", str(tmp_path / "empty.pt")]) == 2
+    torch.save({"state_dict": {}}, tmp_path / "model.ckpt")
+    assert main(["replay", str(tmp_path / "model.ckpt")]) == 2
     errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 4
     assert "There is no snapshot at" in errors[0]
     assert "is no snapshot" in errors[1]
+    assert "is no snapshot" in errors[2]
+    assert "has snapshot format None" in errors[3]
+
+
+def test_replay_of_a_class_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module that is not found, and of a class that has another name by now: one line with what to do, and status 2."""
+    path = tmp_path / "one.pt"
+    for name in ("Bad", "module"):
+        with monkeypatch.context() as changed:
+            torch.save({"format": 1, "module": Bad()}, path)
+            if name == "Bad":
+                changed.delattr(f"{__name__}.Bad")
+            else:
+                changed.setitem(sys.modules, __name__, None)
+            assert main(["replay", str(path)]) == 2
+        [error] = capsys.readouterr().err.splitlines()
+        assert "has a class that is not found here" in error
+        assert "PYTHONPATH" in error
 
 
 class ByHand(Classifier):
@@ -127,6 +151,63 @@ def test_a_step_that_cannot_be_run_again_is_told_all_the_same(tmp_path: Path) ->
     [found] = callback.findings
     assert (found.site, found.step) == ("_root_", 3)
     assert "could not be run again (RuntimeError: not this one)" in found.words
+
+
+def test_a_model_whose_copy_shares_modules_with_it_is_left_alone(tmp_path: Path) -> None:
+    """A model that is its own copy would be silenced itself."""
+
+    class Single(Classifier):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    module = Single(sick().model, torch.optim.SGD)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"))
+    trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+    assert type(module) is Single
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    [found] = callback.findings
+    assert "a copy of Single shares its " in found.words
+
+
+class TwoByHand(Classifier):
+    """Two optimizers; the part of the first is never finite."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for part, factor, optimizer in zip(self.model, (float("nan"), 1.0), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(part(batch[0]).sum() * factor)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.0) for part in self.model]
+
+
+def test_it_is_said_once_where_another_optimizer_s_part_is_finite(tmp_path: Path) -> None:
+    """Well is a step in which all parts are."""
+    callback = ModuleMonitorCallback(1)
+    trainer(tmp_path, [callback]).fit(TwoByHand(), loader(), loader(8))
+    assert [(one.step, one.site) for one in callback.findings] == [(0, "_root_")]
+
+
+def test_a_model_with_complex_weights_is_monitored(tmp_path: Path) -> None:
+    """Their gradients are looked at by their parts, and nothing fails."""
+
+    class Spectral(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * self.phase).real
+
+    callback = ModuleMonitorCallback(1, on_error="raise")
+    trainer(tmp_path, [callback]).fit(Classifier(Spectral(), torch.optim.SGD), loader(), loader(8))
+    assert callback.findings == []
+    assert callback.last_record is not None
 
 
 def test_looking_again_changes_nothing(tmp_path: Path) -> None:

@@ -33,9 +33,14 @@ def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, mo
         cases.append((bad, abs(value)))
     indices, elements = torch.tensor([[0, 2]]), torch.tensor([1.0, -3.0], dtype=dtype)
     cases.append((torch.sparse_coo_tensor(indices, elements, (4,), check_invariants=True), 3.0))
+    cases.append((torch.sparse_coo_tensor(indices, elements * math.nan, (4,), check_invariants=True), math.nan))
+    if dtype in (torch.float32, torch.float64):  # a complex one by its parts
+        cases.append((torch.complex(elements, -2 * elements), 6.0))
+        cases.append((torch.complex(elements, elements * math.inf).conj(), math.inf))
     found = Magnitudes()
     places = [found.add(tensor) for tensor, _expected in cases]
     assert found.add(torch.empty(0)) == UNKNOWN
+    assert found.add(torch.sparse_coo_tensor(size=(4,), dtype=dtype, check_invariants=True)) == UNKNOWN
     values = found.read()
     assert places == list(range(len(cases)))
     for value, (_tensor, expected) in zip(values, cases, strict=True):
@@ -122,3 +127,60 @@ def test_a_gradient_that_is_bad_is_seen() -> None:
         bad.view(-1)[-1] = torch.inf
         finite.see_gradients()
         assert not finite.is_finite()
+
+
+class Mask(nn.Module):
+    """What is added to logits, so that nobody looks ahead."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.full_like(logits, -math.inf).triu(1)
+
+
+class Masked(nn.Module):
+    """Attention by hand; its mask and its softmax are modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.softmax = Mask(), nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = x @ x.T
+        attended: Tensor = self.softmax(logits + self.mask(logits)) @ x
+        return attended
+
+
+class Log(nn.Module):
+    """Makes NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(-1 - x.abs())
+
+
+class ByHand(Masked):
+    """The same, and uses what the mask gives beside the softmax, as no mask is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask(x @ x.T)
+        return self.softmax(mask) * mask
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize(("attention", "culprit"), [(Masked, "log"), (ByHand, "mask")])
+def test_the_infinities_of_a_mask_are_its_fault_only_where_they_are_used(is_inside: bool, attention: type[Masked], culprit: str) -> None:
+    """Whether the softmax that takes them out is in the same module, or the model itself calls both."""
+    inner = attention()
+    model = nn.Sequential(inner, Log()) if is_inside else inner
+    if not is_inside:
+        inner.add_module("log", Log())
+    probe = NonfiniteProbe(Namer().module_sites(model), pytest.fail)
+    probe.attach()
+    probe.begin_micro_batch()
+    x = model(torch.randn(3, 3))
+    loss = (x if is_inside else inner.get_submodule("log")(x)).sum()
+    probe.begin_backward(loss)
+    seen = probe.seen()
+    probe.close()
+    assert seen is not None
+    found = producer(seen)
+    assert found is not None
+    assert found.site == ({"log": "1", "mask": "0.mask"}[culprit] if is_inside else culprit)

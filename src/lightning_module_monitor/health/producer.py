@@ -48,19 +48,46 @@ def producer(seen: Seen) -> Producer | None:
 
 
 def _forward(seen: Seen, micro_batch: int) -> Producer | None:
-    """The first call that has made what is not finite of what is."""
+    """The first call that has made what is not finite of what is, and whose infinities nobody has taken out again."""
     calls = seen.passes[micro_batch].calls
+    suspect = None  # somebody took its infinities out, and code may have used them beside that
     for place, call in enumerate(calls):
         if call.is_new and seen.is_bad(call.input) and _is_passed_on(seen, calls, place):
-            return _code_before(seen, micro_batch, place)
-        if seen.is_bad(call.output):
-            return _own(seen, micro_batch, place)
+            return suspect or _code_before(seen, micro_batch, place)
+        if not seen.is_bad(call.output) or _stays_within(seen, calls, place):
+            continue
+        found = _own(seen, micro_batch, place)
+        if _is_taken_out(seen, calls, place):
+            suspect = suspect or found
+            continue
+        is_certain = call.entered == NOBODY and call.input != UNKNOWN and not seen.is_bad(call.input)
+        return found if is_certain else suspect or found
     loss = seen.passes[micro_batch].loss
     if seen.is_bad(loss):
         kind = _kind(seen.values[loss])
         words = f"The outputs of all modules are finite, and the loss is {kind}: the LightningModule's own code has made that of them."
-        return Producer(ROOT, True, micro_batch, len(calls), words)
+        return suspect or Producer(ROOT, True, micro_batch, len(calls), words)
     return None
+
+
+def _stays_within(seen: Seen, calls: Sequence[Call], place: int) -> bool:
+    """Whether a call has given infinities, and the module that has called it has returned what is finite."""
+    caller = calls[place].caller
+    if caller == NOBODY or math.isnan(seen.values[calls[place].output]):
+        return False
+    starts = (number for number in reversed(range(place)) if calls[number].site == caller and calls[number].output == UNKNOWN)
+    start = next(starts, None)
+    returns = [call for call in calls if start is not None and call.entered == start]
+    return bool(returns) and not any(seen.is_bad(call.output) for call in returns)
+
+
+def _is_taken_out(seen: Seen, calls: Sequence[Call], place: int) -> bool:
+    """Whether a call has given infinities, and the next one that got such has returned what is finite."""
+    if math.isnan(seen.values[calls[place].output]):
+        return False
+    users = (number for number in range(place + 1, len(calls)) if seen.is_bad(calls[number].input))
+    user = next(users, None)
+    return user is not None and not _is_passed_on(seen, calls, user)
 
 
 def _is_passed_on(seen: Seen, calls: Sequence[Call], place: int) -> bool:

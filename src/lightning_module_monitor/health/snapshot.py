@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,10 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
         raise ConfigError(f"There is no snapshot at {str(path)!r}; expected a file that health.snapshot has written.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=False)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except (ImportError, AttributeError) as error:
+        remedy = "expected to be run where the modules of its classes can be imported, with PYTHONPATH set to where they are"
+        raise ConfigError(f"{str(path)!r} has a class that is not found here ({error}); {remedy}.") from error
+    except Exception as error:  # what a file that is something else gives, pickle does not say
         raise ConfigError(f"{str(path)!r} is no snapshot ({error}); expected a file that health.snapshot has written.") from error
     version = content.pop("format", None) if isinstance(content, dict) else None
     if version != FORMAT:

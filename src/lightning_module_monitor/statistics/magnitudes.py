@@ -33,11 +33,13 @@ class Magnitudes:
         return len(self._numbers)
 
     def add(self, tensor: Tensor) -> int:
-        """Take a tensor in, of any shape and real floating dtype, which is left as it is.
+        """Take a tensor in, of any shape and floating dtype, which is left as it is. A complex one counts by its real and imaginary parts.
 
         Returns:
             The place of its number; ``UNKNOWN`` if it has no element.
         """
+        if tensor.is_complex() or tensor.layout is not torch.strided:
+            tensor = _plain(tensor)
         size = tensor.numel()
         if not size:
             return UNKNOWN
@@ -49,7 +51,7 @@ class Magnitudes:
             self._has_nonfinite |= bits >= INFINITY[dtype]
             self._numbers.append((dtype, bits))
         else:
-            least, largest = torch.aminmax(_plain(tensor))
+            least, largest = torch.aminmax(tensor.detach())
             self._has_tensors = True
             self._numbers.append((least, largest))
         return len(self._numbers) - 1
@@ -87,9 +89,10 @@ def _address_of_half(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Elements of all that there is: of a sparse tensor the zeros tell nothing."""
+    """Real elements of all that there is: of a sparse tensor the zeros tell nothing."""
     tensor = tensor.detach()
-    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _float_of(dtype: torch.dtype, bits: int) -> float:
