@@ -214,6 +214,9 @@ class ModuleMonitorCallback(Callback):
         for name, value in booleans.items():
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; expected true or false.")
+        if self._health_of_run.is_at_every_step and TRAIN not in self._stages:
+            what = f"health.nonfinite is {self._health_of_run.nonfinite_option!r}"
+            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
         if captures:
             raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 

@@ -109,6 +109,11 @@ class HealthOfRun:
             self._pending.append(finding)
 
     @property
+    def nonfinite_option(self) -> str:
+        """What was asked for of values that are not finite."""
+        return self._options.nonfinite
+
+    @property
     def is_fatal(self) -> bool:
         """Whether training is to end by an error where a value is not finite."""
         return self._options.nonfinite == STOP

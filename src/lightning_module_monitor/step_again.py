@@ -15,7 +15,7 @@ from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
-from lightning_module_monitor.modules.outputs import copied
+from lightning_module_monitor.modules.outputs import copied, named_tensors
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.training_twin import run_training_step, silence
@@ -150,7 +150,10 @@ def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
 
 
 def _twin(pl_module: LightningModule) -> LightningModule:
-    twin = copy.deepcopy(pl_module)
+    # What a forward pass has left at a module is part of a graph, and torch copies no such tensor.
+    values = [value for part in pl_module.modules() for value in vars(part).values()]
+    left = {id(tensor): tensor for value in values for _path, tensor in named_tensors(value) if not tensor.is_leaf}
+    twin = copy.deepcopy(pl_module, {key: tensor.detach().clone() for key, tensor in left.items()})
     shared = set(pl_module.modules()) & set(twin.modules())
     if shared:
         raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(shared.pop()).__name__} with it")

@@ -139,6 +139,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
     "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
     "health": ({"health": False}, r"health is a bool; expected a Health"),
+    "no training": (
+        {"health": Health(nonfinite="stop"), "stages": "validate"},
+        r"health.nonfinite is 'stop', and stages .* no train; expected train among stages",
+    ),
     "then": ({"health": Health(then="halt")}, r"health.then 'halt' is unknown; expected warn, stop"),
     "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a number >= 1"),
     "snapshot": ({"health": Health(snapshot=True)}, r"health.snapshot is true, and nonfinite is 'warn'.*always, or stop"),

@@ -81,6 +81,40 @@ def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFi
     assert "It is model.1 itself: Its own code, after its modules, has made NaN" in printed
 
 
+class InPlace(nn.Module):
+    """Writes into its input; its gradient is infinite where its output is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(x.detach()).sqrt()
+
+
+def test_a_module_that_writes_into_its_input_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the gradient that is not finite."""
+    seed()
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), InPlace(), nn.Linear(6, 3)), torch.optim.SGD)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", snapshot=True), store=str(tmp_path / "monitor.h5"))
+    trainer(tmp_path, [callback], max_steps=1).fit(module, loader(), loader(8))
+    assert main(["replay", str(tmp_path / "monitor.snapshot-step=0.pt")]) == 1
+    printed = capsys.readouterr().out
+    assert "0 NaN, 24 infinite" in printed.partition("gradient")[2]  # 4 x 6
+
+
+def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:
+    """A tensor of the last forward pass, with its graph, is no hindrance; it stays what it was."""
+
+    class Keeps(Bad):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = [super().forward(x)]
+            return self.kept[0]
+
+    seed()
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), Keeps(), nn.Linear(6, 3)), torch.optim.SGD)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="stop"))
+    with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: It made the first value"):
+        trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+    assert module.model[1].kept[0].grad_fn is not None
+
+
 def test_replay_of_what_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and status 2."""
     assert main(["replay", str(tmp_path / "nothing.pt")]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -46,7 +47,9 @@ def replay(snapshot: Snapshot) -> int:
             if snapshot.random_states is not None:
                 torch.set_rng_state(snapshot.random_states.of_cpu)
             probe.begin_micro_batch()
-            output = module(*snapshot.args, **snapshot.kwargs)
+            # It is given copies: it may write into its inputs, which a tensor that a gradient is kept for does not allow.
+            args, kwargs = copy.deepcopy((snapshot.args, snapshot.kwargs), {id(one): one.clone() for one in inputs})
+            output = module(*args, **kwargs)
         found = _print_tensors("output", output)
         outputs = [one for one in _tensors(output) if one.is_floating_point() and one.requires_grad]
         if not found and outputs:
