@@ -204,16 +204,16 @@ def test_a_model_whose_copy_shares_modules_with_it_is_left_alone(tmp_path: Path)
 
 
 class TwoByHand(Classifier):
-    """Two optimizers; the part of the first is never finite."""
+    """Two optimizers; the loss of the first is never finite, and its gradients are."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for part, factor, optimizer in zip(self.model, (float("nan"), 1.0), self.optimizers(), strict=True):
+        for part, offset, optimizer in zip(self.model, (float("nan"), 0.0), self.optimizers(), strict=True):
             optimizer.zero_grad()
-            self.manual_backward(part(batch[0]).sum() * factor)
+            self.manual_backward(part(batch[0]).sum() + offset)
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
