@@ -121,7 +121,7 @@ def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
     bad = {key: value for key, value in _weights_of(seen, name).items() if not math.isfinite(value)}
     if bad:
         told = ", ".join(f"{key} has {_kind(value)}" for key, value in bad.items())
-        words = f"Its weights are not finite ({told}), so that its output has {kind}: they went bad in an update before this step."
+        words = f"Its weights are not finite ({told}), so that its output has {kind}: they were so when the step began."
     elif call.entered != NOBODY:
         words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(seen, calls[:place])}."
     else:

@@ -68,11 +68,12 @@ def _check_reduced(tensor: DTensor) -> None:
         raise ValueError(f"its placements are {tensor.placements}; expected none that is still to be reduced over ranks")
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor, *, is_reduced: bool = True) -> Tensor:
     """What a rank has of an activation that every rank of its mesh has a part of.
 
     Args:
         tensor: Any; a plain one is all there is. One that a collective is still under way for is waited for.
+        is_reduced: Whether it has to be reduced over ranks; if not, a part of a sum will do.
 
     Returns:
         A plain tensor: the local shard, which is empty where the same elements are the first rank's to count.
@@ -83,7 +84,8 @@ def local_part(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor:
         return tensor
     if is_sharded(tensor):
-        _check_reduced(tensor)
+        if is_reduced:
+            _check_reduced(tensor)
         local: Tensor = tensor.to_local().detach()
         tensor = local[:0] if _is_copy(tensor) else local
     module = sys.modules.get("torch.distributed._functional_collectives")

@@ -143,7 +143,7 @@ class NonfiniteProbe:
     def see_weights(self) -> None:
         """Look at the parameters, before the optimizer moves them."""
         self._weights = {
-            f"{site.name}.{name}": self._numbers.add(local_part(parameter))
+            f"{site.name}.{name}": self._numbers.add(_part_here(parameter))
             for site in self._sites
             for name, parameter in site.module._parameters.items()
             if parameter is not None and not isinstance(parameter, UninitializedParameter) and parameter.is_floating_point()
@@ -204,7 +204,7 @@ class NonfiniteProbe:
         # Returns nothing: what a tensor hook returns replaces the gradient.
         if gradient is not None and self._is_in_backward:
             try:
-                self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(local_part(gradient))))
+                self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(_part_here(gradient))))
             except Exception as error:
                 self._is_in_backward = False
                 self.report(error)
@@ -228,7 +228,7 @@ class NonfiniteProbe:
                 yield tensor, self._add(tensor)
 
     def _add(self, tensor: Tensor) -> int:
-        place = self._numbers.add(local_part(tensor))
+        place = self._numbers.add(_part_here(tensor))
         if not tensor.is_inference():
             self._last = tensor, tensor._version, place
         return place
@@ -246,6 +246,11 @@ class NonfiniteProbe:
             return None
         weights = {name: values[place] for name, place in self._weights.items() if place != UNKNOWN}
         return Seen(self._sites, list(self._passes), [*values, 0.0], weights)
+
+
+def _part_here(tensor: Tensor) -> Tensor:
+    """What there is on this rank; also of what is still to be added up over ranks: what is not finite in a part is not in the sum."""
+    return local_part(tensor, is_reduced=False)
 
 
 class _Hook(ForwardHook):
