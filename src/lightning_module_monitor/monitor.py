@@ -31,7 +31,7 @@ from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, Units
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
@@ -179,6 +179,7 @@ class ModuleMonitor:
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
+        self._units = Units()
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -243,6 +244,7 @@ class ModuleMonitor:
         if self._reference is not None:
             self.abandon()
         self._reference = None
+        self._units.clear()
 
     def has_reference_module(self) -> bool:
         """Whether there is a module to compare with."""
@@ -698,6 +700,7 @@ class ModuleMonitor:
     def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
         self.wishes.add(rule, label, is_optional=is_optional)
         self._exchanges.clear()
+        self._units.clear()
         self._has_agreed = False
 
     def _due(self, step: int) -> Due:
@@ -752,7 +755,7 @@ class ModuleMonitor:
         twins = ReferenceProbe(reference, self.reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name, say),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._units, name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []

@@ -16,7 +16,7 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
-from lightning_module_monitor.probes import coordinate_check
+from lightning_module_monitor.probes import checked_modules
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -94,7 +94,7 @@ class Sites:
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
         self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
         """Outside of this nothing is watched."""
-        self._units = coordinate_check.units(self.within)
+        self._units = checked_modules.units(self.within)
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -158,7 +158,7 @@ class Sites:
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
 
     def _has_kind(self, site: ModuleSite, kind: str) -> bool:
-        return kind not in coordinate_check.KINDS or (site.module in self._units and coordinate_check.has_kind(site.module, kind))
+        return kind not in checked_modules.KINDS or (site.module in self._units and checked_modules.has_kind(site.module, kind))
 
     def check(self, rule: ParsedRule) -> list[str]:
         """Check that a rule picks anything.
@@ -210,7 +210,7 @@ class Sites:
                 for site in self.matching(rule, kind):
                     compared = is_compared and KINDS[kind].site == "module"
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix, is_compared=compared))
-                    if isinstance(site, ModuleSite) and coordinate_check.has_weight_site(site.module, kind):
+                    if isinstance(site, ModuleSite) and checked_modules.has_weight_site(site.module, kind):
                         watch.alone = watch.at(f"{site.name}.weight")
                     _join(watch, rule)
         return Plan(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
-from lightning_module_monitor.probes.coordinate_check import EFFECTIVE, INPUT_CHANGE, OUTPUT, PROPAGATING, REFERENCE_OUTPUT, TERMS
+from lightning_module_monitor.probes.checked_modules import EFFECTIVE, INPUT_CHANGE, OUTPUT, PROPAGATING, REFERENCE_OUTPUT, TERMS
 from lightning_module_monitor.probes.operator_norms import TOLERANCE, operator_norms
 from lightning_module_monitor.statistics.difference import Difference
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,18 @@ AnyModule = Any
 """A module of the type that a layer describes, with that type's attributes."""
 
 
+class TokenNormalization(NamedTuple):
+    """How every token, all features of the last dimension, is normalized by itself.
+
+    Attributes:
+        is_centered: Whether the mean is taken from it first.
+        epsilon: What is added to the mean square before its root is divided by.
+    """
+
+    is_centered: bool
+    epsilon: float
+
+
 class Layer:
     """A type of layer. Methods get a module of it, the model's or the reference's; these are those of ``torch.nn.Linear``."""
 
@@ -24,10 +36,20 @@ class Layer:
     """Whether the weight alone, without the bias, is a site of its own."""
     is_applied_once = True
     """Whether the weight is applied to every vector of :meth:`applied_to` just once, so that :meth:`vectors` is that."""
+    is_applied_to_input = True
+    """Whether :meth:`applied_to` gives the input itself."""
 
     def channels(self, module: AnyModule, tensor: Tensor) -> int:
         """The dimension of an input's or output's features."""
         return tensor.dim() - 1
+
+    def token_normalization(self, module: AnyModule) -> TokenNormalization | None:
+        """How :meth:`applied_to` is made of the input, where it is so."""
+        return None
+
+    def has_bias(self, module: AnyModule) -> bool:
+        """Whether there is a bias."""
+        return is_parametrized(module, "bias") or getattr(module, "bias", None) is not None
 
     def bias(self, module: AnyModule, output: Tensor) -> Tensor | None:
         """The bias, in a shape in which it is added to the output."""
@@ -54,6 +76,7 @@ class _Embedding(Layer):
     """The input is indices: there is nothing that could change a little."""
 
     weight_is_site = False
+    is_applied_to_input = False
 
     def applied_to(self, module: AnyModule, x: Tensor) -> Tensor | None:
         return None
@@ -61,6 +84,8 @@ class _Embedding(Layer):
 
 class _Bilinear(Layer):
     """The weight, ``(out_features, in1_features, in2_features)``, is applied to the products of all pairs of two inputs' features."""
+
+    is_applied_to_input = False
 
     def weight(self, module: AnyModule) -> Tensor:
         return _weight(module).flatten(1).unsqueeze(0)
@@ -110,6 +135,8 @@ class _TransposedConvolution(_Convolution):
 class _Norm(Layer):
     """The weight is a diagonal, applied to what was normalized; the features are those of ``normalized_shape``."""
 
+    is_applied_to_input = False
+
     def __init__(self, normalize: Callable[[AnyModule, Tensor], Tensor]) -> None:
         self._normalize = normalize
 
@@ -121,6 +148,23 @@ class _Norm(Layer):
 
     def applied_to(self, module: AnyModule, x: Tensor) -> Tensor | None:
         return self._normalize(module, x)
+
+
+class _TokenNorm(_Norm):
+    """As :class:`_Norm`, of every token by itself.
+
+    Args:
+        normalize: Does so.
+        is_centered: Whether the mean is taken from a token first.
+    """
+
+    def __init__(self, normalize: Callable[[AnyModule, Tensor], Tensor], *, is_centered: bool) -> None:
+        super().__init__(normalize)
+        self._is_centered = is_centered
+
+    def token_normalization(self, module: AnyModule) -> TokenNormalization | None:
+        epsilon = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+        return TokenNormalization(self._is_centered, epsilon) if len(module.normalized_shape) == 1 else None
 
 
 class _ChannelNorm(_Norm):
@@ -173,8 +217,8 @@ _BY_FORWARD: dict[object, Layer] = {
     nn.ConvTranspose1d.forward: _TransposedConvolution(F.conv_transpose1d),
     nn.ConvTranspose2d.forward: _TransposedConvolution(F.conv_transpose2d),
     nn.ConvTranspose3d.forward: _TransposedConvolution(F.conv_transpose3d),
-    nn.LayerNorm.forward: _Norm(_layer_norm),
-    nn.RMSNorm.forward: _Norm(_rms_norm),
+    nn.LayerNorm.forward: _TokenNorm(_layer_norm, is_centered=True),
+    nn.RMSNorm.forward: _TokenNorm(_rms_norm, is_centered=False),
     nn.GroupNorm.forward: _ChannelNorm(_group_norm),
     nn.BatchNorm2d.forward: _ChannelNorm(_batch_norm),
     nn.SyncBatchNorm.forward: _ChannelNorm(_batch_norm),

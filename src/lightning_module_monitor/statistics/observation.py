@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -21,10 +22,10 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
+from lightning_module_monitor.statistics.running import PLAIN, Readable, Tokens, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
-from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch
+from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""
@@ -105,7 +106,7 @@ class Observation:
             self._remember(output, needs)
         return True
 
-    def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]]) -> None:
+    def observe_for(self, terms: Iterable[tuple[Difference, Sequence[Wish]]]) -> None:
         """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
 
         Args:
@@ -115,8 +116,32 @@ class Observation:
         readable: set[int] = set()
         self._taking().add_differences(self._needed(terms, readable), readable)
 
+    def read_differences(self, addresses: np.ndarray, num_elements: int, features: int, wishes: Sequence[Sequence[Wish]]) -> None:
+        """A quicker :meth:`observe_for`, of squares, where the tensors are known to lie where the compiled kernel can read them.
+
+        Args:
+            addresses: Of the parts of each difference, as the kernel takes them, shape ``(differences, 3)``.
+            num_elements: Of each.
+            features: Size of the last dimension.
+            wishes: Of each; nothing but squares.
+        """
+        self._taking().running_rows().add_differences_at(addresses, num_elements, features, self._targets(wishes))
+
+    def read_normalized(self, tokens: Tokens, wishes: Sequence[Sequence[Wish]]) -> None:
+        """Take in the squares of an input, its change, what it is normalized to, and the change of that, none of which is written down.
+
+        Args:
+            tokens: The input and the reference's.
+            wishes: Of each of the four; nothing but squares.
+        """
+        self._taking().running_rows().add_normalized(tokens, self._targets(wishes))
+
+    def _targets(self, wishes: Sequence[Sequence[Wish]]) -> np.ndarray:
+        """Which row each wish is for: pairs of the number of a row and the place of the wish."""
+        return np.array([(self._row(watch) + row, place) for place, of_one in enumerate(wishes) for watch, row in of_one], dtype=np.int64)
+
     def _needed(
-        self, terms: Iterable[tuple[Difference, Sequence[tuple[Watch, int]]]], readable: set[int]
+        self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]
     ) -> Iterator[tuple[list[int], Difference, int]]:
         """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
         for term, wishes in terms:
@@ -445,7 +470,7 @@ class Observation:
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
 
 
-def finished(watches: Sequence[tuple[Watch, int]], moments: Moments) -> dict[str, float]:
+def finished(watches: Sequence[Wish], moments: Moments) -> dict[str, float]:
     """Statistics by key; watches with the same statistics are finished together.
 
     Args:

@@ -124,3 +124,7 @@ class Watch:
                 self.kind, site, self.stage, self.prefix, *wish, units=self.units, is_compared=self.is_compared, origin=self
             )
         return self.further[site]
+
+
+Wish = tuple[Watch, int]
+"""A watch, and the row of it that a tensor is for."""

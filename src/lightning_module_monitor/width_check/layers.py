@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_module_monitor.modules.names import Namer
-from lightning_module_monitor.probes.coordinate_check import units
+from lightning_module_monitor.probes.checked_modules import units
 from lightning_module_monitor.width_check.topology import Upstream
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
