@@ -779,6 +779,9 @@ class ModuleMonitor:
         try:
             with self._complaints.guard("whole tensors", window.observation):
                 window.whole_tensors.put_together()
+            with self._complaints.guard("what has waited", window.observation):
+                for probe in window.probes:
+                    probe.finish()
             with self._complaints.guard("raw tensors", window.observation):
                 tensors = [raw for probe in window.probes for raw in probe.tensors()]
         finally:

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
 from lightning_module_monitor.probes.operator_norms import TOLERANCE
+from lightning_module_monitor.probes.terms import Part
+from lightning_module_monitor.probes.terms_in_place import NORMALIZED
 from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.observation import Observation
 
@@ -99,6 +101,16 @@ def models(name: str) -> tuple[nn.Module, nn.Module]:
     for parameter in module.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return module, reference
+
+
+def test_the_kernel_counts_parts_as_the_probe_does() -> None:
+    """Machine code has numbers of its own, for its cache does not see when those of others change."""
+    compiled, normalized = running.compiled_terms(), running.compiled_normalized()
+    assert compiled is not None
+    assert normalized is not None
+    assert {part.name: part.value for part in Part} == {part.name: getattr(compiled, part.name) for part in Part}
+    assert len(Part) == compiled.NUM_PARTS
+    assert len(NORMALIZED) == normalized.NUM_FORMS
 
 
 @pytest.fixture

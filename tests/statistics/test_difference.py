@@ -114,7 +114,7 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
 
 def test_terms_of_one_shape_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer's terms are made of is read from memory once; terms of another shape by a call of their own."""
-    kernel = running.kernel()
+    kernel = running.compiled_terms()
     if kernel is None:
         pytest.skip("needs the compiled kernel")
     calls: list[tuple[int, int]] = []

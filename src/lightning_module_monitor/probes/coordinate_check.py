@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.checked_modules import ALIGNMENT, INPUT_CHANGE, KINDS, OPERATOR_NORM
-from lightning_module_monitor.probes.layer_again import LayerAgain
+from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import Call, Reference, ReferenceProbe, named_inputs
@@ -62,6 +63,7 @@ class Units:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Sequence[WatchedModule], Reference, list[CheckedUnit]]] = {}
         """By the identity of what is watched."""
+        self.linear_again = LinearAgain()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -142,7 +144,7 @@ class CoordinateCheckProbe(Probe):
         self._further_name = further_name
         self._say = say
         self._device = twins.reference.device()
-        self._layer_again = LayerAgain()
+        self._linear_again = units.linear_again
         self._hooks = HookSet()
         self._checked = units.of(watched, twins.reference)
         self._units = [one.unit for one in self._checked]
@@ -175,10 +177,16 @@ class CoordinateCheckProbe(Probe):
         for unit in self._units:
             unit.begun.clear()
 
+    def finish(self) -> None:
+        """Take in what was read in place."""
+        self._observation.add_totals(self._totals())
+
     def close(self) -> None:
         """Take every hook off, and forget everything."""
         self._hooks.close()
         self.end_micro_batch()
+        self._linear_again.release()
+        self._totals()
 
     def derive(self, values: dict[str, float]) -> None:
         """Make alignments of the ratios of norms; where neither weight nor input has changed there is none."""
@@ -192,6 +200,10 @@ class CoordinateCheckProbe(Probe):
                     values[key] /= values.get(norm_key, float("nan"))
                 if _ALIGNED[name] not in asked:
                     values.pop(norm_key, None)
+
+    def _totals(self) -> list[tuple[list[Wish], np.ndarray]]:
+        """What was read in place since the last time."""
+        return [totals for one in self._checked if one.in_place is not None for totals in one.in_place.totals()]
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted():
@@ -215,7 +227,7 @@ class CoordinateCheckProbe(Probe):
             call = self._twins.take(unit.twin, _NAME)
             if call is None:
                 self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
-            elif in_place is not None and not kwargs and in_place.read(self._observation, self._layer_again, args, output, call):
+            elif in_place is not None and not kwargs and in_place.read(self._linear_again, args, output, call):
                 return
             with torch.no_grad():
                 again = self._run_again(unit, args, kwargs, states)
@@ -243,7 +255,7 @@ class CoordinateCheckProbe(Probe):
         """The reference's module on the model's input, with the random numbers that the model's module has drawn."""
         if not unit.is_run_again:
             return None
-        plain = None if kwargs or states is not None else self._layer_again(unit.twin, args)
+        plain = None if kwargs or states is not None else self._linear_again(unit.twin, args)
         if plain is not None:
             return {(): plain}
         with ExitStack() as stack:

@@ -85,6 +85,9 @@ class Probe:
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
 
+    def finish(self) -> None:
+        """The step is over: take in what has waited until now. Before :meth:`close`."""
+
     def tensors(self) -> list[RawTensor]:
         """The step is over: the raw tensors of it that are wanted, on the host. Before :meth:`close`."""
         return []

@@ -37,7 +37,9 @@ class Part(enum.IntEnum):
     APPLIED = 8
     """What the weight is applied to, of ``x``, where it is not that."""
     REFERENCE_APPLIED = 9
-    NOTHING = 10
+    WEIGHT = 10
+    REFERENCE_WEIGHT = 11
+    NOTHING = 12
     """Zero."""
 
 

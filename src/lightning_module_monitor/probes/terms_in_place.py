@@ -1,32 +1,38 @@
-"""The terms of a plain layer, read where its tensors lie: by one call for its outputs, and one for its inputs.
+"""The terms of a plain layer, read where its tensors lie.
 
-What is prepared here once saves most of the Python that a term costs otherwise.
+All that can be prepared is, once: within a step the caches belong to the layers, and Python that has left them is slow. What the
+compiled kernel finds waits here, row by row, until the step is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_module_monitor.probes.layer_again import LayerAgain
+from lightning_module_monitor.probes.layers import TokenNormalization
+from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.reference import Call
 from lightning_module_monitor.probes.terms import Part, Term, Unit
-from lightning_module_monitor.statistics.moments import Need
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.running import Tokens, readable_address
+from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.running import compiled_normalized, compiled_terms, readable_address
 from lightning_module_monitor.statistics.watch import BASE, Wish
 
-_OF_TOKENS = (
-    (Part.INPUT, Part.NOTHING),
-    (Part.INPUT, Part.REFERENCE_INPUT),
-    (Part.APPLIED, Part.NOTHING),
-    (Part.APPLIED, Part.REFERENCE_APPLIED),
+NUM_FIELDS = len(Moments._fields)
+
+NORMALIZED = (
+    (Part.INPUT, Part.NOTHING, Part.NOTHING),
+    (Part.INPUT, Part.REFERENCE_INPUT, Part.NOTHING),
+    (Part.APPLIED, Part.NOTHING, Part.NOTHING),
+    (Part.APPLIED, Part.REFERENCE_APPLIED, Part.NOTHING),
+    (Part.OUTPUT, Part.AGAIN, Part.NOTHING),
+    (Part.OUTPUT, Part.AGAIN, Part.BIAS_CHANGE),
+    (Part.AGAIN, Part.REFERENCE_OUTPUT, Part.NOTHING),
 )
-"""What the compiled kernel of normalized inputs measures, in its order."""
+"""The terms that the compiled kernel of norms measures, in its order."""
 
 
 class TermsInPlace:
@@ -37,75 +43,100 @@ class TermsInPlace:
     """
 
     def __init__(self, unit: Unit) -> None:
-        module, outputs, inputs = unit.watched.site.module, unit.terms_of_output, unit.terms_of_input
         assert unit.layer is not None
         self._unit = unit
-        self._normalization = unit.layer.token_normalization(module)
-        self._outputs, self._wishes_of_output = _parts(outputs), [term.wishes for term in outputs]
-        self._inputs, self._wishes_of_input = _parts(inputs), [term.wishes for term in inputs]
-        self._wishes_of_tokens = [
-            [wish for term in inputs if term.parts[:2] == of_tokens for wish in term.wishes] for of_tokens in _OF_TOKENS
-        ]
-        self._has_change = any(not {Part.REFERENCE_INPUT, Part.REFERENCE_APPLIED}.isdisjoint(term.parts) for term in inputs)
+        self._normalization = unit.layer.token_normalization(unit.watched.site.module)
+        bias = unit.twin._parameters.get("bias")
+        self._parts = np.zeros(len(Part), dtype=np.int64)
+        self._bias_change = np.empty(0 if bias is None else bias.numel(), dtype=np.float32)
+        if bias is not None:
+            self._parts[Part.BIAS_CHANGE] = self._bias_change.ctypes.data
+        of_output, of_input, self._forms = _sorted(unit, self._normalization)
+        self._num_of_output, self._num_of_input = len(of_output), len(of_input)
+        self._terms = [*of_output, *of_input, *(term for term, _form in self._forms)]
+        self._recipe = np.array([term.parts for term in self._terms], dtype=np.int64)
+        self._form_numbers = np.array([form for _term, form in self._forms], dtype=np.int64)
+        self._totals = np.zeros((len(self._terms), NUM_FIELDS))
+        arrays = (self._parts, self._recipe, self._form_numbers, self._totals)
+        self._addresses = tuple(int(array.ctypes.data) for array in arrays)
+        of_change = {Part.REFERENCE_INPUT, Part.REFERENCE_APPLIED} | ({Part.AGAIN} if self._forms else set())
+        self._has_change = any(Part.OUTPUT not in term.parts and not of_change.isdisjoint(term.parts) for term in self._terms)
+        """Whether the reference's input is needed."""
+        self._has_read = False
 
-    def read(self, observation: Observation, run_again: LayerAgain, args: tuple[Any, ...], output: object, call: Call) -> bool:
-        """Take in the terms of one call.
+    def read(self, run_again: LinearAgain, args: tuple[Any, ...], output: object, call: Call) -> bool:
+        """Measure the terms of one call.
 
         Args:
-            observation: Where they go.
             run_again: Runs the reference's module on the model's input.
             args: What the model's was called with; there were no keywords.
             output: What it gave.
             call: What the reference's got and gave.
 
         Returns:
-            Whether that could be done; otherwise nothing was taken in.
+            Whether that could be done; otherwise nothing was measured.
         """
-        tensors = self._tensors(args, output, call)
-        if tensors is None:
+        if len(args) != 1 or len(call.outputs) != 1 or (self._has_change and len(call.inputs) != 1):
             return False
-        if self._unit.is_run_again:
+        x, reference, x0 = args[0], call.outputs[0][1], call.inputs[0][1] if self._has_change else None
+        if not (isinstance(output, Tensor) and isinstance(x, Tensor)) or output.shape != reference.shape:
+            return False
+        if x0 is not None and x0.shape != x.shape:
+            return False
+        if not self._locate(output, reference, x, x0):
+            return False
+        if self._normalization is None and self._unit.is_run_again:
             again = run_again(self._unit.twin, args)
             if again is None:
                 return False
-            tensors[Part.AGAIN] = again
-        if Part.BIAS in tensors:
-            tensors[Part.BIAS_CHANGE] = tensors[Part.BIAS].detach() - tensors[Part.REFERENCE_BIAS].detach()
-        addresses = np.zeros(len(Part), dtype=np.int64)
-        for part, tensor in tensors.items():
-            addresses[part] = readable_address(tensor)
-            if not addresses[part]:
-                return False
-        self._read_at(observation, addresses, tensors[Part.OUTPUT], tensors[Part.INPUT])
+            self._parts[Part.AGAIN] = again.data_ptr()
+        self._measure(output, x)
         return True
 
-    def _tensors(self, args: tuple[Any, ...], output: object, call: Call) -> dict[Part, Tensor] | None:
-        """What the terms are made of, all of one shape; ``None`` where anything is not as it is of a plain layer."""
-        if len(args) != 1 or len(call.outputs) != 1 or (self._has_change and len(call.inputs) != 1):
-            return None
-        x, reference = args[0], call.outputs[0][1]
-        if not isinstance(x, Tensor) or not isinstance(output, Tensor) or output.shape != reference.shape:
-            return None
-        tensors = {Part.OUTPUT: output, Part.REFERENCE_OUTPUT: reference, Part.INPUT: x}
-        if self._has_change:
-            tensors[Part.REFERENCE_INPUT] = call.inputs[0][1]
-            if x.shape != tensors[Part.REFERENCE_INPUT].shape:
-                return None
-        bias, reference_bias = (one._parameters.get("bias") for one in (self._unit.watched.site.module, self._unit.twin))
-        if bias is not None and reference_bias is not None:
-            tensors |= {Part.BIAS: bias, Part.REFERENCE_BIAS: reference_bias}
-        return tensors
+    def totals(self) -> Iterator[tuple[list[Wish], np.ndarray]]:
+        """What was measured since the last time, and who wishes for it."""
+        if self._has_read:
+            self._has_read = False
+            yield from zip([term.wishes for term in self._terms], self._totals.copy(), strict=True)
+        self._totals[:] = 0.0
 
-    def _read_at(self, observation: Observation, addresses: np.ndarray, output: Tensor, x: Tensor) -> None:
-        if self._wishes_of_output:
-            observation.read_differences(addresses[self._outputs], output.numel(), output.shape[-1], self._wishes_of_output)
-        if not self._wishes_of_input:
-            return
-        if self._normalization is None:
-            observation.read_differences(addresses[self._inputs], x.numel(), x.shape[-1], self._wishes_of_input)
-        else:
-            places = int(addresses[Part.INPUT]), int(addresses[Part.REFERENCE_INPUT])
-            observation.read_normalized(Tokens(*places, x.numel(), x.shape[-1], *self._normalization), self._wishes_of_tokens)
+    def _locate(self, output: Tensor, reference: Tensor, x: Tensor, x0: Tensor | None) -> bool:
+        """Note where everything lies; says whether all of it can be read there."""
+        parts, module, twin = self._parts, self._unit.watched.site.module, self._unit.twin
+        located: list[tuple[Part, object]] = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
+        if x0 is not None:
+            located.append((Part.REFERENCE_INPUT, x0))
+        if self._normalization is not None:
+            located += [(Part.WEIGHT, module._parameters["weight"]), (Part.REFERENCE_WEIGHT, twin._parameters["weight"])]
+        if len(self._bias_change):
+            located += [(Part.BIAS, module._parameters["bias"]), (Part.REFERENCE_BIAS, twin._parameters["bias"])]
+        for part, tensor in located:
+            parts[part] = place = readable_address(tensor)
+            if not place:
+                return False
+        return True
+
+    def _measure(self, output: Tensor, x: Tensor) -> None:
+        terms, features = compiled_terms(), x.shape[-1]
+        assert terms is not None
+        parts, recipe, forms, totals = self._addresses
+        num_tokens, of_output, of_input = x.numel() // features, self._num_of_output, self._num_of_input
+        terms.add_terms(parts, recipe, of_output, of_input, num_tokens, output.shape[-1], features, totals)
+        if self._normalization is not None:
+            normalized = compiled_normalized()
+            assert normalized is not None
+            totals += (of_output + of_input) * self._totals.strides[0]
+            normalized.add_normalized(parts, forms, len(self._forms), num_tokens, features, *self._normalization, totals)
+        self._has_read = True
+
+
+def _sorted(unit: Unit, normalization: TokenNormalization | None) -> tuple[list[Term], list[Term], list[tuple[Term, int]]]:
+    """Terms of outputs and of inputs that are read as they are, and those of a norm, each with its number for the kernel."""
+    if normalization is None:
+        return unit.terms_of_output, unit.terms_of_input, []
+    terms = unit.terms_of_output + unit.terms_of_input
+    of_norm = [(term, NORMALIZED.index(term.parts)) for term in terms if term.parts in NORMALIZED]
+    return [term for term in terms if term.parts not in NORMALIZED], [], of_norm
 
 
 def is_plain(unit: Unit) -> bool:
@@ -125,8 +156,3 @@ def is_plain(unit: Unit) -> bool:
 def _is_of_squares(wish: Wish) -> bool:
     watch, row = wish
     return watch.is_of_moments and (watch.base_needs if row == BASE else watch.needs) == Need.SQUARES
-
-
-def _parts(terms: Sequence[Term]) -> np.ndarray:
-    """Of each term the parts that it is made of, shape ``(terms, 3)``."""
-    return np.array([term.parts for term in terms], dtype=np.int64).reshape(-1, 3)

@@ -22,7 +22,7 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.running import PLAIN, Readable, Tokens, has_memory, num_features, readable_address
+from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -116,29 +116,16 @@ class Observation:
         readable: set[int] = set()
         self._taking().add_differences(self._needed(terms, readable), readable)
 
-    def read_differences(self, addresses: np.ndarray, num_elements: int, features: int, wishes: Sequence[Sequence[Wish]]) -> None:
-        """A quicker :meth:`observe_for`, of squares, where the tensors are known to lie where the compiled kernel can read them.
+    def add_totals(self, terms: Sequence[tuple[Sequence[Wish], np.ndarray]]) -> None:
+        """Take in moments of terms that somebody else has measured.
 
         Args:
-            addresses: Of the parts of each difference, as the kernel takes them, shape ``(differences, 3)``.
-            num_elements: Of each.
-            features: Size of the last dimension.
-            wishes: Of each; nothing but squares.
+            terms: Wishes for each, as :meth:`observe_for` takes them, and its moments, shape ``(len(Moments._fields),)``, float64.
         """
-        self._taking().running_rows().add_differences_at(addresses, num_elements, features, self._targets(wishes))
-
-    def read_normalized(self, tokens: Tokens, wishes: Sequence[Sequence[Wish]]) -> None:
-        """Take in the squares of an input, its change, what it is normalized to, and the change of that, none of which is written down.
-
-        Args:
-            tokens: The input and the reference's.
-            wishes: Of each of the four; nothing but squares.
-        """
-        self._taking().running_rows().add_normalized(tokens, self._targets(wishes))
-
-    def _targets(self, wishes: Sequence[Sequence[Wish]]) -> np.ndarray:
-        """Which row each wish is for: pairs of the number of a row and the place of the wish."""
-        return np.array([(self._row(watch) + row, place) for place, of_one in enumerate(wishes) for watch, row in of_one], dtype=np.int64)
+        wanted = [(self._row(watch) + row, totals) for wishes, totals in terms for watch, row in wishes]
+        if wanted:
+            moments = torch.from_numpy(np.stack([totals for _row, totals in wanted], axis=1))
+            self._taking().add_moments([row for row, _totals in wanted], Moments(*moments))
 
     def _needed(
         self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -90,33 +89,23 @@ def compiled_magnitude() -> ModuleType | None:
 
 
 @functools.cache
+def compiled_terms() -> ModuleType | None:
+    """The compiled kernel of differences, where :func:`kernel` works."""
+    if kernel() is None:
+        return None
+    from lightning_module_monitor.statistics import compiled_terms as compiled
+
+    return compiled
+
+
+@functools.cache
 def compiled_normalized() -> ModuleType | None:
-    """The compiled kernel of normalized inputs, where :func:`kernel` works."""
+    """The compiled kernel of the terms of norms, where :func:`kernel` works."""
     if kernel() is None:
         return None
     from lightning_module_monitor.statistics import compiled_normalized as compiled
 
     return compiled
-
-
-class Tokens(NamedTuple):
-    """An input and the reference's, and how every token of them is normalized, as the kernel takes it.
-
-    Attributes:
-        address: Of the input's elements; they have a :func:`readable_address`.
-        other: Of the reference's; 0 for none.
-        num_elements: Of each.
-        features: Of a token.
-        is_centered: Whether the mean is taken from a token first.
-        epsilon: What is added to the mean square before its root is divided by.
-    """
-
-    address: int
-    other: int
-    num_elements: int
-    features: int
-    is_centered: bool
-    epsilon: float
 
 
 Readable = tuple[int, int, int, int]
@@ -259,36 +248,12 @@ class RunningRows:
             targets = [(row, place) for place, (rows, _difference) in enumerate(members) for row in rows]
             addresses = [(address(one.tensor), address(one.other), address(one.shift)) for _rows, one in members]
             table, pairs = np.array(addresses, dtype=np.int64), np.array(targets, dtype=np.int64)
-            self.add_differences_at(table, shape.numel(), shape[-1] if shape else 1, pairs)
-
-    def add_differences_at(self, addresses: np.ndarray, num_elements: int, features: int, targets: np.ndarray) -> None:
-        """:meth:`add_differences` of one shape.
-
-        Args:
-            addresses: Of tensor, what is taken from it, and shift of each, 0 for none, shape ``(differences, 3)``, int64.
-            num_elements: Of each.
-            features: Size of the last dimension.
-            targets: Pairs of a row and the number of the difference that goes into it, int64.
-        """
-        self._make_room(targets)
-        _kernel().add_differences(addresses, num_elements, features, targets, self._rows)
-
-    def add_normalized(self, tokens: Tokens, targets: np.ndarray) -> None:
-        """Merge squares of an input (0), its change (1), what it is normalized to (2), and the change of that (3), into rows.
-
-        Args:
-            tokens: The input and the reference's.
-            targets: Pairs of a row and the number of what goes into it, int64.
-        """
-        compiled = compiled_normalized()
-        assert compiled is not None
-        self._make_room(targets)
-        compiled.add_normalized(*tokens, targets, self._rows)
-
-    def _make_room(self, targets: np.ndarray) -> None:
-        highest = targets[:, 0].max()
-        if highest >= len(self._rows):
-            self._grow(highest)
+            highest = max(row for row, _place in targets)
+            if highest >= len(self._rows):
+                self._grow(highest)
+            compiled = compiled_terms()
+            assert compiled is not None
+            compiled.add_differences(table, shape.numel(), shape[-1] if shape else 1, pairs, self._rows)
 
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""
