@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.memory import peak_bytes
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -613,3 +614,41 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     torch.save(Classifier("cnn").state_dict(), path)
     with pytest.raises(ConfigError, match=r"reference '.*other.pt' is not of this model: .*model\.layers\.0\.weight"):
         trainer(tmp_path, [ModuleMonitorCallback(reference=path)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))
+
+
+class Deep(LightningModule):
+    """12 layers whose outputs take 2 MB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(64, 64), nn.Tanh())))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_memory_of_a_reference_that_runs_its_own_training_step(tmp_path: Path) -> None:
+    """The extra peak is what the rule needs of it, in units of one layer's output: nothing keeps the rest, and there is no graph."""
+    layer = 2**21
+    batches = DataLoader(TensorDataset(torch.randn(2 * layer // 4 // 64, 64)), batch_size=layer // 4 // 64)
+
+    def peak(**options: Any) -> float:
+        callbacks = [ModuleMonitorCallback(every_n_steps=1, reference="init", on_error="raise", **options)] if options else []
+        torch.manual_seed(0)
+        fit = trainer(tmp_path, callbacks, max_epochs=1)
+        return peak_bytes(lambda: fit.fit(Deep(), batches)) / layer
+
+    plain = peak()
+    assert plain > 12
+    one = peak(rules=[Rule(kinds="activation_difference", sites="layers.20", statistics="ratio")])
+    everything = peak(rules=[Rule(kinds="activation_difference", leaf_modules=True, statistics="ratio")])
+    slack = 6  # the layer at work: its difference, a copy, the table's buffers
+    assert one <= plain + 1 + slack
+    assert everything <= plain + 24 + slack
+    checked = peak(rules=[], rcc=True)
+    assert checked <= plain + 24 + slack
+    print(plain, one, everything, checked)

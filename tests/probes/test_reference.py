@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.memory import peak_bytes
 from helpers.textbook import textbook
 from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
 from torch import Tensor, nn
@@ -335,18 +336,6 @@ def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> No
     assert found[0] == found[1]
     assert found[0] is not None
     assert found[0].values["activation_difference/layers.0/norm"] > 0
-
-
-def peak_bytes(run: Any) -> int:
-    """The most memory that tensors took at any moment of a run, beyond what there was before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
