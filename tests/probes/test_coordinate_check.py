@@ -19,6 +19,9 @@ from lightning_module_monitor.probes.checked_modules import EFFECTIVE, INPUT_CHA
 from lightning_module_monitor.probes.operator_norms import TOLERANCE, operator_norms
 from lightning_module_monitor.statistics.difference import Difference
 
+CLOSE = 0.05
+"""What operator norms of the matrices here are within; others may be as far off as ``TOLERANCE``."""
+
 
 class Gate(nn.Module):
     """A layer of nobody's type: draws numbers, writes into its input, takes keyword arguments, and returns a tuple."""
@@ -195,18 +198,18 @@ def test_operator_norms_are_the_largest_singular_values_and_no_alignment_is_abov
     weight, own = run.module.weight.detach(), run.reference.weight.detach()  # type: ignore[operator, union-attr]
     for which, tensor in (("update", weight - own), ("reference", own)):
         expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in matrix_of(run.module, tensor))
-        assert run.values[f"rcc_operator_norm/_root_/{which}"] == pytest.approx(expected, rel=TOLERANCE), which
+        assert run.values[f"rcc_operator_norm/_root_/{which}"] == pytest.approx(expected, rel=CLOSE), which
     for which in ("effective", "propagating"):
-        assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1 + TOLERANCE
+        assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1 + CLOSE
     if name == "linear":
         x = run.x[0][0]
         expected = float((x @ (weight - own).T).norm() / torch.linalg.matrix_norm(weight - own, 2) / x.norm())
-        assert run.values["rcc_alignment/_root_/effective"] == pytest.approx(expected, rel=TOLERANCE)
+        assert run.values["rcc_alignment/_root_/effective"] == pytest.approx(expected, rel=CLOSE)
     if name == "conv1d":
         x = F.pad(run.x[0][0] - run.x0[0][0], (1, 1)).unfold(2, 3, 2)
         term = torch.einsum("oik,nilk->nlo", own, x)
         expected = float(term.norm() / torch.linalg.matrix_norm(own.flatten(1), 2) / x.norm())
-        assert run.values["rcc_alignment/_root_/propagating"] == pytest.approx(expected, rel=TOLERANCE)
+        assert run.values["rcc_alignment/_root_/propagating"] == pytest.approx(expected, rel=CLOSE)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d in groups", "conv2d, circular", "transposed conv1d", "transposed conv2d"])
@@ -220,7 +223,7 @@ def test_an_alignment_reaches_one_and_not_more(name: str) -> None:
     run.module.weight.data = run.reference.weight.data + change  # type: ignore[operator, union-attr]
     run.x[0][0].fill_(1.0)
     alignment = run.step()["rcc_alignment/_root_/effective"]
-    assert alignment <= 1 + TOLERANCE
+    assert alignment <= 1 + CLOSE
     if name == "linear":
         assert alignment == pytest.approx(1.0, rel=1e-6)
 
@@ -229,7 +232,7 @@ def test_bilinear_weight_is_a_matrix_of_pairs_and_has_no_alignment() -> None:
     """Its operator norms are of shape (out, in1 * in2)."""
     run = Run("bilinear", [Rule(kinds="rcc_operator_norm"), Rule(kinds="rcc_alignment"), Rule(kinds=list(TERMS), statistics="rms")])
     expected = float(torch.linalg.matrix_norm(run.reference.weight.detach().flatten(1), 2))  # type: ignore[operator, union-attr]
-    assert run.values["rcc_operator_norm/_root_/reference"] == pytest.approx(expected, rel=TOLERANCE)
+    assert run.values["rcc_operator_norm/_root_/reference"] == pytest.approx(expected, rel=CLOSE)
     assert not [key for key in run.values if key.startswith("rcc_alignment")]
     second = run.x[0][1]
     assert run.values["rcc_input/_root_.input_1/rms"] == pytest.approx(float(second.square().mean().sqrt()))
@@ -509,7 +512,18 @@ def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
     expected = max(float(torch.linalg.matrix_norm(one.double(), 2)) for one in matrices) * scale
     found = operator_norms({"another": Difference(matrices), "sought": Difference(matrices * scale)})
     norm = float(found["sought"])
-    assert expected * (1 - TOLERANCE) <= norm <= expected * (1 + 1e-5)
+    assert expected * (1 - CLOSE) <= norm <= expected * (1 + 1e-5)
+
+
+def test_operator_norms_of_many_random_matrices() -> None:
+    """The worst is within the stated tolerance, the median much closer, and none is too large."""
+    matrices = torch.randn(100, 128, 256, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.matrix_norm(matrices.double(), 2)
+    found = operator_norms({str(i): Difference(one.unsqueeze(0)) for i, one in enumerate(matrices)})
+    missing = 1 - torch.stack(list(found.values())) / expected
+    assert missing.max() < TOLERANCE
+    assert missing.median() < 0.025
+    assert missing.min() > -1e-5
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -528,7 +542,7 @@ def test_operator_norms_of_differences_with_and_without_the_compiled_kernel(is_c
     for name, weight in own.items():
         change = Difference(weight, other[name]).computed().double()
         expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in change)
-        assert expected * (1 - TOLERANCE) <= float(found[name]) <= expected * (1 + 1e-5), name
+        assert expected * (1 - CLOSE) <= float(found[name]) <= expected * (1 + 1e-5), name
     for bad in (torch.nan, torch.inf):
         broken = own["linear"].clone()
         broken[0, 3, 4] = bad
@@ -555,10 +569,10 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
             for i, change in changes.items():
                 if step:
                     expected = float(torch.linalg.matrix_norm(change, 2))
-                    assert values[f"rcc_operator_norm/{i}/update"] == pytest.approx(expected, rel=TOLERANCE), step
+                    assert values[f"rcc_operator_norm/{i}/update"] == pytest.approx(expected, rel=CLOSE), step
                     checked += 1
             alignments = [value for key, value in values.items() if key.startswith("rcc_alignment")]
-            assert all(0 < value <= 1 + TOLERANCE for value in alignments)
+            assert all(0 < value <= 1 + CLOSE for value in alignments)
             assert len(alignments) == (5 if step else 0)
     assert checked == 29 * 3
 

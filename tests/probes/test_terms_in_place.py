@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
-from lightning_module_monitor.probes.operator_norms import TOLERANCE
 from lightning_module_monitor.probes.terms import Part
 from lightning_module_monitor.probes.terms_in_place import NORMALIZED
 from lightning_module_monitor.statistics import running
@@ -133,7 +132,7 @@ def test_every_term_is_that_of_float64(name: str) -> None:
     assert found.keys() - {"monitor/errors"} == truth.keys()
     for key, value in truth.items():
         is_of_norm = key.startswith(("rcc_operator_norm", "rcc_alignment"))
-        assert found[key] == pytest.approx(value, rel=TOLERANCE if is_of_norm else 2e-6), key
+        assert found[key] == pytest.approx(value, rel=0.05 if is_of_norm else 2e-6), key
 
 
 @pytest.mark.parametrize("name", LAYERS)

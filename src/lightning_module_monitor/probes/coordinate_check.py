@@ -201,9 +201,10 @@ class CoordinateCheckProbe(Probe):
                 if _ALIGNED[name] not in asked:
                     values.pop(norm_key, None)
 
-    def _totals(self) -> list[tuple[list[Wish], np.ndarray]]:
+    def _totals(self) -> list[tuple[list[list[Wish]], np.ndarray]]:
         """What was read in place since the last time."""
-        return [totals for one in self._checked if one.in_place is not None for totals in one.in_place.totals()]
+        found = [one.in_place.totals() for one in self._checked if one.in_place is not None]
+        return [totals for totals in found if totals is not None]
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted():

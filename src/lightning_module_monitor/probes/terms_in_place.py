@@ -6,7 +6,6 @@ compiled kernel finds waits here, row by row, until the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,7 @@ class TermsInPlace:
         of_output, of_input, self._forms = _sorted(unit, self._normalization)
         self._num_of_output, self._num_of_input = len(of_output), len(of_input)
         self._terms = [*of_output, *of_input, *(term for term, _form in self._forms)]
+        self._wishes = [term.wishes for term in self._terms]
         self._recipe = np.array([term.parts for term in self._terms], dtype=np.int64)
         self._form_numbers = np.array([form for _term, form in self._forms], dtype=np.int64)
         self._totals = np.zeros((len(self._terms), NUM_FIELDS))
@@ -93,12 +93,14 @@ class TermsInPlace:
         self._measure(output, x)
         return True
 
-    def totals(self) -> Iterator[tuple[list[Wish], np.ndarray]]:
-        """What was measured since the last time, and who wishes for it."""
-        if self._has_read:
-            self._has_read = False
-            yield from zip([term.wishes for term in self._terms], self._totals.copy(), strict=True)
+    def totals(self) -> tuple[list[list[Wish]], np.ndarray] | None:
+        """What was measured since the last time, term by term, and who wishes for it; ``None`` if nothing was."""
+        if not self._has_read:
+            return None
+        measured = self._wishes, self._totals.copy()
         self._totals[:] = 0.0
+        self._has_read = False
+        return measured
 
     def _locate(self, output: Tensor, reference: Tensor, x: Tensor, x0: Tensor | None) -> bool:
         """Note where everything lies; says whether all of it can be read there."""

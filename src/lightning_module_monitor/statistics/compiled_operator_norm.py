@@ -13,6 +13,9 @@ from numba import carray, njit
 
 from lightning_module_monitor.statistics.compiled import ANY_ORDER, CHUNK_ELEMENTS, ELEMENT_BYTES, MAGNITUDE_BITS, _pointer
 
+ROWS = 4
+"""So many rows of a matrix are multiplied at a time."""
+
 
 @njit(fastmath=ANY_ORDER)
 def _dot(one: np.ndarray, other: np.ndarray) -> Any:  # noqa: ANN401  # a float32, as numba finds
@@ -26,6 +29,28 @@ def _dot(one: np.ndarray, other: np.ndarray) -> Any:  # noqa: ANN401  # a float3
 def _add_multiple(vector: np.ndarray, factor: np.float32, total: np.ndarray) -> None:
     for i in range(vector.size):
         total[i] += factor * vector[i]
+
+
+@njit(fastmath=ANY_ORDER)
+def _dots(rows: np.ndarray, vector: np.ndarray, totals: np.ndarray) -> None:
+    """The products of ``ROWS`` rows with a vector, which is read once for all of them."""
+    of_0 = of_1 = of_2 = of_3 = np.float32(0.0)
+    row_0, row_1, row_2, row_3 = rows[0], rows[1], rows[2], rows[3]
+    for i in range(vector.size):
+        of_0 += row_0[i] * vector[i]
+        of_1 += row_1[i] * vector[i]
+        of_2 += row_2[i] * vector[i]
+        of_3 += row_3[i] * vector[i]
+    totals[0], totals[1], totals[2], totals[3] = of_0, of_1, of_2, of_3
+
+
+@njit(fastmath=ANY_ORDER)
+def _add_multiples(rows: np.ndarray, factors: np.ndarray, total: np.ndarray) -> None:
+    """The sum of multiples of ``ROWS`` rows, which is read and written once for all of them."""
+    row_0, row_1, row_2, row_3 = rows[0], rows[1], rows[2], rows[3]
+    of_0, of_1, of_2, of_3 = factors[0], factors[1], factors[2], factors[3]
+    for i in range(total.size):
+        total[i] += (of_0 * row_0[i] + of_1 * row_1[i]) + (of_2 * row_2[i] + of_3 * row_3[i])
 
 
 @njit
@@ -65,20 +90,29 @@ def _lanczos(matrix: np.ndarray, scale: float, start: np.ndarray, rounding: floa
     num_steps, columns = basis.shape
     small[:] = 0.0
     basis[0] = start
-    product = np.empty(columns, np.float32)
+    product, projections = np.empty(columns, np.float32), np.empty(ROWS, np.float32)
     inverse = 1.0 / scale
     for step in range(num_steps):
         product[:] = 0.0
         square = 0.0
-        for first in range(0, matrix.size, columns):
-            row = matrix[first : first + columns]
+        is_last = step + 1 == num_steps
+        for first in range(0, len(matrix) - len(matrix) % ROWS, ROWS):
+            rows = matrix[first : first + ROWS]
+            _dots(rows, basis[step], projections)
             # The scale is taken out once before and once after the second product: no square leaves float32.
-            projection = np.float64(_dot(row, basis[step])) * inverse
-            square += projection * projection
-            if step + 1 < num_steps:
-                _add_multiple(row, np.float32(projection), product)
+            for i in range(ROWS):
+                wide = np.float64(projections[i]) * inverse
+                square += wide * wide
+                projections[i] = np.float32(wide)
+            if not is_last:
+                _add_multiples(rows, projections, product)
+        for first in range(len(matrix) - len(matrix) % ROWS, len(matrix)):
+            wide = np.float64(_dot(matrix[first], basis[step])) * inverse
+            square += wide * wide
+            if not is_last:
+                _add_multiple(matrix[first], np.float32(wide), product)
         small[step, step] = square
-        if step + 1 == num_steps:
+        if is_last:
             return
         for i in range(columns):
             product[i] = np.float32(product[i] * inverse)
@@ -120,4 +154,4 @@ def lanczos(matrices: np.ndarray, start: np.ndarray, rounding: float, scales: np
         if scales[i] == 0.0:
             small[i] = 0.0
         else:
-            _lanczos(matrix, scales[i], start, rounding, basis, small[i])
+            _lanczos(matrix.reshape(rows, columns), scales[i], start, rounding, basis, small[i])

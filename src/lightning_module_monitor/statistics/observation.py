@@ -116,16 +116,22 @@ class Observation:
         readable: set[int] = set()
         self._taking().add_differences(self._needed(terms, readable), readable)
 
-    def add_totals(self, terms: Sequence[tuple[Sequence[Wish], np.ndarray]]) -> None:
+    def add_totals(self, measured: Sequence[tuple[Sequence[Sequence[Wish]], np.ndarray]]) -> None:
         """Take in moments of terms that somebody else has measured.
 
         Args:
-            terms: Wishes for each, as :meth:`observe_for` takes them, and its moments, shape ``(len(Moments._fields),)``, float64.
+            measured: Of several terms the wishes for each, as :meth:`observe_for` takes them, and a row of moments for each, shape
+                ``(terms, len(Moments._fields))``, float64.
         """
-        wanted = [(self._row(watch) + row, totals) for wishes, totals in terms for watch, row in wishes]
-        if wanted:
-            moments = torch.from_numpy(np.stack([totals for _row, totals in wanted], axis=1))
-            self._taking().add_moments([row for row, _totals in wanted], Moments(*moments))
+        rows, places, start = [], [], 0
+        for wishes, totals in measured:
+            for place, of_one in enumerate(wishes, start):
+                rows += [self._row(watch) + row for watch, row in of_one]
+                places += [place] * len(of_one)
+            start += len(totals)
+        if rows:
+            moments = np.concatenate([totals for _wishes, totals in measured])[places]
+            self._taking().add_moments(rows, Moments(*torch.from_numpy(moments).T))
 
     def _needed(
         self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]
