@@ -58,7 +58,7 @@ class NonfiniteOfRun:
         """Whether the step is one to look at."""
         self._is_watching = False
         """Whether the probe looks at all of the step."""
-        self._is_told = False
+        self.is_told = False
         """Whether that something is not finite was said, and it still is so."""
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
@@ -150,13 +150,13 @@ class NonfiniteOfRun:
         """
         finding = None
         if self._was_finite:
-            self._is_told = False
+            self.is_told = False
         if self._finite is None and self._is_watching and record is not None:
             if _suspicious(record):
                 seen = self._probe.seen()
                 finding = self._told(step, *_earliest(None if seen is None else producer(seen), self._monitor))
             else:
-                self._is_told = False
+                self.is_told = False
         self.forget_step()
         return finding
 
@@ -178,7 +178,7 @@ class NonfiniteOfRun:
 
         ``micro_batch`` is the first of all ranks' that had one, and ``is_mine`` whether this rank's did.
         """
-        if self._is_told:
+        if self.is_told:
             return None
         sites, own, why = self._monitor.wishes.sites.modules, None, "all was finite when the step was run again"
         try:
@@ -208,9 +208,9 @@ class NonfiniteOfRun:
 
     def _told(self, step: int, rank: int, found: Producer | None, more: str = "") -> Finding | None:
         """What is to be said of who made a value that is not finite, once for as long as there are such values."""
-        if found is None or self._is_told:
+        if found is None or self.is_told:
             return None
-        self._is_told = True
+        self.is_told = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
         words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "

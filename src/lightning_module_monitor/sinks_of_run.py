@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
@@ -129,17 +129,9 @@ class SinksOfRun:
             ConfigError: If ``callback_metrics`` matches no key.
         """
         self._figures = figures
-        keys = self.planned_keys()
+        keys, histograms = self.planned_keys(), self.planned_histograms()
         for pattern in self._patterns:
-            if any(pattern.fullmatch(key) for key in keys):
-                continue
-            histogram = next((key for key in self.planned_histograms() if pattern.fullmatch(key)), None)
-            near = nearest(pattern.pattern, keys)
-            if histogram is not None:
-                expected = f"expected keys of numbers{near}"
-                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; {expected}")
-            if self._wishes.plan().knows_all_keys():
-                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(keys)} keys{near}")
+            self._wishes.check_keys(pattern, "callback_metrics", keys, histograms)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -50,7 +51,8 @@ class Alert:
         above: Fires where a value is larger than this.
         below: Fires where a value is smaller than this.
         relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
-        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it.
+        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it, signs aside.
+            So does a fall to 0; what begins at 0 does not, and from 0 on it is of the last value that was not.
         for_steps: In how many records, one after the other, this has to be so.
         then: What follows, beside words: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
             of the site, for the next steps); one or several.
@@ -75,6 +77,8 @@ class ParsedHealth:
     watches: tuple[str, ...]
     alerts: tuple[AlertRule, ...]
     """Those of the user's, and those that the watches are."""
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]
+    """Of the user's, each with what it is called in messages."""
     capture_steps: int
     snapshot: bool
 
@@ -107,8 +111,15 @@ def parse_health(health: Health, alerts: Sequence[Alert]) -> ParsedHealth:
     then = _parse_actions(health.then, "health.then")
     of_watches = [BUILT_IN[watch].alert(then) for watch in dict.fromkeys(watches)]
     of_user = [_parse_alert(alert, f"alerts[{number}]") for number, alert in enumerate(as_tuple(alerts))]
+    patterns = [
+        (f"alerts[{number}].keys", pattern)
+        for number, alert in enumerate(as_tuple(alerts))
+        for pattern in parse_patterns(alert.keys, f"alerts[{number}].keys")
+    ]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), capture_steps, health.snapshot)
+    return ParsedHealth(
+        health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot
+    )
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
