@@ -184,6 +184,8 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
+        self._free_keys: set[str] = set()
+        """Keys of the user's that are none of ours."""
 
     # What is watched
 
@@ -629,6 +631,7 @@ class ModuleMonitor:
         self.wishes.forget_names()
         self._exchanges.clear()
         self._has_agreed = False
+        self._free_keys.clear()
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -649,9 +652,10 @@ class ModuleMonitor:
             force: In a step that is not monitored, record it at once all the same.
 
         Raises:
-            ValueError: If the key does not fit.
+            ValueError: If the key does not fit, or is one that the monitor has a value for.
         """
         parts = Key.parse(_check_own_key(key))
+        self._check_is_free(parts, TRAIN if self._window is None else self._window.stage)
         if self._window is not None and not self._silenced:
             watch = self._own_watch(parts.kind, parts.site, parts.statistic, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
@@ -788,6 +792,8 @@ class ModuleMonitor:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
         values: dict[str, float] = {}
+        for key in window.observation.drop_overwriting(self._own_watches.values()):
+            self._complaints.say_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._complaints.guard("values", window.observation):
             values = window.observation.collect(window.exchange)
             for probe in window.probes:
@@ -798,6 +804,15 @@ class ModuleMonitor:
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _check_is_free(self, parts: Key, stage: str) -> None:
+        """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""
+        key = parts._replace(stage=stage, prefix=self._prefix).format()
+        if key in self._free_keys or self._module is None:
+            return
+        if self.wishes.is_taken(key, stage):
+            raise ValueError(f"key {key!r} is one that the monitor records itself; expected one of your own, e.g. 'own/{parts.statistic}'.")
+        self._free_keys.add(key)
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._window is not None:

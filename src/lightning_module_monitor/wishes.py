@@ -19,7 +19,7 @@ from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
-from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key
+from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
@@ -247,6 +247,14 @@ class Wishes:
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
         return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
+
+    def is_taken(self, key: str, stage: str) -> bool:
+        """Whether a key is one of the monitor's own, as far as they are known: of its figures, or of what a rule asks for."""
+        if Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES:
+            return True
+        plan = self.plan(stage=stage)
+        of_rules = (one for watch in plan.all_watches() for one in (*watch.keys(), *watch.histogram_keys))
+        return key in of_rules or key in plan.keys()  # noqa: SIM118  # a plan is no dict
 
     def own_key(self, name: str, stage: str = TRAIN) -> str:
         """The key of a figure of the monitor's own."""
