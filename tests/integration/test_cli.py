@@ -288,6 +288,19 @@ def test_prefix_is_in_every_key() -> None:
     assert stored_steps("run1/a/activation/model.0/rms") == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_short_name_is_known_once_the_class_is_imported() -> None:
+    """As it is here, at the top."""
+    Path("config.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": QUIET}))
+    name = CLASS_PATH.rpartition(".")[2]
+    callback = run_cli(
+        "--config=config.yaml",
+        f"--trainer.callbacks={name}",
+        "--trainer.callbacks.every_n_steps=3",
+        "--trainer.callbacks.health.nonfinite=always",
+    )
+    assert load_store(callback.store_path).series("monitor/errors")[0].tolist() == [0, 3]
+
+
 def test_callback_metrics_and_progress_bar() -> None:
     """The chosen keys reach Lightning's own metrics and its bar."""
     options: dict[str, Any] = {"every_n_steps": 1, "rules": [rule()], "callback_metrics": [r"activation/model\.2/.*"]}
