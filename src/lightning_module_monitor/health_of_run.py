@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_module_monitor.health.options import IGNORE, STOP, Alert, Health, parse_health, watch_rules
+from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.nonfinite_of_run import Folder, NonfiniteOfRun
 from lightning_module_monitor.processes import is_first_process
@@ -22,8 +22,8 @@ class HealthOfRun:
     """Looks out for what the options say, and does what is to follow.
 
     Args:
-        health: What is watched.
-        alerts: Rules of the user's.
+        health: What is watched: a ``Health``, or its options by name.
+        alerts: Rules of the user's: each an ``Alert``, or its options by name.
         monitor: Gets the rules that the watches need.
         on_error: ``raise``: an error of ours in a hook is one.
         messages: Where findings are said.
@@ -32,7 +32,9 @@ class HealthOfRun:
         ConfigError: If an option is wrong.
     """
 
-    def __init__(self, health: Health, alerts: Sequence[Alert], monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger) -> None:
+    def __init__(
+        self, health: object, alerts: Sequence[object], monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger
+    ) -> None:
         self._options = parse_health(health, alerts)
         self._monitor = monitor
         self._on_error = on_error
@@ -188,13 +190,14 @@ class HealthOfRun:
         for action, finding in following:
             if action == "stop":
                 trainer.should_stop = True
-            elif action == "checkpoint":
+            elif action == "checkpoint" and (path := folder(trainer)) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
-                trainer.save_checkpoint(folder(trainer) / f"monitor-{name}-step={finding.step}.ckpt")
+                trainer.save_checkpoint(path / f"monitor-{name}-step={finding.step}.ckpt")
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self._options.capture_steps)
                 self._raise_detail(finding.site, list(steps))
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
         self._details[site] = steps
-        self._monitor.raise_detail(site, steps)
+        if not self._monitor.raise_detail(site, steps) and is_first_process():
+            self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)

@@ -336,22 +336,31 @@ class ModuleMonitor:
         for rule in as_tuple(rules):
             self._add_rule(rule, label, is_optional=are_optional)
 
-    def raise_detail(self, site: str, steps: Sequence[int]) -> None:
+    def raise_detail(self, site: str, steps: Sequence[int]) -> bool:
         """Record every statistic of a module, or of the one that a parameter is of, of all within it, and its raw tensors, in some steps.
 
         Args:
-            site: Name of the module or parameter, or of an output or head of the module.
+            site: Name of the module or parameter, of an output or head of the module, or of a transition of the gradient flow, which stands
+                for the block that the gradient has come through.
             steps: Which steps; they are monitored then.
+
+        Returns:
+            Whether there is such a module or parameter.
         """
-        name = site
-        while self.wishes.sites.module_site(name) is None and "." in name:
+        sites, chain = self.wishes.sites, self.wishes.plan().chain
+        of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.watches[1:], strict=True))
+        name = of_transitions[site].site if site in of_transitions else site
+        while sites.module_site(name) is None and "." in name:
             name = name.rpartition(".")[0]
+        if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
+            return False
         pattern = f"{re.escape(name)}(\\..*)?"
         kinds = ["activation", "activation_gradient", "parameter", "gradient"]
         plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
         self._add_rule(rule, DETAIL, is_optional=True)
         self.wishes.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        return True
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""

@@ -25,8 +25,8 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.statistics.table import transfer
 from lightning_module_monitor.step_again import StepAgain, site_of
 
-Folder = Callable[[Trainer], Path]
-"""Tells where the files of a run go."""
+Folder = Callable[[Trainer], Path | None]
+"""Tells where the files of a run go; ``None`` if there are to be none."""
 
 TELLING = ("norm", "rms")
 """Statistics that are finite where all elements are."""
@@ -195,8 +195,8 @@ class NonfiniteOfRun:
         if found is None:
             found = Producer(ROOT, True, UNKNOWN, 0, f"The loss or a gradient is not finite, and who made it is not known: {why}.")
         snapshot = ""
-        if self._options.snapshot and not self._is_watching:
-            path = folder(trainer) / f"monitor.snapshot-step={step}.pt"
+        if self._options.snapshot and not self._is_watching and (place := folder(trainer)) is not None:
+            path = place / f"monitor.snapshot-step={step}.pt"
             try:
                 taken = self._again.snapshot(trainer, pl_module, found, step, site=site_of(sites, found))
                 if rank == trainer.global_rank:

@@ -217,13 +217,28 @@ def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
     "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
-    "health": ({"health": False}, r"health is a bool; expected a Health"),
+    "health": ({"health": False}, r"health is False; expected options, e.g. \{nonfinite: always\}"),
+    "no option of health": (
+        {"health": {"nonfinit": "warn"}},
+        r"health has no option 'nonfinit'; expected nonfinite, .*nearest: 'nonfinite'",
+    ),
+    "nonfinite off": ({"health": {"nonfinite": False}}, r"health.nonfinite is False; expected warn, always, stop, ignore\."),
+    "all in capitals": ({"health": {"watch": ["All"]}}, r"health.watch 'All' is not a watch; expected all, .*nearest: 'all'"),
+    "no option of an alert": ({"alerts": [{"keys": ".*", "for_step": 1}]}, r"alerts\[0\] has no option 'for_step'; .*nearest: 'for_steps'"),
+    "no alert": ({"alerts": "gradient"}, r"alerts\[0\] is 'gradient'; expected options, e.g. \{keys: "),
+    "no keys": ({"alerts": {"above": 1}}, r"alerts\[0\].keys is empty; expected at least one pattern"),
+    "infinite": ({"alerts": {"keys": ".*", "above": float("inf")}}, r"alerts\[0\].above is inf; expected a finite number"),
+    "all values": ({"alerts": {"keys": ".*", "above": 1, "below": 2}}, r"above is 1, and below is 2: every value .* smaller one"),
+    "negative multiple": (
+        {"alerts": {"keys": ".*", "below": -1, "relative_to_median": True}},
+        r"alerts\[0\].below is -1, and relative_to_median is true; expected a multiple",
+    ),
     "no training": (
         {"health": Health(nonfinite="stop"), "stages": "validate"},
         r"health.nonfinite is 'stop', and stages .* no train; expected train among stages",
     ),
     "then": ({"health": Health(then="halt")}, r"health.then 'halt' is unknown; expected warn, stop"),
-    "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a number >= 1"),
+    "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a whole number >= 1"),
     "snapshot": ({"health": Health(snapshot=True)}, r"health.snapshot is true, and nonfinite is 'warn'.*always, or stop"),
     "capture without a store": (
         {"health": Health(watch="vanishing", then="capture"), "store": False},
@@ -251,7 +266,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"alerts": [Alert(keys="parameter/.*/hist", above=1)], "rules": [Rule(kinds="parameter", statistics="hist")]},
         r"alerts\[0\].keys 'parameter/.*/hist' matches 'parameter/.*', a histogram; expected keys of numbers",
     ),
-    "no number": ({"alerts": [Alert(keys=".*", above="x")]}, r"alerts\[0\].above is 'x'; expected a number"),  # type: ignore[arg-type]
+    "no number": ({"alerts": [Alert(keys=".*", above="x")]}, r"alerts\[0\].above is 'x'; expected a finite number"),  # type: ignore[arg-type]
     "factor": ({"alerts": [Alert(keys=".*", changes_by=1)]}, r"alerts\[0\].changes_by is 1; expected a factor above 1"),
     "median of nothing": (
         {"alerts": [Alert(keys=".*", changes_by=2, relative_to_median=True)]},
@@ -267,6 +282,32 @@ def test_a_wrong_option_is_refused_before_the_first_batch(name: str, tmp_path: P
     options, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, [ModuleMonitorCallback(1, **options)]).fit(Classifier("mlp"), loader(), loader(8))
+
+
+def test_a_trial_writes_no_file(tmp_path: Path) -> None:
+    """As Lightning writes none in ``fast_dev_run``: no checkpoint, and no snapshot; what is found is said."""
+    module = Classifier(nn.Linear(6, 3))
+    nn.init.constant_(module.model.bias, torch.inf)
+    options: dict[str, Any] = {
+        "health": {"nonfinite": "always", "snapshot": True},
+        "alerts": {"keys": "monitor/errors", "above": -1, "then": "checkpoint"},
+    }
+    callback = ModuleMonitorCallback(1, **options)
+    trainer(tmp_path, [callback], fast_dev_run=True).fit(module, loader(), loader(8))
+    assert [one.name for one in callback.findings] == ["nonfinite", "monitor/errors"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_nothing_to_capture_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a figure without a site; of a transition of the gradient flow it is the block that the gradient has come through."""
+    alerts = [Alert(keys=keys, above=-1, then="capture") for keys in ("monitor/errors", "gradient_flow/.*-.*/gain")]
+    callback = ModuleMonitorCallback(
+        1, alerts=alerts, gradient_flow=GradientFlow(blocks=["model.0", "model.1"]), health=Health(capture_steps=1)
+    )
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    trainer(tmp_path, [callback], max_steps=2).fit(module, loader(), loader(8))
+    assert "There is nothing to capture: '' is no module or parameter, nor within one." in [one.getMessage() for one in caplog.records]
+    assert {one.site for one in load_store(callback.store_path).tensors()} == {"model.1", "model.1.weight", "model.1.bias"}
 
 
 def test_findings_of_a_validation(tmp_path: Path) -> None:

@@ -68,8 +68,11 @@ def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) ->
         policy=_policy(scripts),
     )
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(html, encoding="utf-8", newline="\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(html, encoding="utf-8", newline="\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _asset(name: str) -> str:
