@@ -271,6 +271,14 @@ def test_make_demo_is_the_example_that_is_tested() -> None:
     assert "examples/digits.py fit --config configs/digits.yaml" in done.stdout
 
 
+def test_yaml_names_the_callback_in_full() -> None:
+    """A short name is known in some programs only."""
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*.py")):
+        for line in path.read_text().splitlines():
+            short = re.search(r"(class_path: |callbacks\S*[=:] ?|^\s*- )ModuleMonitorCallback\b", line)
+            assert short is None, f"{path.name}: {line}"
+
+
 def test_links_and_named_tests_of_the_readme_exist() -> None:
     """No dead link, and the test that holds a promise is there."""
     for target in re.findall(r"\]\(([^)#]+)\)", README):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -392,6 +393,48 @@ def test_values_of_the_users_own_are_recorded_and_joined() -> None:
         with pytest.raises(ValueError, match=r"key 'a/b/c/d' does not fit; expected at most three parts .* e.g. 'a/b/c'"):
             monitor.log_scalar("a/b/c/d", 1.0)
     assert (values["mine/loss"], values["a"], values["b/c/d"], values["t"]) == (2.0, 1.0, 1.5, 6.0)
+
+
+@pytest.mark.parametrize(
+    "key", ["activation/fc/rms", "activation/fc/largest", "parameter/fc.weight/hist", "monitor/errors", "monitor/step_skipped"]
+)
+def test_a_value_of_the_users_own_overwrites_none_of_ours(key: str) -> None:
+    """It is refused when it is logged, also in a step that is not monitored."""
+    rules = [
+        Rule(kinds="activation", statistics="rms", functions={"largest": torch.max}),
+        Rule(kinds="parameter", statistics="hist"),
+    ]
+    with ModuleMonitor(2, rules=rules, prefix="run1") as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2))))
+        for step in range(2):
+            monitor.begin_step(step)
+            with pytest.raises(
+                ValueError, match=f"key 'run1/{key}' is one that the monitor records itself; expected one of your own, e.g. 'own/"
+            ):
+                monitor.log_scalar(key, 1.0, force=True)
+            monitor.log_scalar("activation/fc/own", 1.0)
+            monitor.end_step()
+        assert monitor.get_step_metrics() == {"run1/activation/fc/own": 1.0, "run1/monitor/errors": 0.0}
+
+
+def test_a_value_of_the_users_own_that_turns_out_to_be_ours_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A further output has a key that is not known before it comes: what was measured is recorded."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, 2 * x
+
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(two=Two())))
+        for step in range(2):
+            monitor.begin_step(step)
+            monitor.log_scalar("activation/two.output_1/max", 7.0)
+            monitor.watched_module()(torch.ones(2))
+            record = monitor.end_step()
+            assert record is not None
+            assert record.values["activation/two.output_1/max"] == 2.0
+    [said] = [one.getMessage() for one in caplog.records]
+    assert said == "'activation/two.output_1/max' is logged, and is measured too: what is measured is recorded."
 
 
 def test_names_are_fit_for_every_logger_and_without_wrappers(caplog: pytest.LogCaptureFixture) -> None:

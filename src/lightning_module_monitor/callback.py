@@ -130,8 +130,8 @@ class ModuleMonitorCallback(Callback):
         attention: bool = False,
         gradient_flow: GradientFlow | None = None,
         capture: Capture | None = None,
-        health: Health | None = None,
-        alerts: list[Alert] | None = None,
+        health: Health | dict[str, Any] | bool | str | None = None,
+        alerts: list[Alert | dict[str, Any]] | dict[str, Any] | str | None = None,
         store: bool | str = True,
         report: bool = False,
         callback_metrics: str | list[str] | None = None,
@@ -284,8 +284,10 @@ class ModuleMonitorCallback(Callback):
         return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the path of the store that it goes on in, and the reference."""
+        """What a resumed run needs: the path of the store that it goes on in, what alerts have seen, and the reference."""
         state: dict[str, Any] = {"format": 1, "store": self.store_path}
+        if self._health is not None:
+            state["health"] = self._health.state()
         reference = None if self._reference is None else self._reference.state()
         if reference is not None:
             state["reference"] = reference
@@ -295,6 +297,7 @@ class ModuleMonitorCallback(Callback):
         """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
         if self._is_fit:
             self._sinks_of_run.resume(state_dict.get("store"))
+            self._health_of_run.resume(state_dict.get("health", {}))
             if self._reference is not None:
                 self._reference.load(state_dict.get("reference"))
 
@@ -322,6 +325,8 @@ class ModuleMonitorCallback(Callback):
         self._reset()
         self._is_fit = stage == "fit"
         self._sinks_of_run.begin(trainer)
+        if self._is_fit:
+            self._health_of_run.begin_fit()
         if not self._is_wanted(stage):
             return
         if not pl_module.automatic_optimization:
@@ -580,7 +585,7 @@ class ModuleMonitorCallback(Callback):
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}
         self._sinks_of_run.expect([name for name, is_measured in measured.items() if is_measured])
-        self._health_of_run.begin(self._sinks_of_run.planned_keys(), knows_all_keys=self.monitor.wishes.plan().knows_all_keys())
+        self._health_of_run.begin(self._sinks_of_run.planned_keys(), self._sinks_of_run.planned_histograms(), is_fit=self._is_fit)
         self._check_others(trainer)
 
     def _check_others(self, trainer: Trainer) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -288,6 +289,34 @@ def check_name(name: str, label: str) -> str:
             f"{label} {name!r} cannot stand in a key; expected at most {MAX_STATISTIC_LENGTH} letters, digits, '_', '-' and single dots."
         )
     return name
+
+
+Options = TypeVar("Options")
+
+
+def options_of(kind: type[Options], value: object, label: str, example: str) -> Options:
+    """Options as their dataclass; those of a mapping too, as YAML has them.
+
+    LightningCLI makes the dataclass itself where it finds nothing wrong in it; else it would say so in many lines, and not what to do.
+
+    Args:
+        kind: The dataclass, all of whose options have a default.
+        value: One of it, or a mapping.
+        label: What it is called in messages.
+        example: Of what YAML may hold.
+
+    Raises:
+        ConfigError: If it is neither, or there is no such option.
+    """
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{label} is {value!r}; expected options, e.g. {example}.")
+    known = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"{label} has no option {name!r}; expected {', '.join(known)}{nearest(str(name), known)}")
+    return kind(**value)
 
 
 def as_tuple(value: object) -> tuple[Any, ...]:

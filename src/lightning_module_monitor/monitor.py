@@ -184,6 +184,8 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
+        self._free_keys: set[str] = set()
+        """Keys of the user's that are none of ours."""
 
     # What is watched
 
@@ -334,22 +336,31 @@ class ModuleMonitor:
         for rule in as_tuple(rules):
             self._add_rule(rule, label, is_optional=are_optional)
 
-    def raise_detail(self, site: str, steps: Sequence[int]) -> None:
+    def raise_detail(self, site: str, steps: Sequence[int]) -> bool:
         """Record every statistic of a module, or of the one that a parameter is of, of all within it, and its raw tensors, in some steps.
 
         Args:
-            site: Name of the module or parameter, or of an output or head of the module.
+            site: Name of the module or parameter, of an output or head of the module, or of a transition of the gradient flow, which stands
+                for the block that the gradient has come through.
             steps: Which steps; they are monitored then.
+
+        Returns:
+            Whether there is such a module or parameter.
         """
-        name = site
-        while self.wishes.sites.module_site(name) is None and "." in name:
+        sites, chain = self.wishes.sites, self.wishes.plan().chain
+        of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.watches[1:], strict=True))
+        name = of_transitions[site].site if site in of_transitions else site
+        while sites.module_site(name) is None and "." in name:
             name = name.rpartition(".")[0]
+        if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
+            return False
         pattern = f"{re.escape(name)}(\\..*)?"
         kinds = ["activation", "activation_gradient", "parameter", "gradient"]
         plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
         self._add_rule(rule, DETAIL, is_optional=True)
         self.wishes.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        return True
 
     def has_module(self) -> bool:
         """Whether there is a module to monitor."""
@@ -629,6 +640,7 @@ class ModuleMonitor:
         self.wishes.forget_names()
         self._exchanges.clear()
         self._has_agreed = False
+        self._free_keys.clear()
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -649,9 +661,10 @@ class ModuleMonitor:
             force: In a step that is not monitored, record it at once all the same.
 
         Raises:
-            ValueError: If the key does not fit.
+            ValueError: If the key does not fit, or is one that the monitor has a value for.
         """
         parts = Key.parse(_check_own_key(key))
+        self._check_is_free(parts, TRAIN if self._window is None else self._window.stage)
         if self._window is not None and not self._silenced:
             watch = self._own_watch(parts.kind, parts.site, parts.statistic, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
@@ -788,6 +801,8 @@ class ModuleMonitor:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
         values: dict[str, float] = {}
+        for key in window.observation.drop_overwriting(self._own_watches.values()):
+            self._complaints.say_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._complaints.guard("values", window.observation):
             values = window.observation.collect(window.exchange)
             for probe in window.probes:
@@ -798,6 +813,15 @@ class ModuleMonitor:
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _check_is_free(self, parts: Key, stage: str) -> None:
+        """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""
+        key = parts._replace(stage=stage, prefix=self._prefix).format()
+        if key in self._free_keys or self._module is None:
+            return
+        if self.wishes.is_taken(key, stage):
+            raise ValueError(f"key {key!r} is one that the monitor records itself; expected one of your own, e.g. 'own/{parts.statistic}'.")
+        self._free_keys.add(key)
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._window is not None:

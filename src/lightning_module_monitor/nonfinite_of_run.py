@@ -25,8 +25,8 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.statistics.table import transfer
 from lightning_module_monitor.step_again import StepAgain, site_of
 
-Folder = Callable[[Trainer], Path]
-"""Tells where the files of a run go."""
+Folder = Callable[[Trainer], Path | None]
+"""Tells where the files of a run go; ``None`` if there are to be none."""
 
 TELLING = ("norm", "rms")
 """Statistics that are finite where all elements are."""
@@ -58,10 +58,12 @@ class NonfiniteOfRun:
         """Whether the step is one to look at."""
         self._is_watching = False
         """Whether the probe looks at all of the step."""
-        self._is_told = False
+        self.is_told = False
         """Whether that something is not finite was said, and it still is so."""
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
+        self._micro_batch = 0
+        """Which one of the step is running."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -70,6 +72,9 @@ class NonfiniteOfRun:
 
     def begin_micro_batch(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
         """A micro-batch is about to be run."""
+        self._micro_batch = 0 if is_first else self._micro_batch + 1
+        if self._finite is not None:
+            self._finite.micro_batch = self._micro_batch
         if is_first:
             self.forget_step()
             self._is_looking = is_monitored or self._options.is_at_every_step
@@ -118,10 +123,12 @@ class NonfiniteOfRun:
         if not (self._is_looking or self._options.is_at_every_step):
             return None
         finding = None
-        if _any_rank(not self._finite.is_finite(), self._monitor):
+        own = self._finite.first_nonfinite()
+        micro_batch = _first_of_all(own, self._monitor)
+        if micro_batch is not None:
             self._was_finite = False
             with self._monitor.no_monitor():
-                finding = self._look(trainer, pl_module, step, folder, is_scaled=is_scaled)
+                finding = self._look(trainer, pl_module, step, folder, micro_batch, is_mine=own == micro_batch, is_scaled=is_scaled)
         elif self._was_finite is None:
             self._was_finite = True
         self._finite.forget()
@@ -143,13 +150,13 @@ class NonfiniteOfRun:
         """
         finding = None
         if self._was_finite:
-            self._is_told = False
+            self.is_told = False
         if self._finite is None and self._is_watching and record is not None:
             if _suspicious(record):
                 seen = self._probe.seen()
                 finding = self._told(step, *_earliest(None if seen is None else producer(seen), self._monitor))
             else:
-                self._is_told = False
+                self.is_told = False
         self.forget_step()
         return finding
 
@@ -164,9 +171,14 @@ class NonfiniteOfRun:
         if not self._options.is_at_every_step:
             self._probe.close()
 
-    def _look(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
-        """Look who made a value that is not finite, on all ranks; ``None`` if that it is so was said before."""
-        if self._is_told:
+    def _look(
+        self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, micro_batch: int, *, is_mine: bool, is_scaled: bool
+    ) -> Finding | None:
+        """Look who made a value that is not finite, on all ranks; ``None`` if that it is so was said before.
+
+        ``micro_batch`` is the first of all ranks' that had one, and ``is_mine`` whether this rank's did.
+        """
+        if self.is_told:
             return None
         sites, own, why = self._monitor.wishes.sites.modules, None, "all was finite when the step was run again"
         try:
@@ -174,15 +186,17 @@ class NonfiniteOfRun:
                 seen = self._probe.seen()
                 own = None if seen is None else producer(seen)
             else:
-                own = self._again.look(trainer, pl_module, sites, is_scaled=is_scaled)
+                # On every rank: in tensor parallel training none can run it alone.
+                own = self._again.look(trainer, pl_module, sites, micro_batch, is_scaled=is_scaled)
+                own = own if own is None or own.is_known or is_mine else None
         except Exception as error:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
         rank, found = _earliest(own, self._monitor)
         if found is None:
             found = Producer(ROOT, True, UNKNOWN, 0, f"The loss or a gradient is not finite, and who made it is not known: {why}.")
         snapshot = ""
-        if self._options.snapshot and not self._is_watching:
-            path = folder(trainer) / f"monitor.snapshot-step={step}.pt"
+        if self._options.snapshot and not self._is_watching and (place := folder(trainer)) is not None:
+            path = place / f"monitor.snapshot-step={step}.pt"
             try:
                 taken = self._again.snapshot(trainer, pl_module, found, step, site=site_of(sites, found))
                 if rank == trainer.global_rank:
@@ -194,12 +208,14 @@ class NonfiniteOfRun:
 
     def _told(self, step: int, rank: int, found: Producer | None, more: str = "") -> Finding | None:
         """What is to be said of who made a value that is not finite, once for as long as there are such values."""
-        if found is None or self._is_told:
+        if found is None or self.is_told:
             return None
-        self._is_told = True
-        where = f"the {'forward' if found.is_forward else 'backward'} pass of micro-batch {found.micro_batch}"
-        where += f" on rank {rank}" if self._monitor.distributed is not False else ""
-        words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in {where}. "
+        self.is_told = True
+        where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
+        direction = "forward" if found.is_forward else "backward"
+        words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
+        if not found.is_known:
+            words = f"The first value that is not finite came in {where}, and who made it is not known: "
         return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error")
 
     def _hook_failed(self, error: Exception) -> None:
@@ -209,13 +225,14 @@ class NonfiniteOfRun:
         self._messages.warning("%s; in this step it is not done.", message)
 
 
-def _any_rank(is_so: bool, monitor: ModuleMonitor) -> bool:
-    """Whether something is so on any rank: one collective of one number."""
+def _first_of_all(micro_batch: int | None, monitor: ModuleMonitor) -> int | None:
+    """The first of all ranks' micro-batches; ``None`` where no rank has one: one collective of one number."""
     ranks = process_ranks() if monitor.distributed is not False else None
     if ranks is None:
-        return is_so
-    flag = torch.tensor([float(is_so)], dtype=torch.float64, device=ranks.device)
-    return bool(transfer(ranks.all_reduce(flag, "max"))[0] > 0)
+        return micro_batch
+    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=ranks.device)
+    first = -float(transfer(ranks.all_reduce(own, "max"))[0])
+    return int(first) if math.isfinite(first) else None
 
 
 def _earliest(own: Producer | None, monitor: ModuleMonitor) -> tuple[int, Producer | None]:

@@ -43,9 +43,11 @@ class Plan:
         """Those of the rules, and of the gradient flow."""
         return self.watches() + ([] if self.chain is None else list(self.chain.watches))
 
-    def knows_all_keys(self) -> bool:
-        """Whether there is no function whose keys are not known before its first result."""
-        return not self.has_heads() and all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches())
+    def knows_all_keys(self, kind: str = "") -> bool:
+        """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
+        if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
+            return False
+        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches() if kind in ("", watch.kind))
 
     def has_heads(self) -> bool:
         """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""

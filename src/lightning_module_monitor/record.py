@@ -32,6 +32,9 @@ OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED)
 SUMMARY_SITE = "_summary_"
 """The site that stands for all of a kind together, where one kind has figures of that sort."""
 
+ROLL_UP_SITES = ("_min_", "_median_", "_max_", "_all_")
+"""The sites that stand for all of a kind together in loggers, where there are many keys; the last one is of histograms."""
+
 MAX_PREFIX_LENGTH = 40
 MAX_SITE_LENGTH = 128
 MAX_STATISTIC_LENGTH = 40

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
@@ -129,17 +129,9 @@ class SinksOfRun:
             ConfigError: If ``callback_metrics`` matches no key.
         """
         self._figures = figures
-        keys = self.planned_keys()
+        keys, histograms = self.planned_keys(), self.planned_histograms()
         for pattern in self._patterns:
-            if any(pattern.fullmatch(key) for key in keys):
-                continue
-            histogram = next((key for key in self.planned_histograms() if pattern.fullmatch(key)), None)
-            near = nearest(pattern.pattern, keys)
-            if histogram is not None:
-                expected = f"expected keys of numbers{near}"
-                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches {histogram!r}, a histogram; {expected}")
-            if self._wishes.plan().knows_all_keys():
-                raise ConfigError(f"callback_metrics {pattern.pattern!r} matches none of the {len(keys)} keys{near}")
+            self._wishes.check_keys(pattern, "callback_metrics", keys, histograms)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
@@ -180,7 +172,7 @@ class SinksOfRun:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
             self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
-        if self._files is None and self._store_option and not getattr(trainer, "fast_dev_run", False):
+        if self._files is None and self._store_option and not _writes_nothing(trainer):
             self._files = self._open_files(trainer)
         if self._files is not None:
             self._files.write(record)
@@ -203,14 +195,21 @@ class SinksOfRun:
             logger=self._messages,
         )
 
-    def folder(self, trainer: Trainer) -> Path:
-        """Where the store of this run is, or would be."""
+    def folder(self, trainer: Trainer) -> Path | None:
+        """Where the store of this run is, or would be; ``None`` where there are to be no files."""
+        if _writes_nothing(trainer):
+            return None
         return (self._new_store_path(trainer) if self.store_path is None else Path(self.store_path)).parent
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
             return Path(self._store_option)
         return _run_directory(trainer) / "monitor.h5"
+
+
+def _writes_nothing(trainer: Trainer) -> bool:
+    """Whether it is a trial (``fast_dev_run``), in which Lightning too writes no file."""
+    return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _run_directory(trainer: Trainer) -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,18 +19,37 @@ from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
 from lightning_module_monitor.modules.outputs import copied, named_tensors
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.training_twin import run_training_step, silence
 
+MAX_EARLIER_BYTES = 2**28
+"""What the batches of micro-batches that are over may hold until the step is, beside that of the one that is running: 256 MiB. Lightning
+would have let them go."""
 
-@dataclass(frozen=True)
+
 class _Kept:
-    """What a micro-batch is run again with."""
+    """What a micro-batch is run again with.
 
-    batch: object
-    batch_idx: int
-    random_states: RandomStates
+    Args:
+        batch: As its ``training_step`` is about to get it. What that puts into it, or takes out, changes nothing of what is kept.
+        batch_idx: Its number.
+        random_states: As they are before it.
+    """
+
+    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates) -> None:
+        self.batch = copied(batch, {id(tensor): tensor for _path, tensor in named_tensors(batch)})
+        self.batch_idx, self.random_states = batch_idx, random_states
+        self._versions = _versions(self.batch)
+
+    @cached_property
+    def memory(self) -> Mapping[int, int]:
+        """What its tensors lie in: bytes by address. They may be parts of more."""
+        return dict(_memory(tensor) for _path, tensor in named_tensors(self.batch))
+
+    def was_written_to(self) -> bool:
+        """Whether anybody has written into its tensors, or into what holds them and cannot be copied."""
+        return _versions(self.batch) != self._versions
 
 
 @dataclass
@@ -42,50 +64,81 @@ class _Call:
 
 
 class StepAgain:
-    """Keeps the batches of a step, and the random states before each.
+    """Keeps the batches of a step, as far as there is room, and the random states before each.
 
     A copy of the model is only made when a step is to be run again: before its optimizer has moved the weights.
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+        self._kept: list[_Kept | None] = []
+        """By micro-batch; ``None`` where there was no room."""
 
     def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool) -> None:
         """A micro-batch is about to be run, the first one of a step, or another."""
         if is_first:
             self.forget()
         self._kept.append(_Kept(batch, batch_idx, RandomStates.now(pl_module.device)))
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Let go of those that came last, but for the one that is running, until what is held beside that is no more than it may be."""
+        *earlier, running = self._kept
+        assert running is not None
+        for number in reversed(range(len(earlier))):
+            beside = {address: size for one in earlier if one is not None for address, size in one.memory.items()}
+            if sum(size for address, size in beside.items() if address not in running.memory) <= MAX_EARLIER_BYTES:
+                return
+            self._kept[number] = earlier[number] = None
 
     def forget(self) -> None:
         """The step is over."""
         self._kept.clear()
 
-    def look(self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], *, is_scaled: bool) -> Producer | None:
-        """Run the step again, and look at all of it.
+    def look(
+        self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], micro_batch: int, *, is_scaled: bool
+    ) -> Producer | None:
+        """Run a micro-batch again, and look at all of it.
 
         Args:
             trainer: The run's.
             pl_module: The model.
             sites: Its modules that are watched.
+            micro_batch: The first one that had what is not finite. Where its batch was not kept, the next one that was is run, for what
+                is not finite often stays.
             is_scaled: Whether the loss is: what overflows in the backward pass is seen to by who scales it.
 
         Returns:
-            Who made the first value that is not finite; ``None`` if all was finite this time.
+            Who made the first value that is not finite, or why that cannot be known; ``None`` if all was finite this time.
         """
+        number, kept = next((number, one) for number, one in enumerate(self._kept) if number >= micro_batch and one is not None)
+        obstacle = ""
+        if number != micro_batch:
+            obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
+        elif kept.was_written_to():
+            obstacle = "its batch was written into in the step, and cannot be run again as it was"
+        seen = self._seen(trainer, pl_module, sites, kept, is_scaled=is_scaled)
+        found = None if seen is None else producer(seen)
+        if not obstacle:
+            return None if found is None else replace(found, micro_batch=number)
+        how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
+        words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
+        # Of two ranks that saw it in the same micro-batch, one that knows more comes first.
+        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False)
+
+    def _seen(self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool) -> Seen | None:
+        """What is seen when a micro-batch is run again; ``None`` if all is finite."""
         twin = _twin(pl_module)
         probe = NonfiniteProbe(_same_sites(pl_module, twin, sites), _raise)
         probe.attach()
         try:
-            for kept in self._kept:
-                probe.begin_micro_batch()
-                loss = self._run(trainer, pl_module, twin, kept)
-                if loss is not None:
-                    probe.begin_backward(loss)
-                    if loss.requires_grad and not is_scaled:
-                        loss.backward()
-                probe.end_micro_batch()
-            seen = probe.seen()
-            return None if seen is None else producer(seen)
+            probe.begin_micro_batch()
+            loss = self._run(trainer, pl_module, twin, kept)
+            if loss is not None:
+                probe.begin_backward(loss)
+                if loss.requires_grad and not is_scaled:
+                    loss.backward()
+            probe.end_micro_batch()
+            return probe.seen()
         finally:
             probe.close()
 
@@ -98,8 +151,13 @@ class StepAgain:
             found: Who it was.
             step: When.
             site: The module, if it was one.
+
+        Raises:
+            RuntimeError: If the batch was not kept.
         """
         kept = self._kept[found.micro_batch]  # of one that is not known the last
+        if kept is None:
+            raise RuntimeError(f"the batch of micro-batch {found.micro_batch} was not kept")
         call = None if site is None else self._called_again(trainer, pl_module, found, kept, site)
         return Snapshot(
             step=step,
@@ -147,6 +205,19 @@ class StepAgain:
 def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
     """The module that made it; ``None`` if it was the LightningModule's own code, or the batch."""
     return None if found.site == ROOT else next(site for site in sites if site.name == found.site)
+
+
+def _versions(batch: object) -> list[tuple[object, int, int]]:
+    """What changes with every write into a tensor of a batch. Into one of inference mode nobody can write while a model trains."""
+    return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how many bytes there are."""
+    if tensor.layout is not torch.strided:
+        return id(tensor), tensor.numel() * tensor.element_size()  # at most: what is left out of it is zero
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _twin(pl_module: LightningModule) -> LightningModule:

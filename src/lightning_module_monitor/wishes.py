@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -11,13 +12,14 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
+from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
-from lightning_module_monitor.record import OWN_KIND, TRAIN, Key
+from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
@@ -246,9 +248,63 @@ class Wishes:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
         return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
 
+    def is_taken(self, key: str, stage: str) -> bool:
+        """Whether a key is one of the monitor's own, as far as they are known: of its figures, or of what a rule asks for."""
+        if Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES:
+            return True
+        plan = self.plan(stage=stage)
+        of_rules = (one for watch in plan.all_watches() for one in (*watch.keys(), *watch.histogram_keys))
+        return key in of_rules or key in plan.keys()  # noqa: SIM118  # a plan is no dict
+
     def own_key(self, name: str, stage: str = TRAIN) -> str:
         """The key of a figure of the monitor's own."""
         return Key(OWN_KIND, "", name, stage, self._prefix).format()
+
+    def check_keys(self, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
+        """Check that a pattern of keys matches one.
+
+        Args:
+            pattern: The pattern.
+            label: What it is called in messages.
+            keys: Those of numbers that are planned.
+            histograms: Those of histograms.
+
+        Returns:
+            Whether it does; else it may match one that is not known yet.
+
+        Raises:
+            ConfigError: If it matches none that there can be.
+        """
+        if any(pattern.fullmatch(key) for key in keys):
+            return True
+        text, near = pattern.pattern, nearest(pattern.pattern, keys)
+        wrong = f"{label} {text!r} matches"
+        histogram = next((key for key in histograms if pattern.fullmatch(key)), None)
+        if histogram is not None:
+            raise ConfigError(f"{wrong} {histogram!r}, a histogram; expected keys of numbers{near}")
+        roll_up = next((site for site in ROLL_UP_SITES if site in text), None)
+        if roll_up is not None:
+            expected = f"expected the keys themselves, e.g. {text.replace(roll_up, '.*')!r}"
+            raise ConfigError(
+                f"{wrong} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}"
+            )
+        if not self._may_come(text):
+            raise ConfigError(f"{wrong} none of the {len(keys)} keys{near}")
+        return False
+
+    def _may_come(self, pattern: str) -> bool:
+        """Whether a pattern that matches no planned key may match one that comes: of a further output, a head, or one of the user's own."""
+        start = f"{self._prefix}/" if self._prefix else ""
+        stage, *rest = pattern.removeprefix(start).split("/", 1)
+        kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
+        is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)
+        ours = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
+        if is_plain and kind not in ours:
+            return not difflib.get_close_matches(kind, ours, n=1, cutoff=0.75)
+        shorter = re.sub(r"\\?\.output_[\w.-]+", "", pattern)
+        if shorter != pattern and any(re.fullmatch(shorter, key) for key in self.planned_keys((TRAIN, *STAGES))):
+            return True
+        return not self.plan().knows_all_keys(kind if is_plain else "")
 
     def _check(self, rule: ParsedRule, sites: Sites) -> None:
         if self._shares_input:

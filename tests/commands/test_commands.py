@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from helpers.stores import open_store, write_store
 
-from lightning_module_monitor import load_store
+from lightning_module_monitor import Histogram, load_store
+from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.sinks.killed import is_in_use
@@ -78,6 +80,13 @@ def test_keys_stop_where_nobody_reads_on(store: Path) -> None:
         command.stdout.close()
         assert command.stderr.read() == ""
     assert command.returncode == 0
+
+
+def test_summary_of_histograms_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their sites and steps count."""
+    histograms = {f"parameter/{site}/hist": [Histogram(np.ones(NUM_COUNTS, np.int64))] * 3 for site in ("a", "b")}
+    write_store(tmp_path / "monitor.h5", {"monitor/errors": [0.0] * 3}, histograms=histograms)
+    assert "monitor.h5: 2 sites, steps 0 to 20\n" in printed(capsys, "summary", "monitor.h5")
 
 
 def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

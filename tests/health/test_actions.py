@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import subprocess
@@ -16,9 +17,11 @@ from helpers.training import Classifier, loader, seed, trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 
-from lightning_module_monitor import Alert, Health, ModuleMonitorCallback, load_store
+from lightning_module_monitor import Alert, GradientFlow, Health, ModuleMonitorCallback, MonitorMixin, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.sinks.reader import StoreReader
 
 HEAD = "parameter/model.layers.3.weight/norm"
 
@@ -110,21 +113,97 @@ os.kill(os.getpid(), 9)
     assert store.findings() == [first, second]
 
 
-def test_a_resumed_run_takes_out_what_is_run_again(tmp_path: Path) -> None:
-    """A finding of a step that is run again is found again, and there once."""
-    seed()
-    alerts = [Alert(keys=HEAD, above=0.0, for_steps=4)]
-    callback = ModuleMonitorCallback(1, alerts=alerts)
-    first = trainer(tmp_path, [callback], max_steps=2, max_epochs=-1)
-    first.fit(Classifier("mlp"), loader(), loader(8))
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    callback = ModuleMonitorCallback(1, alerts=alerts)
-    trainer(tmp_path, [callback], max_steps=8, max_epochs=-1).fit(Classifier("mlp"), loader(), loader(8), ckpt_path=tmp_path / "two.ckpt")
-    store = load_store(callback.store_path)
-    assert [one.step for one in store.findings()] == [5]
-    callback = ModuleMonitorCallback(1, alerts=alerts)
-    trainer(tmp_path, [callback], max_steps=7, max_epochs=-1).fit(Classifier("mlp"), loader(), loader(8), ckpt_path=tmp_path / "two.ckpt")
-    assert [one.step for one in load_store(callback.store_path).findings()] == [5]
+def fitted(folder: Path, module: Classifier, steps: int, ckpt_path: Path | None = None, **options: Any) -> StoreReader:
+    """A run, from a checkpoint or from the start, with a checkpoint of its end."""
+    callback = ModuleMonitorCallback(1, **options)
+    run = trainer(folder, [callback], max_steps=steps, max_epochs=-1, limit_val_batches=0)
+    run.fit(module, loader(4), loader(4), ckpt_path=ckpt_path)  # one batch an epoch: a loader begins anew when a run is resumed
+    run.save_checkpoint(folder / f"{steps}.ckpt")
+    return load_store(callback.store_path)
+
+
+def test_a_resumed_run_finds_what_the_whole_run_finds(tmp_path: Path) -> None:
+    """A streak goes on, what was said is not said again, raised detail lasts; what is run again is found again, and there once."""
+    alerts = [
+        Alert(keys="parameter/model.1.weight/norm", above=0.0, for_steps=4, name="streak"),
+        Alert(keys="parameter/model.1.weight/norm", above=0.0, name="said", then="capture"),
+        Alert(keys="gradient/.*/norm", changes_by=1.1, name="changes"),
+    ]
+    options: dict[str, Any] = {"alerts": alerts, "health": Health(capture_steps=4)}
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    twin, third = copy.deepcopy(module), copy.deepcopy(module)
+    whole = fitted(tmp_path / "whole", module, 8, **options)
+    fitted(tmp_path / "parts", twin, 2, **options)
+    for steps in (8, 6):
+        store = fitted(tmp_path / "parts", third, steps, tmp_path / "parts" / "2.ckpt", **options)
+        expected = [one for one in whole.findings() if one.step < steps]
+        assert {(one.name, one.step) for one in expected} >= {("streak", 3), ("said", 0)}
+        assert store.findings() == expected
+        assert store.series("activation/model.1/std")[0].tolist() == [1, 2, 3, 4]
+    # Another alert begins anew, and so does a fit that is not resumed.
+    alerts = [Alert(keys="parameter/.*/norm", above=0.0, for_steps=4)]
+    callback = ModuleMonitorCallback(1, alerts=alerts, store=False)
+    options = {"max_epochs": -1, "max_steps": 6, "limit_val_batches": 0}
+    trainer(tmp_path, [callback], **options).fit(third, loader(4), loader(4), ckpt_path=tmp_path / "parts" / "2.ckpt")
+    assert [one.step for one in callback.findings] == [5]
+    trainer(tmp_path, [callback], **options).fit(third, loader(4), loader(4))
+    assert [one.step for one in callback.findings] == [3]
+
+
+def test_what_was_not_finite_is_not_said_again(tmp_path: Path) -> None:
+    """By a run that goes on from where it was said."""
+    module = Classifier(nn.Linear(6, 3))
+    nn.init.constant_(module.model.bias, torch.inf)
+    assert len(fitted(tmp_path, module, 2).findings()) == 1
+    assert len(fitted(tmp_path, module, 4, tmp_path / "2.ckpt").findings()) == 1
+
+
+OWN = "own/half/value"
+
+
+class Logs(Classifier, MonitorMixin):
+    """Has a value of its own, which is 0 from the third step on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.is_monitoring:
+            self.get_module_monitor().log_scalar(OWN, float(batch_idx < 2))
+        return super().training_step(batch, batch_idx)
+
+
+def test_alerts_on_values_of_the_user_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They fire; of a key that the first record has not it is said, for only then it is known."""
+    keys = [OWN, "run1/own/half/value"]
+    alerts = [Alert(keys=f"run1/{OWN}", below=0.5, name="low"), Alert(keys="run1/owm/half/value", above=0)]
+    callback = ModuleMonitorCallback(1, prefix="run1", alerts=alerts, store=False, callback_metrics=keys[1])
+    run = trainer(tmp_path, [callback], max_steps=4)
+    run.fit(Logs("mlp"), loader(), loader(8))
+    assert [(one.name, one.step, one.site, one.key) for one in callback.findings] == [("low", 2, "half", keys[1])]
+    assert run.callback_metrics[keys[1]] == 0
+    [said] = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
+    assert said.startswith("alerts[1].keys 'run1/owm/half/value' matches none of the keys that are planned, nor of the ")
+
+
+def test_alerts_on_keys_that_come_later(tmp_path: Path) -> None:
+    """Those of further outputs are not known before they come; those of summaries are."""
+    rules = [Rule(kinds="activation", statistics="rms")]
+    alerts = [
+        Alert(keys=r"activation/model\.lstm\.output_1_0/rms", above=0, name="output"),
+        Alert(keys=r"gradient_flow/_summary_/.*gain", above=0, name="gain"),
+    ]
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    callback = ModuleMonitorCallback(
+        1, rules=rules, alerts=alerts, store=False, gradient_flow=GradientFlow(blocks=["model.lstm", "model.head"])
+    )
+    trainer(tmp_path, [callback], max_steps=1).fit(Classifier(Recurrent()), loader(), loader(8))
+    assert [one.name for one in callback.findings] == ["output", "gain"]
 
 
 def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
@@ -138,13 +217,28 @@ def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
     "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
-    "health": ({"health": False}, r"health is a bool; expected a Health"),
+    "health": ({"health": False}, r"health is False; expected options, e.g. \{nonfinite: always\}"),
+    "no option of health": (
+        {"health": {"nonfinit": "warn"}},
+        r"health has no option 'nonfinit'; expected nonfinite, .*nearest: 'nonfinite'",
+    ),
+    "nonfinite off": ({"health": {"nonfinite": False}}, r"health.nonfinite is False; expected warn, always, stop, ignore\."),
+    "all in capitals": ({"health": {"watch": ["All"]}}, r"health.watch 'All' is not a watch; expected all, .*nearest: 'all'"),
+    "no option of an alert": ({"alerts": [{"keys": ".*", "for_step": 1}]}, r"alerts\[0\] has no option 'for_step'; .*nearest: 'for_steps'"),
+    "no alert": ({"alerts": "gradient"}, r"alerts\[0\] is 'gradient'; expected options, e.g. \{keys: "),
+    "no keys": ({"alerts": {"above": 1}}, r"alerts\[0\].keys is empty; expected at least one pattern"),
+    "infinite": ({"alerts": {"keys": ".*", "above": float("inf")}}, r"alerts\[0\].above is inf; expected a finite number"),
+    "all values": ({"alerts": {"keys": ".*", "above": 1, "below": 2}}, r"above is 1, and below is 2: every value .* smaller one"),
+    "negative multiple": (
+        {"alerts": {"keys": ".*", "below": -1, "relative_to_median": True}},
+        r"alerts\[0\].below is -1, and relative_to_median is true; expected a multiple",
+    ),
     "no training": (
         {"health": Health(nonfinite="stop"), "stages": "validate"},
         r"health.nonfinite is 'stop', and stages .* no train; expected train among stages",
     ),
     "then": ({"health": Health(then="halt")}, r"health.then 'halt' is unknown; expected warn, stop"),
-    "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a number >= 1"),
+    "capture_steps": ({"health": Health(capture_steps=0)}, r"health.capture_steps is 0; expected a whole number >= 1"),
     "snapshot": ({"health": Health(snapshot=True)}, r"health.snapshot is true, and nonfinite is 'warn'.*always, or stop"),
     "capture without a store": (
         {"health": Health(watch="vanishing", then="capture"), "store": False},
@@ -155,7 +249,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"alerts": [Alert(keys="gradient/modl.*/norm", above=1)]},
         r"alerts\[0\].keys 'gradient/modl.*' matches none of the \d+ keys; ",
     ),
-    "no number": ({"alerts": [Alert(keys=".*", above="x")]}, r"alerts\[0\].above is 'x'; expected a number"),  # type: ignore[arg-type]
+    "no key among several": (
+        {"alerts": [Alert(keys=["gradient/model.*/norm", "gradeint/.*/norm"], above=1)]},
+        r"alerts\[0\].keys 'gradeint/.*/norm' matches none of the \d+ keys; nearest: 'gradient/model.layers",
+    ),
+    "no key of a kind that is known, with heads": (
+        {"alerts": [Alert(keys="gradient/modl.*/norm", above=1)], "attention": True},
+        r"alerts\[0\].keys 'gradient/modl.*' matches none",
+    ),
+    "no key of an output": ({"alerts": [Alert(keys="activation/modl.output_1/rms", above=1)]}, r"'activation/modl.* matches none"),
+    "roll-up": (
+        {"alerts": [Alert(keys="gradient/_max_/norm", above=1)]},
+        r"the site _max_ is made for loggers, .* expected the keys themselves, e.g. 'gradient/\.\*/norm'",
+    ),
+    "histogram": (
+        {"alerts": [Alert(keys="parameter/.*/hist", above=1)], "rules": [Rule(kinds="parameter", statistics="hist")]},
+        r"alerts\[0\].keys 'parameter/.*/hist' matches 'parameter/.*', a histogram; expected keys of numbers",
+    ),
+    "no number": ({"alerts": [Alert(keys=".*", above="x")]}, r"alerts\[0\].above is 'x'; expected a finite number"),  # type: ignore[arg-type]
     "factor": ({"alerts": [Alert(keys=".*", changes_by=1)]}, r"alerts\[0\].changes_by is 1; expected a factor above 1"),
     "median of nothing": (
         {"alerts": [Alert(keys=".*", changes_by=2, relative_to_median=True)]},
@@ -171,6 +282,32 @@ def test_a_wrong_option_is_refused_before_the_first_batch(name: str, tmp_path: P
     options, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, [ModuleMonitorCallback(1, **options)]).fit(Classifier("mlp"), loader(), loader(8))
+
+
+def test_a_trial_writes_no_file(tmp_path: Path) -> None:
+    """As Lightning writes none in ``fast_dev_run``: no checkpoint, and no snapshot; what is found is said."""
+    module = Classifier(nn.Linear(6, 3))
+    nn.init.constant_(module.model.bias, torch.inf)
+    options: dict[str, Any] = {
+        "health": {"nonfinite": "always", "snapshot": True},
+        "alerts": {"keys": "monitor/errors", "above": -1, "then": "checkpoint"},
+    }
+    callback = ModuleMonitorCallback(1, **options)
+    trainer(tmp_path, [callback], fast_dev_run=True).fit(module, loader(), loader(8))
+    assert [one.name for one in callback.findings] == ["nonfinite", "monitor/errors"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_nothing_to_capture_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a figure without a site; of a transition of the gradient flow it is the block that the gradient has come through."""
+    alerts = [Alert(keys=keys, above=-1, then="capture") for keys in ("monitor/errors", "gradient_flow/.*-.*/gain")]
+    callback = ModuleMonitorCallback(
+        1, alerts=alerts, gradient_flow=GradientFlow(blocks=["model.0", "model.1"]), health=Health(capture_steps=1)
+    )
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    trainer(tmp_path, [callback], max_steps=2).fit(module, loader(), loader(8))
+    assert "There is nothing to capture: '' is no module or parameter, nor within one." in [one.getMessage() for one in caplog.records]
+    assert {one.site for one in load_store(callback.store_path).tensors()} == {"model.1", "model.1.weight", "model.1.bias"}
 
 
 def test_findings_of_a_validation(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.training import Classifier, loader
 from lightning.pytorch.cli import LightningCLI
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
@@ -37,7 +38,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     class Net(Classifier):
         def __init__(self) -> None:
             super().__init__("mlp", lr=1.0)
-            self.model.head = self.model.layers  # a module that the page names
+            self.model.head = nn.Linear(1, 1)  # a module that the page names
 
         def train_dataloader(self) -> DataLoader[Any]:
             return loader()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
+from lightning_module_monitor.errors import ConfigError
 
 CLASS_PATH = "lightning_module_monitor.ModuleMonitorCallback"
 QUIET = {
@@ -286,6 +287,46 @@ def test_prefix_is_in_every_key() -> None:
     assert callback.last_record is not None
     assert set(callback.last_record.values) == {*(f"run1/a/{site}/rms" for site in ALL_SITES), "run1/a/monitor/errors"}
     assert stored_steps("run1/a/activation/model.0/rms") == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"health": True}, "health is True; expected options, e.g. {nonfinite: always}."),
+        (
+            {"health": {"nonfinit": "stop"}},
+            "health has no option 'nonfinit'; expected nonfinite, watch, then, capture_steps, snapshot; nearest: 'nonfinite'",
+        ),
+        ({"alerts": [{"keys": ".*", "above": 1, "for_steps": 2.5}]}, "alerts[0].for_steps is 2.5; expected a whole number >= 1."),
+        ({"alerts": [{"above": 1}]}, "alerts[0].keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'."),
+    ],
+)
+def test_what_is_wrong_in_health_and_alerts_is_one_line(options: dict[str, Any], message: str) -> None:
+    """Of ours, and not many of LightningCLI's own: also a misspelt option, and a value of a wrong type."""
+    with pytest.raises(ConfigError) as raised:
+        fit_with(**options)
+    assert str(raised.value) == message
+
+
+def test_numbers_in_quotes_are_numbers() -> None:
+    """As LightningCLI takes them."""
+    alert = {"keys": "parameter/model.0.weight/norm", "above": "0.0", "for_steps": "2", "then": ["warn", "stop"]}
+    callback = fit_with(every_n_steps=1, health={"watch": ["all"], "capture_steps": "3"}, alerts=[alert])
+    assert [one.step for one in callback.findings] == [1]
+    assert callback.last_record.step == 1
+
+
+def test_the_short_name_is_known_once_the_class_is_imported() -> None:
+    """As it is here, at the top."""
+    Path("config.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": QUIET}))
+    name = CLASS_PATH.rpartition(".")[2]
+    callback = run_cli(
+        "--config=config.yaml",
+        f"--trainer.callbacks={name}",
+        "--trainer.callbacks.every_n_steps=3",
+        "--trainer.callbacks.health.nonfinite=always",
+    )
+    assert load_store(callback.store_path).series("monitor/errors")[0].tolist() == [0, 3]
 
 
 def test_callback_metrics_and_progress_bar() -> None:

@@ -58,6 +58,14 @@ def test_trouble_with_the_page_is_said_and_hides_nothing(
         fit(tmp_path / "second", [Fail(), ModuleMonitorCallback(1, report=True)])
 
 
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a folder is in its place, say."""
+    (tmp_path / "monitor.html").mkdir()
+    fit(tmp_path, [ModuleMonitorCallback(3, report=True)])
+    assert any(message.startswith("No report was written (IsADirectoryError: ") for message in caplog.messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor.h5", "monitor.html"]
+
+
 def test_a_loop_after_fit_writes_it_again(tmp_path: Path) -> None:
     """With what that recorded."""
     rules = [Rule(kinds="activation", statistics="rms")]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from torch import nn
 
-from lightning_module_monitor.config import Rule, as_tuple, parse_patterns
+from lightning_module_monitor.config import Rule, as_tuple, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.sinks.alerts import ACTIONS, Action, AlertRule, matching
 from lightning_module_monitor.sinks.watches import BUILT_IN
@@ -18,6 +19,12 @@ from lightning_module_monitor.statistics.saturation import saturated_sigmoid, sa
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
 NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 """What ``nonfinite`` may be."""
+
+ALL = "all"
+WATCH = (ALL, *BUILT_IN)
+"""What ``watch`` may hold."""
+
+EXAMPLE = "{keys: gradient/.*/norm, above: 100}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +53,19 @@ class Alert:
     """A rule on recorded values: what is to be said, and done, when they leave their limits.
 
     Attributes:
-        keys: Pattern or patterns (``re.fullmatch``) of keys; each is followed by itself.
+        keys: Pattern or patterns (``re.fullmatch``) of keys; each is followed by itself. Always given.
         above: Fires where a value is larger than this.
         below: Fires where a value is smaller than this.
         relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
-        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it.
+        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it, signs aside.
+            So does a fall to 0; what begins at 0 does not, and from 0 on it is of the last value that was not.
         for_steps: In how many records, one after the other, this has to be so.
         then: What follows, beside words: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
             of the site, for the next steps); one or several.
         name: What it is called in findings; the first pattern without it.
     """
 
-    keys: str | list[str]
+    keys: str | list[str] = ""
     above: float | None = None
     below: float | None = None
     relative_to_median: bool = False
@@ -75,6 +83,8 @@ class ParsedHealth:
     watches: tuple[str, ...]
     alerts: tuple[AlertRule, ...]
     """Those of the user's, and those that the watches are."""
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]
+    """Of the user's, each with what it is called in messages."""
     capture_steps: int
     snapshot: bool
 
@@ -84,31 +94,37 @@ class ParsedHealth:
         return self.nonfinite in (ALWAYS, STOP)
 
 
-def parse_health(health: Health, alerts: Sequence[Alert]) -> ParsedHealth:
+def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
     """Check the options.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
     """
-    if not isinstance(health, Health):
-        raise ConfigError(f"health is a {type(health).__name__}; expected a Health, e.g. Health(nonfinite='always').")
+    health = options_of(Health, health, "health", "{nonfinite: always}")
     if health.nonfinite not in NONFINITE:
-        near = nearest(str(health.nonfinite), NONFINITE)
+        near = nearest(health.nonfinite, NONFINITE) if isinstance(health.nonfinite, str) else "."
         raise ConfigError(f"health.nonfinite is {health.nonfinite!r}; expected {', '.join(NONFINITE)}{near}")
     if not isinstance(health.snapshot, bool):
         raise ConfigError(f"health.snapshot is {health.snapshot!r}; expected true or false.")
     if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
         why = "by the next monitored step it has spread to everything"
         raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
-    watches = tuple(BUILT_IN) if health.watch == "all" else as_tuple(health.watch)
+    watches = as_tuple(health.watch)
     for watch in watches:
-        if not isinstance(watch, str) or watch not in BUILT_IN:
-            raise ConfigError(f"health.watch {watch!r} is not a watch; expected {', '.join(BUILT_IN)}{nearest(str(watch), BUILT_IN)}")
+        if not isinstance(watch, str) or watch not in WATCH:
+            near = nearest(watch, WATCH) if isinstance(watch, str) else "."
+            raise ConfigError(f"health.watch {watch!r} is not a watch; expected {', '.join(WATCH)}{near}")
+    watches = tuple(BUILT_IN) if ALL in watches else watches
     then = _parse_actions(health.then, "health.then")
     of_watches = [BUILT_IN[watch].alert(then) for watch in dict.fromkeys(watches)]
-    of_user = [_parse_alert(alert, f"alerts[{number}]") for number, alert in enumerate(as_tuple(alerts))]
+    by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
+    parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
+    of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
+    patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), capture_steps, health.snapshot)
+    return ParsedHealth(
+        health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot
+    )
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
@@ -128,17 +144,20 @@ def watch_rules(watches: Sequence[str]) -> list[Rule]:
 
 
 def _parse_alert(alert: Alert, label: str) -> AlertRule:
-    if not isinstance(alert, Alert):
-        raise ConfigError(f"{label} is a {type(alert).__name__}; expected an Alert, e.g. Alert(keys='gradient/.*/norm', above=100).")
-    patterns = parse_patterns(alert.keys, f"{label}.keys")
+    patterns = parse_patterns(alert.keys or (), f"{label}.keys")
     if not patterns:
         raise ConfigError(f"{label}.keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'.")
     limits = {"above": alert.above, "below": alert.below, "changes_by": alert.changes_by}
     for name, limit in limits.items():
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit)):
-            raise ConfigError(f"{label}.{name} is {limit!r}; expected a number.")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit)):
+            raise ConfigError(f"{label}.{name} is {limit!r}; expected a finite number.")
+        if limit is not None and limit < 0 and alert.relative_to_median is True:
+            raise ConfigError(f"{label}.{name} is {limit}, and relative_to_median is true; expected a multiple, at least 0.")
     if all(limit is None for limit in limits.values()):
         raise ConfigError(f"{label} has no limit; expected above, below or changes_by, e.g. above: 100.")
+    if alert.above is not None and alert.below is not None and alert.below > alert.above:
+        why = "every value is above the one or below the other"
+        raise ConfigError(f"{label}.above is {alert.above}, and below is {alert.below}: {why}; expected below to be the smaller one.")
     if alert.changes_by is not None and alert.changes_by <= 1:
         raise ConfigError(f"{label}.changes_by is {alert.changes_by}; expected a factor above 1, e.g. 10.")
     if not isinstance(alert.relative_to_median, bool):
@@ -159,7 +178,7 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
 
 def _parse_count(value: object, label: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{label} is {value!r}; expected a number >= 1.")
+        raise ConfigError(f"{label} is {value!r}; expected a whole number >= 1.")
     return value
 
 

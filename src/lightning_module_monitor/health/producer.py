@@ -26,6 +26,8 @@ class Producer:
     """How it made it, in a sentence."""
     call: int = 0
     """Which of the module's calls in this micro-batch it was."""
+    is_known: bool = True
+    """Whether it was ``site``; else the words say why it is not known who it was."""
 
 
 def producer(seen: Seen) -> Producer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -130,7 +131,7 @@ def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: A
         return type(value)(*(copied(part, memo) for part in value))
     if isinstance(value, tuple | list):
         return _of_class(type(value), [copied(part, memo) for part in value])
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         clone = copy.copy(value)
         clone.update((name, copied(part, memo)) for name, part in value.items())
         return clone

@@ -29,10 +29,15 @@ class FiniteStep:
     def __init__(self, sites: Sequence[ModuleSite]) -> None:
         self._owners = [site.module for site in sites if site.module._parameters]
         self._numbers = Magnitudes()
+        self._micro_batches: list[int] = []
+        """Of every number the micro-batch that it is of."""
+        self.micro_batch = 0
+        """The one that is running."""
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss is there."""
         self._numbers.add(loss)
+        self._note()
 
     @torch.no_grad()
     def see_gradients(self) -> None:
@@ -54,11 +59,26 @@ class FiniteStep:
         for gradients in small.values():
             # One look at all of them costs what one of them does.
             self._numbers.add(torch.cat(gradients))
+        self._note()
+
+    def _note(self) -> None:
+        self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
 
     def is_finite(self) -> bool:
-        """Whether all was finite; reads everything by one transfer, where it does not lie in the host's memory."""
-        return not self._numbers.may_have_nonfinite() or all(map(math.isfinite, self._numbers.read()))
+        """Whether all was finite; as :meth:`first_nonfinite`."""
+        return self.first_nonfinite() is None
+
+    def first_nonfinite(self) -> int | None:
+        """The micro-batch that was the first with what is not finite; ``None`` if all was.
+
+        Reads everything by one transfer, where it does not lie in the host's memory.
+        """
+        if not self._numbers.may_have_nonfinite():
+            return None
+        numbers = zip(self._micro_batches, self._numbers.read(), strict=True)
+        return next((micro_batch for micro_batch, value in numbers if not math.isfinite(value)), None)
 
     def forget(self) -> None:
         """The step is over."""
         self._numbers.clear()
+        self._micro_batches.clear()

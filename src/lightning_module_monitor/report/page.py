@@ -68,8 +68,11 @@ def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) ->
         policy=_policy(scripts),
     )
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(html, encoding="utf-8", newline="\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(html, encoding="utf-8", newline="\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _asset(name: str) -> str:
@@ -208,24 +211,17 @@ def _series(shown_by: Finding | Change) -> str:
 
 
 def _extent(run: Run) -> str:
-    steps = _steps(run)
-    sites = {site for table in run.tables for site in table.sites}
+    steps = run.steps
     return (
-        f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(sites), 'site')}"
+        f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(run.sites), 'site')}"
         if steps
         else "nothing recorded yet"
     )
 
 
-def _steps(run: Run) -> list[int]:
-    arrays = [table.steps for table in (*run.tables, *run.figures)]
-    steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
-    return steps
-
-
 def _facts(run: Run) -> list[tuple[str, str]]:
     """What is known of the run, and what it costs to monitor it."""
-    attributes, steps = run.attributes, _steps(run)
+    attributes, steps = run.attributes, run.steps
     facts = [
         ("store", run.path),
         ("begun", str(attributes["started"])),

@@ -52,6 +52,20 @@ class Run:
     """What has no sites: the monitor's own figures, summaries over sites, values that a user logs. Each has one row."""
     said: list[Finding]
     """What was found while it ran."""
+    histograms: list[Key]
+    """Names of its histograms, which are read one by one."""
+
+    @property
+    def sites(self) -> set[str]:
+        """All that numbers or histograms are of."""
+        return {site for table in self.tables for site in table.sites} | {key.site for key in self.histograms}
+
+    @property
+    def steps(self) -> list[int]:
+        """All that were monitored, ascending."""
+        arrays = [table.steps for table in (*self.tables, *self.figures)]
+        steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
+        return steps
 
 
 def read_run(store: StoreReader) -> Run:
@@ -68,7 +82,8 @@ def read_run(store: StoreReader) -> Run:
     for kind in store.kinds():
         for table in _split(store.matrix(kind)):
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
-    return Run(str(store.path), store.attributes, tables, figures, store.findings())
+    histograms = [Key.parse(key) for key in store.histogram_keys()]
+    return Run(str(store.path), store.attributes, tables, figures, store.findings(), histograms)
 
 
 def _split(matrix: Matrix) -> list[Table]:

@@ -26,10 +26,9 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
         console: Where to; default: the standard output.
     """
     console = console or Console()
-    steps = sorted({step for table in run.tables for step in (int(table.steps[0]), int(table.steps[-1]))})
-    sites = {site for table in run.tables for site in table.sites}
+    steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-    console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
     level, word = ("sick", "sick") if verdict.is_sick else ("watch", "to watch") if verdict.findings else ("ok", "healthy")
     first = verdict.beginning

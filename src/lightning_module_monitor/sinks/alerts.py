@@ -9,7 +9,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
 
@@ -59,9 +59,10 @@ class AlertRule:
     above: float | None = None
     below: float | None = None
     relative_to: Literal["", "median", "first"] = ""
-    """What ``above`` and ``below`` are multiples of: the median of the figure's own earlier values, or the largest of its first ones."""
+    """What ``above`` and ``below`` are multiples of: the median of the figure's own earlier values, or the largest of its first ones. Then
+    the sign of a figure does not count."""
     changes_by: float | None = None
-    """The factor by which a figure grows, or shrinks, from one record to the next."""
+    """The factor by which the magnitude of a figure grows, or shrinks, from one record to the next; see :func:`change`."""
     is_unchanged: bool = False
     """Whether it is about figures that are the same to the last bit as in the record before."""
     for_steps: int = 1
@@ -78,17 +79,52 @@ class AlertRule:
 class _Course:
     """One figure over the records."""
 
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_RECORDS))
+    recent: deque[float]
+    """Its last values: as many as its rule looks back on."""
     first: list[float] = field(default_factory=list)
+    not_zero: float = 0.0
+    """The last value that was not 0."""
     num_met: int = 0
     """In how many records, up to the last one, the condition was met."""
     num_well: int = QUIET_RECORDS
     """In how many it was not, since it was said that it is."""
 
+    @classmethod
+    def of(cls, rule: AlertRule, recent: Iterable[float] = (), *more: Any) -> _Course:
+        """One that begins, or goes on from what :meth:`state` gave."""
+        return cls(deque(recent, MEDIAN_RECORDS if rule.relative_to == "median" else 1), *more)
+
     def add(self, value: float) -> None:
         self.recent.append(value)
+        self.not_zero = value or self.not_zero
         if len(self.first) < FIRST_RECORDS:
             self.first.append(value)
+
+    def state(self) -> tuple[Any, ...]:
+        """Of numbers alone."""
+        return [*self.recent], [*self.first], self.not_zero, self.num_met, self.num_well
+
+
+def change(value: float, before: float, not_zero: float) -> float:
+    """By which factor a figure has changed, up or down: of the larger magnitude over the smaller one, of two values.
+
+    Args:
+        value: What it is.
+        before: What it was in the record before.
+        not_zero: The last value before that was not 0; 0 if there was none.
+
+    Returns:
+        At least 1. A fall to 0 is infinite. From 0 on it is of the last value that was not 0, and 1 if there was none: what begins
+        at 0 changes by no factor.
+
+    Examples:
+        >>> change(-8.0, 2.0, 2.0), change(0.0, 2.0, 2.0), change(6.0, 0.0, 2.0), change(6.0, 0.0, 0.0)
+        (4.0, inf, 3.0, 1.0)
+    """
+    if not value:
+        return math.inf if before else 1.0
+    smaller, larger = sorted((abs(value), abs(not_zero)))
+    return 1.0 if smaller in (0.0, larger) else larger / smaller
 
 
 class Alarm(NamedTuple):
@@ -130,6 +166,16 @@ class Alerts:
                     alarms.append(Alarm(_finding(rule, fired, record.step), rule.then))
         return alarms
 
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from here has to know, in plain numbers and texts: of every rule how each of its figures went."""
+        every = zip(self._rules, self._courses, strict=True)
+        return {_conditions(rule): {name: course.state() for name, course in courses.items()} for rule, courses in every}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave; a rule that was another one begins anew."""
+        for rule, courses in zip(self._rules, self._courses, strict=True):
+            courses |= {name: _Course.of(rule, *values) for name, values in state.get(_conditions(rule), {}).items()}
+
     def _concerned(self, key: str) -> list[int]:
         if key not in self._rules_by_key:
             parts = Key.parse(key)
@@ -138,6 +184,11 @@ class Alerts:
 
     def _counts(self, rule: AlertRule, figure: Figure) -> bool:
         return not rule.is_unchanged or self._is_trained(Key.parse(figure.key).site)
+
+
+def _conditions(rule: AlertRule) -> str:
+    """What tells a rule from others that fire at other times."""
+    return repr((rule.name, rule.above, rule.below, rule.relative_to, rule.changes_by, rule.is_unchanged, rule.for_steps))
 
 
 def matching(patterns: Sequence[re.Pattern[str]]) -> Callable[[Key, str], bool]:
@@ -152,7 +203,9 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
 def _judged(rule: AlertRule, figures: Mapping[str, Figure], courses: dict[str, _Course]) -> Iterable[tuple[Figure, str]]:
     """The figures that have met the condition for as long as they have to, since this record; and how, in words."""
     for name, figure in figures.items():
-        course = courses.setdefault(name, _Course())
+        course = courses.get(name)
+        if course is None:
+            course = courses[name] = _Course.of(rule)
         if math.isnan(figure.value):
             course.num_met = 0
             continue
@@ -170,27 +223,27 @@ def _met(rule: AlertRule, value: float, course: _Course) -> str:
     before = course.recent[-1] if course.recent else None
     if rule.is_unchanged:
         return f"{value:.4g} as before" if value == before else ""
-    if rule.changes_by is not None and before is not None and min(value, before) > 0:
-        factor = max(value / before, before / value)
-        if factor > rule.changes_by:
-            return f"{value:.4g}, {before:.4g} in the record before"
+    if rule.changes_by is not None and before is not None and change(value, before, course.not_zero) > rule.changes_by:
+        last = f", {course.not_zero:.4g} before that" if not before else ""
+        return f"{value:.4g}, {before:.4g} in the record before{last}"
     base = _base(rule, course)
     if base is None:
         return ""
-    unit = f" ({value / base:.3g} times {_RELATIVE[rule.relative_to]})" if rule.relative_to and base else ""
-    is_out = (rule.above is not None and value > rule.above * base) or (rule.below is not None and value < rule.below * base)
-    return f"{value:.4g}{unit}" if is_out else ""
+    size = abs(value) if rule.relative_to else value
+    told = f"{size / base:.3g} times {_RELATIVE[rule.relative_to]}" if base else f"{_RELATIVE[rule.relative_to]} is 0"
+    is_out = (rule.above is not None and size > rule.above * base) or (rule.below is not None and size < rule.below * base)
+    return (f"{value:.4g} ({told})" if rule.relative_to else f"{value:.4g}") if is_out else ""
 
 
-_RELATIVE = {"median": "its median", "first": "that of the first records"}
+_RELATIVE = {"": "", "median": "its median", "first": "that of the first records"}
 
 
 def _base(rule: AlertRule, course: _Course) -> float | None:
     """What limits are multiples of; ``None`` where that is not known yet."""
     if rule.relative_to == "median":
-        return statistics.median(course.recent) if len(course.recent) >= LEAST_RECORDS else None
+        return abs(statistics.median(course.recent)) if len(course.recent) >= LEAST_RECORDS else None
     if rule.relative_to == "first":
-        return max(course.first) if course.first else None
+        return max(map(abs, course.first)) if course.first else None
     return 1.0
 
 

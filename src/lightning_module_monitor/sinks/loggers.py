@@ -16,16 +16,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, Record
+from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Key, Record
 
-ROLL_UPS: dict[str, Callable[[list[float]], float]] = {"_min_": min, "_median_": statistics.median, "_max_": max}
+*_SITES, ALL = ROLL_UP_SITES
+ROLL_UPS: dict[str, Callable[[list[float]], float]] = dict(zip(_SITES, (min, statistics.median, max), strict=True))
 """Sites that stand for all, and how they do."""
 
 FINDINGS = f"{OWN_KIND}/findings"
 """Where loggers get texts."""
-
-ALL = "_all_"
-"""The site of the histogram of all sites together."""
 
 
 class LoggerSink:

@@ -263,6 +263,23 @@ class Observation:
             self._results[key] = (watch, function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
+    def drop_overwriting(self, told: Collection[Watch]) -> list[str]:
+        """Forget results of some watches whose keys are those of what was seen.
+
+        Args:
+            told: The watches.
+
+        Returns:
+            The keys.
+        """
+        own = set(map(id, told))
+        results = [key for key, (watch, *_rest) in self._results.items() if id(watch) in own]
+        seen = set(itertools.chain.from_iterable(self._watches[row].keys() for row in self._rows.values() if results))
+        dropped = [key for key in results if key in seen]
+        for key in dropped:
+            del self._results[key]
+        return dropped
+
     def collect(self, exchange: Exchange | None = None) -> dict[str, float]:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
