@@ -294,5 +294,8 @@ def _identity(num_rows: int) -> np.ndarray:
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """A copy whose elements lie in memory one after the other, of a tensor that :func:`takes` is true of."""
-    return tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+    """A copy whose elements lie in memory one after the other, of a tensor that :func:`takes` is true of.
+
+    What a flag negates is negated in it, and zeros without memory have some.
+    """
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
