@@ -359,6 +359,7 @@ class PeerCheck(ReferenceForward):
         from torch_module_monitor.refined_coordinate_check import RefinedCoordinateCheck as Check
 
         super().__init__(model)
+        self.is_mixed = False
         self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
         self.monitor.set_module(model)
         self.monitor.set_reference_module(self.reference)
@@ -367,8 +368,14 @@ class PeerCheck(ReferenceForward):
     def begin(self, step: int) -> None:
         self.monitor.begin_step(step)
 
+    def before_forward(self, inputs: Tensor) -> None:
+        super().before_forward(inputs)
+        self.is_mixed = torch.is_autocast_enabled("cpu")
+
     def before_update(self) -> None:
-        self.check.refined_coordinate_check()
+        # It runs modules again, which has to be done as it was the first time.
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+            self.check.refined_coordinate_check()
 
     def end(self) -> int:
         self.monitor.end_step()
