@@ -6,8 +6,8 @@ code is taken from numba's cache on disk. Nothing else imports numba.
 Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, and powers of two to stay within
 float32, here every element is widened to float64 as it is read: no square of a float32 leaves that, and no sum of them
 rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache while the loops
-that are needed pass over them; the compiler turns each loop into vector instructions. A chunk of half precision is first widened
-to float32, exactly, into a buffer that stays there too.
+that are needed pass over them; the compiler turns each loop into vector instructions. A chunk of half precision is first
+widened to float32, exactly, into a buffer that stays there too.
 """
 
 from __future__ import annotations
