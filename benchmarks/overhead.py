@@ -4,6 +4,8 @@ Seven statistics (mean, std, norm, min, max, var, abs_mean) of every activation,
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --workloads W2 --steps 200 --skip-peers
+    python benchmarks/overhead.py --precision bf16-mixed
+    python benchmarks/overhead.py --threads 2
 
 On W1 also the forward pass of a reference, alone and with the refined coordinate check; and attention, head by head, beside one forward
 pass of all attention without the fused kernel.
@@ -22,8 +24,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -74,6 +76,9 @@ RCC_TARGET = 1.25
 """Forward passes that the check may cost beyond that of the reference."""
 ATTENTION_TARGET = 1.0
 """Forward passes of attention, not fused, that watching it may cost."""
+
+FLOAT32, MIXED, BFLOAT16 = "32-true", "bf16-mixed", "bf16-true"
+"""Precisions by the names that Lightning has for them: all in float32; float32 weights under autocast; all in bfloat16."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -354,6 +359,7 @@ class PeerCheck(ReferenceForward):
         from torch_module_monitor.refined_coordinate_check import RefinedCoordinateCheck as Check
 
         super().__init__(model)
+        self.is_mixed = False
         self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
         self.monitor.set_module(model)
         self.monitor.set_reference_module(self.reference)
@@ -362,8 +368,14 @@ class PeerCheck(ReferenceForward):
     def begin(self, step: int) -> None:
         self.monitor.begin_step(step)
 
+    def before_forward(self, inputs: Tensor) -> None:
+        super().before_forward(inputs)
+        self.is_mixed = torch.is_autocast_enabled("cpu")
+
     def before_update(self) -> None:
-        self.check.refined_coordinate_check()
+        # It runs modules again, which has to be done as it was the first time.
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+            self.check.refined_coordinate_check()
 
     def end(self) -> int:
         self.monitor.end_step()
@@ -584,10 +596,13 @@ def choose_variants(skip_peers: bool) -> list[Variant]:
 class Lane:
     """A variant with a model and an optimizer of its own, which start and train like those of every other."""
 
-    def __init__(self, variant: Variant, workload: Workload) -> None:
+    def __init__(self, variant: Variant, workload: Workload, precision: str = FLOAT32) -> None:
         self.variant = variant
+        self.precision = precision
         torch.manual_seed(SEED)
         self.model = workload.make_model()
+        if precision == BFLOAT16:
+            self.model.to(torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.observer = variant.attach(self.model)
         self.step = 0
@@ -595,10 +610,13 @@ class Lane:
     def train_step(self, batch: Batch) -> int:
         """One full step; returns the number of values that were monitored."""
         inputs, classes = batch
+        if self.precision == BFLOAT16 and inputs.is_floating_point():
+            inputs = inputs.to(torch.bfloat16)
         self.step += 1
         self.observer.begin(self.step)
-        self.observer.before_forward(inputs)
-        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), classes.flatten())
+        with torch.autocast("cpu", torch.bfloat16) if self.precision == MIXED else nullcontext():
+            self.observer.before_forward(inputs)
+            loss = F.cross_entropy(self.model(inputs).flatten(0, -2), classes.flatten())
         loss.backward()
         self.observer.before_update()
         self.optimizer.step()
@@ -703,11 +721,11 @@ class Result:
         return Counts(own.dispatches - plain.dispatches, own.host_reads - plain.host_reads, own.transfers, own.values)
 
 
-def measure(workload: Workload, variants: Sequence[Variant], num_steps: int) -> Result:
+def measure(workload: Workload, variants: Sequence[Variant], num_steps: int, precision: str) -> Result:
     """Train all variants side by side, a step of each in a round, and count in a last round."""
     torch.manual_seed(SEED)
     batches = [workload.make_batch() for _ in range(NUM_BATCHES)]
-    lanes = [Lane(variant, workload) for variant in variants if workload.name in variant.workloads]
+    lanes = [Lane(variant, workload, precision) for variant in variants if workload.name in variant.workloads]
     result = Result(workload, {lane.variant.name: [] for lane in lanes})
     try:
         for step in range(WARM_UP_STEPS):
@@ -742,6 +760,8 @@ def time_rounds(lanes: Sequence[Lane], batches: Sequence[Batch], num_rounds: int
 
 
 # -------------------------------------------------------------------------------------------------------------- report
+
+SECTION = "## "
 
 HEADER = (
     "workload",
@@ -837,15 +857,26 @@ one monitored step, beyond those of a plain one: *host reads* are single values 
 *dispatches* are torch operations, *transfers* are copies of many values at once (those of the peers are not counted)."""
 
 
-def markdown(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundings: str) -> str:
-    """The whole report."""
-    lines = ["# What monitoring costs", "", surroundings, ""]
-    lines += [f"- {result.workload.name}: {result.workload.description}" for result in results]
-    lines += ["", NOTES, "", f"| {' | '.join(HEADER)} |", "|---|---|" + "---:|" * 7 + "---|"]
+def section(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundings: str) -> str:
+    """What was found in one configuration."""
+    lines = [surroundings, "", f"| {' | '.join(HEADER)} |", "|---|---|" + "---:|" * 7 + "---|"]
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
     lines += ["", "Accuracy:", "", *(f"- {accuracy_line(result)}" for result in results)]
-    lines += ["", "Targets:", "", *(f"- {target_line(result)}" for result in results), ""]
+    lines += ["", "Targets:", "", *(f"- {target_line(result)}" for result in results)]
     return "\n".join(lines)
+
+
+def markdown(sections: Mapping[str, str]) -> str:
+    """The whole report, of what was found by configuration."""
+    intro = "\n".join(["# What monitoring costs", "", *(f"- {one.name}: {one.description}" for one in WORKLOADS.values()), "", NOTES])
+    return "\n\n".join([intro, *(f"{SECTION}{title}\n\n{text}" for title, text in sections.items())]) + "\n"
+
+
+def read_sections(report: Path) -> dict[str, str]:
+    """What a report already has, by configuration."""
+    written = report.read_text(encoding="utf-8") if report.exists() else ""
+    parts = [part.partition("\n") for part in ("\n" + written).split("\n" + SECTION)[1:]]
+    return {title: text.strip() for title, _newline, text in parts}
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
@@ -885,8 +916,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure what monitoring adds to a training step.")
     parser.add_argument("--steps", type=positive, default=60, help="timed steps of each variant (default 60)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="which to run (default all)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"), help="Markdown file to write")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("RESULTS.md"),
+        help="Markdown file to write; what it has of other precisions and numbers of threads stays",
+    )
     parser.add_argument("--threads", type=positive, default=1, help="torch threads (default 1)")
+    parser.add_argument(
+        "--precision", choices=[FLOAT32, MIXED, BFLOAT16], default=FLOAT32, help=f"as Lightning's Trainer has it (default {FLOAT32})"
+    )
     parser.add_argument("--skip-peers", action="store_true", help="measure only our own variants and the floor")
     return parser.parse_args(arguments)
 
@@ -900,7 +939,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     for name in options.workloads:
         print(f"{name}: {WORKLOADS[name].description}", file=sys.stderr, flush=True)
-        results.append(measure(WORKLOADS[name], variants, options.steps))
+        results.append(measure(WORKLOADS[name], variants, options.steps, options.precision))
     rows = [row(result, variant) for result in results for variant in variants if variant.name in result.seconds]
     for result in results:
         print_table(f"{result.workload.name}: {result.workload.description}", [cells for cells in rows if cells[0] == result.workload.name])
@@ -908,7 +947,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{variant.name}: {variant.note}")
     for describe in (accuracy_line, target_line):
         print(*map(describe, results), sep="\n")
-    options.output.write_text(markdown(rows, results, environment(variants, options.steps)), encoding="utf-8")
+    title = f"{options.precision}, {options.threads} {'thread' if options.threads == 1 else 'threads'}"
+    sections = read_sections(options.output) | {title: section(rows, results, environment(variants, options.steps))}
+    options.output.write_text(markdown(sections), encoding="utf-8")
     print(f"written to {options.output}")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OVERHEAD = BENCHMARKS / "overhead.py"
@@ -15,6 +19,8 @@ OVERHEAD = BENCHMARKS / "overhead.py"
 def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     """A row for each variant, all values of W2's 129 activations, 128 parameters and 128 gradients, and one transfer for them."""
     report = tmp_path / "results.md"
+    others = "# Old words\n\n## 32-true, 1 thread\n\nto be replaced\n\n## bf16-mixed, 2 threads\n\n| what was | found before |\n"
+    report.write_text(others, encoding="utf-8")
     command = [sys.executable, str(OVERHEAD), "--steps", "2", "--workloads", "W2", "--skip-peers", "--output", str(report)]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=120, check=False
@@ -22,7 +28,12 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "wandb.watch is skipped" in done.stdout
 
-    text = report.read_text(encoding="utf-8")
+    whole = report.read_text(encoding="utf-8")
+    assert whole.endswith("\n\n## bf16-mixed, 2 threads\n\n| what was | found before |\n"), "what other configurations have found is gone"
+    assert "Old words" not in whole
+    _introduction, text, _others = whole.split("\n## ")
+    assert text.startswith("32-true, 1 thread\n\n20")
+    assert "to be replaced" not in text
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
     assert header[:2] == ["workload", "variant"]
@@ -59,6 +70,24 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         assert found, text
         assert float(found[1]) < 2e-6
     assert re.search(r"transfers 1, target 1: met; host reads 0, target 0: met", text)
+
+
+def test_half_precision_needs_no_more_operations_than_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every precision that can be asked for: one transfer, no host read, and what is dispatched is what finishes the table."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overhead = importlib.import_module("overhead")
+    workload = overhead.Workload("tiny", "", lambda: overhead.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)
+    variants = {one.name: one for one in overhead.VARIANTS}
+    dtypes, added = [], []
+    for precision in (overhead.FLOAT32, overhead.MIXED, overhead.BFLOAT16):
+        lanes = [overhead.Lane(variants[name], workload, precision) for name in (overhead.PLAIN, overhead.OURS)]
+        lanes[0].model[0].register_forward_hook(lambda module, _args, output: dtypes.append((module.weight.dtype, output.dtype)))
+        plain, ours = (overhead.count(lane, workload.make_batch()) for lane in lanes)
+        lanes[1].observer.close()
+        assert (ours.transfers, ours.host_reads - plain.host_reads, ours.values) == (1, 0, 7 * (5 + 4 + 4))
+        added.append(ours.dispatches - plain.dispatches)
+    assert dtypes == [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+    assert added[1:] == added[:1] * 2
 
 
 def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> None:

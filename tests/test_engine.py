@@ -723,9 +723,9 @@ def test_a_container_that_returns_its_last_parts_output_is_not_computed_again(is
     if is_compiled:
         original = RunningRows.add_at
 
-        def count(self: RunningRows, row: int, place: int, num_elements: int, *others: int) -> None:
+        def count(self: RunningRows, row: int, place: int, element_format: int, num_elements: int, *others: int) -> None:
             added.append(num_elements)
-            original(self, row, place, num_elements, *others)
+            original(self, row, place, element_format, num_elements, *others)
 
         monkeypatch.setattr(RunningRows, "add_at", count)
     else:

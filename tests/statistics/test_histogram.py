@@ -100,6 +100,17 @@ def test_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_counted([x.to(dtype)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_that_share_their_bits_in_any_chunk(dtype: torch.dtype) -> None:
+    """Zeros and infinities of both signs among the last elements, among the first, or everywhere."""
+    for place in (slice(-3, None), slice(2), slice(None, None, 3)):
+        for value in (0.0, -0.0, math.inf, -math.inf):
+            x = torch.ones(9001, dtype=dtype)
+            x[place] = value
+            x[4500] = math.nan
+            assert_counted([x])
+
+
 VIEWS = {
     "transposed": torch.randn(70, 90).T,
     "every third": torch.randn(40, 300)[:, ::3],

@@ -9,17 +9,21 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numba
 import pytest
 import torch
-from helpers.textbook import PLAIN, textbook
+from helpers.textbook import PLAIN, histogram, textbook
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
 from lightning_module_monitor.statistics import compiled, running
 from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.running import RunningRows, takes
+from lightning_module_monitor.statistics.watch import Watch
 
 
 def finished(moments: Moments, row: int = 0) -> dict[str, float]:
@@ -49,6 +53,8 @@ def test_the_kernels_numbers_are_those_of_moments_and_needs() -> None:
     assert compiled.NEED_TOKENS == Need.TOKENS
     assert compiled.NEED_SUMS == Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE
     assert compiled.NEED_COUNTS == Need.ZEROS | Need.NONFINITE
+    formats = {torch.float32: compiled.FLOAT32, torch.bfloat16: compiled.BFLOAT16, torch.float16: compiled.FLOAT16}
+    assert formats == running.ELEMENT_FORMATS
 
 
 def normal(*shape: int) -> Tensor:
@@ -141,16 +147,107 @@ def test_numbers_that_float32_is_too_small_for(name: str, needs: int) -> None:
         assert finished(rows.moments(1))[one] == pytest.approx(textbook(one, tensor), rel=1e-12, nan_ok=True), one
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_what_is_converted_is_converted_part_by_part(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a copy takes no memory to speak of; parts are whole tokens, and the last is shorter."""
-    monkeypatch.setattr(running, "PART_ELEMENTS", 100)
-    tensor = normal(30, 130).to(dtype).T
-    parts = list(running.parts_in_order(tensor, features=30))
-    assert [part.numel() for part in parts] == [90] * 43 + [30]
-    assert torch.equal(torch.cat(parts), tensor.float().reshape(-1))
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_number_of_half_precision_is_widened_exactly(dtype: torch.dtype) -> None:
+    """All 65,536, each so many times that vectors and what they leave over are both there: their mean, largest and smallest."""
+    repeats = 67
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    tensor = numbers.unsqueeze(1).expand(-1, repeats).contiguous()
+    place, element_format = tensor.data_ptr(), running.ELEMENT_FORMATS[dtype]
+    rows = RunningRows()
+    tensors = [(row, place + row * repeats * 2, element_format, repeats, 1) for row in range(len(numbers))]
+    rows.add_all_at(tensors, Need.MEAN | Need.EXTREMES)
+    moments, expected = rows.moments(len(numbers)), numbers.double()
+    assert torch.equal(moments.mean.nan_to_num(7.0), expected.nan_to_num(7.0))
+    is_number = ~expected.isnan()
+    for found in (moments.maximum, moments.minimum):
+        assert bool(found[~is_number].isnan().all())
+        # As bits: zeros have a sign.
+        assert torch.equal(found[is_number].view(torch.int64), expected[is_number].view(torch.int64))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_hard_numbers_in_half_precision(dtype: torch.dtype) -> None:
+    """What float32 is too small for, as far as half precision has it: rounded, infinite, or zero; subnormal; in odd numbers."""
+    for wide in HARD.values():
+        tensor = wide.to(dtype)
+        rows = RunningRows()
+        rows.add(0, tensor, Need.EVERYTHING)
+        assert_textbook(rows.moments(1), tensor)
+
+
+TOKENS = [(3, 5000), (1, 9000), (2, 4096), (5, 4097), (700, 13), (4097, 1), (33, 7), (1, 1, 2), (2,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("shape", TOKENS, ids=str)
+def test_tokens_that_chunks_cut(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A token may be longer than a chunk, or lie in two, or end with one."""
+    tensor = normal(*shape).to(dtype)
     rows = RunningRows()
     rows.add(0, tensor, Need.EVERYTHING)
+    assert_textbook(rows.moments(1), tensor)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_parts_of_other_precisions_merge(dtype: torch.dtype) -> None:
+    """A site whose calls differ in precision, as under autocast; and the tensor that was added last, once more."""
+    first, second = normal(50, 300), (normal(70, 300) * 3 + 100).to(dtype)
+    rows = RunningRows()
+    rows.add(0, first, Need.EVERYTHING)
+    rows.add(0, second, Need.EVERYTHING)
+    rows.add_last_again(1)
+    assert_textbook(rows.moments(2), torch.cat([first, second.float()]))
+    assert_textbook(rows.moments(2), second, row=1)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_what_lies_in_order_is_read_where_it_lies(dtype: torch.dtype) -> None:
+    """By no operation of torch's: alone and with others, for moments and histograms."""
+    tensor = normal(50, 300).to(dtype)
+    norm = STATISTICS["norm"]
+    assert isinstance(norm, Statistic)
+    read, measured = (Watch("activation", site, statistics={"norm": norm}) for site in ("read", "measured"))
+    counted = Watch("activation", "counted", statistics={"norm": norm}, histograms={"hist": None})
+    observation = Observation(lambda *_trouble: None)
+    observation.observe(counted, tensor)  # which makes the rows
+    with Operations() as operations:
+        assert observation.read(read, tensor, may_return_last=False, may_be_returned=True)
+        observation.measure_all([(measured, tensor), (measured, tensor)])
+        observation.observe(counted, tensor)
+    assert operations.names == []
+    expected = textbook("norm", tensor)
+    assert observation.collect() == {
+        read.key("norm"): pytest.approx(expected, rel=1e-12),
+        measured.key("norm"): pytest.approx(2**0.5 * expected, rel=1e-12),
+        counted.key("norm"): pytest.approx(2**0.5 * expected, rel=1e-12),
+    }
+    assert observation.histograms == {counted.key("hist"): histogram(torch.cat([tensor, tensor]))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_what_is_out_of_order_is_copied_as_it_is(dtype: torch.dtype) -> None:
+    """Into its own precision, by one operation."""
+    tensor = normal(301, 130).to(dtype).T
+    rows = RunningRows()
+    with Operations() as operations:
+        rows.add(0, tensor, Need.EVERYTHING)
+    assert [name for name in operations.names if name != "detach"] == ["clone"]
     rows.add_last_again(1)
     for row in (0, 1):
         assert_textbook(rows.moments(2), tensor, row)
@@ -200,6 +297,17 @@ def test_the_address_of_what_can_be_read_is_that_of_the_first_element() -> None:
     for name, tensor in readable.items():
         found = ctypes.c_float.from_address(running.readable_address(tensor)).value
         assert found == tensor.detach().flatten()[0].item(), name
+
+
+def test_half_precision_has_an_address_where_it_is_asked_for() -> None:
+    """Kernels that read float32 alone do not get it; an element takes two bytes of its storage, no more."""
+    for dtype in HALVES:
+        tensor = torch.ones(8, dtype=dtype)
+        assert running.readable_address(tensor) == 0
+        assert running.readable_address(tensor, running.ELEMENT_FORMATS) == tensor.data_ptr()
+        assert running.readable_address(tensor[3:], running.ELEMENT_FORMATS) == tensor.data_ptr() + 6
+        tensor.untyped_storage().resize_(14)
+        assert running.readable_address(tensor, running.ELEMENT_FORMATS) == 0
 
 
 def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> None:

@@ -213,11 +213,11 @@ def test_pieces_cover_a_tensor_once_and_hold_whole_tokens(num_tokens: int, featu
 finite_values = st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=60)
 
 
-@given(values=finite_values, data=st.data())
+@given(values=finite_values, dtype=st.sampled_from([torch.float32, torch.bfloat16]), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_moments_of_any_split_merge_to_the_moments_of_the_whole(values: list[float], data: st.DataObject) -> None:
+def test_moments_of_any_split_merge_to_the_moments_of_the_whole(values: list[float], dtype: torch.dtype, data: st.DataObject) -> None:
     """The algebra of merging: any cut, any order."""
-    x = torch.tensor(values)
+    x = torch.tensor(values, dtype=dtype)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
     parts = [x[start:end] for start, end in zip([0, *cuts], [*cuts, len(values)], strict=True)]
     parts = data.draw(st.permutations(parts))

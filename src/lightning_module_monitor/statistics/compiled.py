@@ -1,4 +1,4 @@
-"""Moments of a float32 tensor on a CPU in one pass, as machine code.
+"""Moments of a tensor of float32, bfloat16 or float16 on a CPU in one pass, as machine code.
 
 Importing this file needs numba (the extra ``fast``) and compiles it, the first time for some seconds; later the machine
 code is taken from numba's cache on disk. Nothing else imports numba.
@@ -6,7 +6,8 @@ code is taken from numba's cache on disk. Nothing else imports numba.
 Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, and powers of two to stay within
 float32, here every element is widened to float64 as it is read: no square of a float32 leaves that, and no sum of them
 rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache while the loops
-that are needed pass over them; the compiler turns each loop into vector instructions.
+that are needed pass over them; the compiler turns each loop into vector instructions. A chunk of half precision is first
+widened to float32, exactly, into a buffer that stays there too.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ CHUNK_ELEMENTS = 4096
 """16 KiB of float32."""
 
 ELEMENT_BYTES = 4
+"""Of float32."""
+HALF_BYTES = 2
 
 # The fields of a row of `Moments`, and bits of `Need`, as numbers: numba's cache knows when this file has changed, and does
-# not look at others. A test compares them.
+# not look at others. A test compares them, and the formats with those of `running.ELEMENT_FORMATS`.
 ELEMENTS, MEAN, SQUARES, DEVIATIONS, MAGNITUDE, MAXIMUM, MINIMUM, ZEROS, NONFINITE, TOKENS, TOKEN_NORM, TOKEN_RMS = range(12)
 NUM_FIELDS = 12
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+"""Formats that elements may have in memory."""
 NEED_SQUARES = 1 << 1
 NEED_EXTREMES = 1 << 4
 NEED_TOKENS = 1 << 7
@@ -44,6 +49,14 @@ INFINITY = 0x7F800000
 """The bits of float32's infinity: a magnitude of at least this is not finite."""
 SIGN = 1 << 31
 
+FLOAT16_MAGNITUDE = np.uint32(0x7FFF)
+FLOAT16_EXPONENT = np.uint32(0x7C00)
+FLOAT16_SHIFT = np.uint32(23 - 10)
+"""From its mantissa to float32's."""
+ONE_EXPONENT = np.uint32(1 << 23)
+FLOAT16_LIFT = np.uint32((127 - 15) << 23)
+LEAST_NORMAL_FLOAT16 = np.float32(2.0**-14)
+
 ANY_ORDER = {"reassoc", "contract"}
 """Sums may be taken in any order, four or eight at a time. NaN, infinity and signed zero keep their meaning."""
 
@@ -56,6 +69,59 @@ def _pointer(_context: Any, _address: Any) -> Any:  # noqa: ANN401  # numba's pr
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _float_of(_context: Any, _bits: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+    """The float32 that has these bits, a uint32."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@njit
+def _widen_bfloat16(halves: np.ndarray, wide: np.ndarray) -> None:
+    """A bfloat16 is the upper half of a float32."""
+    for i in range(halves.size):
+        wide[i] = _float_of(np.uint32(np.uint32(halves[i]) << np.uint32(16)))
+
+
+@njit
+def _widen_float16(halves: np.ndarray, wide: np.ndarray) -> None:
+    """By integers: the instruction for it is not one of every processor's, and without it numba would end the process."""
+    for i in range(halves.size):
+        half = np.uint32(halves[i])
+        exponent = np.uint32(half & FLOAT16_EXPONENT)
+        # Exponents are counted from 15 and 127, that of infinity and NaN is the largest of either format.
+        lifted = FLOAT16_LIFT + (FLOAT16_LIFT if exponent == FLOAT16_EXPONENT else np.uint32(0))
+        magnitude = np.uint32(np.uint32(np.uint32(half & FLOAT16_MAGNITUDE) << FLOAT16_SHIFT) + lifted)
+        # Zero and subnormal numbers lack the leading one that a normal number of the next exponent has: it is given, and taken.
+        is_small = exponent == np.uint32(0)
+        value = _float_of(np.uint32(magnitude + (ONE_EXPONENT if is_small else np.uint32(0))))
+        value = np.float32(value - (LEAST_NORMAL_FLOAT16 if is_small else np.float32(0.0)))
+        wide[i] = -value if half > FLOAT16_MAGNITUDE else value
+
+
+@njit
+def _chunk(address: int, start: int, size: int, element_format: int, wide: np.ndarray) -> np.ndarray:
+    """Elements of a tensor in float32: where they lie, or in ``wide``, of at least ``size``, until the next chunk is."""
+    if element_format == FLOAT32:
+        return carray(_pointer(address + start * ELEMENT_BYTES), (size,), np.float32)  # type: ignore[no-any-return]  # numba's
+    halves = carray(_pointer(address + start * HALF_BYTES), (size,), np.uint16)
+    chunk = wide[:size]
+    if element_format == BFLOAT16:
+        _widen_bfloat16(halves, chunk)
+    else:
+        _widen_float16(halves, chunk)
+    return chunk
+
+
+@njit
+def _room(num_elements: int, element_format: int) -> np.ndarray:
+    """A buffer for the chunks of a tensor, if it is not float32."""
+    return np.empty(0 if element_format == FLOAT32 else min(num_elements, CHUNK_ELEMENTS), np.float32)
 
 
 @njit(fastmath=ANY_ORDER)
@@ -110,13 +176,6 @@ def _nonfinite(bits: np.ndarray) -> int:
 
 
 @njit
-def _float_of(bits: int, scratch: np.ndarray) -> float:
-    """The float that has these bits. ``scratch``: one uint32."""
-    scratch[0] = np.uint32(bits)
-    return float(scratch.view(np.float32)[0])
-
-
-@njit
 def _clear(row: np.ndarray) -> None:
     """Make a row the moments of an empty tensor."""
     row[:] = 0.0
@@ -165,17 +224,16 @@ def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
 
 
 @njit
-def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.ndarray, scratch: np.ndarray) -> None:
-    """Moments of the elements at an address."""
-    chunk = carray(_pointer(address), (num_elements,), np.float32)
-    bits = carray(_pointer(address), (num_elements,), np.int32)
+def _measure_chunk(chunk: np.ndarray, needs: int, chunk_row: np.ndarray) -> None:
+    """Moments of the elements of a chunk."""
     _clear(chunk_row)
-    chunk_row[ELEMENTS] = num_elements
+    chunk_row[ELEMENTS] = chunk.size
     if needs & NEED_SUMS:
         _measure_sums(chunk, chunk_row)
     elif needs & NEED_SQUARES:
         chunk_row[SQUARES] = _squares_in(1.0, chunk)
     if needs & (NEED_EXTREMES | NEED_COUNTS):
+        bits = chunk.view(np.int32)
         largest, smallest, most_negative, zeros = _order(bits)
         has_negative = int(most_negative) >= SIGN
         chunk_row[ZEROS] = zeros
@@ -183,42 +241,61 @@ def _measure_chunk(address: int, num_elements: int, needs: int, chunk_row: np.nd
             chunk_row[NONFINITE] = _nonfinite(bits)
         has_nan = int(largest) > INFINITY or int(most_negative) > SIGN + INFINITY
         # Of negative floats only, the largest has the smallest bits.
-        chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(largest if largest >= 0 else smallest, scratch)
-        chunk_row[MINIMUM] = np.nan if has_nan else _float_of(most_negative if has_negative else smallest, scratch)
+        chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(np.uint32(largest if largest >= 0 else smallest))
+        chunk_row[MINIMUM] = np.nan if has_nan else _float_of(most_negative if has_negative else np.uint32(smallest))
 
 
 @njit
-def _measure_tokens(address: int, num_elements: int, features: int, row: np.ndarray) -> None:
-    """Sums over the tokens of their norm and root mean square."""
-    num_tokens = num_elements // features
-    total = 0.0
-    for token in range(num_tokens):
-        chunk = carray(_pointer(address + token * features * ELEMENT_BYTES), (features,), np.float32)
-        total += np.sqrt(_squares_in(1.0, chunk))
-    row[TOKENS] = num_tokens
-    row[TOKEN_NORM] = total
-    row[TOKEN_RMS] = total / np.sqrt(features)
+def _measure_tokens(chunk: np.ndarray, start: int, features: int, squares: float, chunk_row: np.ndarray) -> float:
+    """Sums of the norm and root mean square of the tokens that end in a chunk.
+
+    Args:
+        chunk: Elements in float32.
+        start: Number of elements of the tensor that come before them.
+        features: Size of a token.
+        squares: Of the token that the chunk goes on with, the sum of squares so far.
+        chunk_row: Gets the sums.
+
+    Returns:
+        The sum of squares of the token that the next chunk goes on with.
+    """
+    place, missing, address = 0, features - start % features, chunk.ctypes.data
+    while place < chunk.size:
+        size = min(missing, chunk.size - place)
+        # Not a slice, whose owner is counted: that takes longer than to read a short token.
+        squares += _squares_in(1.0, carray(_pointer(address + place * ELEMENT_BYTES), (size,), np.float32))
+        place += size
+        missing -= size
+        if missing == 0:
+            chunk_row[TOKENS] += 1.0
+            chunk_row[TOKEN_NORM] += np.sqrt(squares)
+            squares, missing = 0.0, features
+    chunk_row[TOKEN_RMS] = chunk_row[TOKEN_NORM] / np.sqrt(features)
+    return squares
 
 
 @njit
-def _add(address: int, num_elements: int, features: int, needs: int, row: np.ndarray, latest: np.ndarray) -> None:
-    chunk_row, scratch = np.empty(NUM_FIELDS), np.empty(1, np.uint32)
+def _add(address: int, element_format: int, num_elements: int, features: int, needs: int, row: np.ndarray, latest: np.ndarray) -> None:
+    chunk_row, wide = np.empty(NUM_FIELDS), _room(num_elements, element_format)
+    squares = 0.0
     _clear(latest)
     for start in range(0, num_elements, CHUNK_ELEMENTS):
         size = min(CHUNK_ELEMENTS, num_elements - start)
-        _measure_chunk(address + start * ELEMENT_BYTES, size, needs, chunk_row, scratch)
+        chunk = _chunk(address, start, size, element_format, wide)
+        _measure_chunk(chunk, needs, chunk_row)
+        if needs & NEED_TOKENS:
+            squares = _measure_tokens(chunk, start, features, squares, chunk_row)
         _merge(chunk_row, latest)
-    if needs & NEED_TOKENS:
-        _measure_tokens(address, num_elements, features, latest)
     _merge(latest, row)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64)", cache=True)
-def add(address: int, num_elements: int, features: int, needs: int, row: int, latest: int) -> None:
+@njit("void(int64, int64, int64, int64, int64, int64, int64)", cache=True)
+def add(address: int, element_format: int, num_elements: int, features: int, needs: int, row: int, latest: int) -> None:
     """Merge a tensor into a row. All arguments are numbers: taking arrays apart costs as much as reading a small tensor.
 
     Args:
-        address: Of the first of ``num_elements`` float32 elements that lie one after the other.
+        address: Of the first of ``num_elements`` elements that lie one after the other.
+        element_format: Which float they are: ``FLOAT32``, ``BFLOAT16`` or ``FLOAT16``.
         num_elements: At least 1.
         features: Size of the last dimension; only read for ``Need.TOKENS``.
         needs: Which moments to take, bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
@@ -226,14 +303,14 @@ def add(address: int, num_elements: int, features: int, needs: int, row: int, la
         latest: Address of as many that get the moments of this tensor alone.
     """
     own, alone = carray(_pointer(row), (NUM_FIELDS,), np.float64), carray(_pointer(latest), (NUM_FIELDS,), np.float64)
-    _add(address, num_elements, features, needs, own, alone)
+    _add(address, element_format, num_elements, features, needs, own, alone)
 
 
 @njit("void(int64[:, ::1], int64, float64[:, ::1], float64[::1])", cache=True)
 def add_many(tensors: np.ndarray, needs: int, rows: np.ndarray, latest: np.ndarray) -> None:
-    """Like :func:`add` for many tensors of the same needs; of each: row, address, number of elements, features."""
+    """Like :func:`add` for many tensors of the same needs; of each: row, address, format, number of elements, features."""
     for i in range(len(tensors)):
-        _add(tensors[i, 1], tensors[i, 2], tensors[i, 3], needs, rows[tensors[i, 0]], latest)
+        _add(tensors[i, 1], tensors[i, 2], tensors[i, 3], tensors[i, 4], needs, rows[tensors[i, 0]], latest)
 
 
 @njit("void(float64[::1], float64[:, ::1], int64)", cache=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.bins import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
-from lightning_module_monitor.statistics.running import compiled_histogram, parts_in_order, takes
+from lightning_module_monitor.statistics.running import ELEMENT_FORMATS, address, compiled_histogram, in_order, readable_address, takes
 
 FIRST_CAPACITY = 64
 ZERO_PLACE = 1 + NUM_BINS // 2
@@ -184,11 +184,9 @@ class CompiledRows:
     def add(self, row: int, tensor: Tensor) -> None:
         """Count a tensor that ``takes`` is true of."""
         self._grow_to(row)
-        total = np.zeros_like(self._latest)
-        for part in parts_in_order(tensor):
-            _kernel().count(part.data_ptr(), part.numel(), self._place_of_code, self._lanes, self._rows, row, self._latest)
-            total += self._latest
-        self._latest = total
+        ordered = tensor if readable_address(tensor, ELEMENT_FORMATS) else in_order(tensor)
+        place, element_format = address(ordered), ELEMENT_FORMATS[tensor.dtype]
+        _kernel().count(place, element_format, tensor.numel(), self._place_of_code, self._lanes, self._rows, row, self._latest)
 
     def add_last_again(self, row: int) -> None:
         """Count the tensor that was added last in one more row."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.running import address, compiled_magnitude, has_memory, readable_address, takes
+from lightning_module_monitor.statistics.running import compiled_magnitude, readable_address
 from lightning_module_monitor.statistics.table import transfer
 
 INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -43,7 +43,7 @@ class Magnitudes:
         size = tensor.numel()
         if not size:
             return UNKNOWN
-        place = readable_address(tensor) or _address_of_half(tensor)
+        place = readable_address(tensor, INFINITY)
         if place:
             kernel, dtype = compiled_magnitude(), tensor.dtype
             assert kernel is not None
@@ -79,13 +79,6 @@ class Magnitudes:
         """Forget them."""
         self._numbers.clear()
         self._has_tensors = self._has_nonfinite = False
-
-
-def _address_of_half(tensor: Tensor) -> int:
-    """Where the elements begin of a half-precision tensor that lies in order in a CPU's memory; 0 if it is something else."""
-    is_half = tensor.dtype in INFINITY and tensor.dtype is not torch.float32
-    is_readable = is_half and takes(tensor) and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
-    return address(tensor) if is_readable and has_memory(tensor) else 0
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.running import PLAIN, Readable, has_memory, num_features, readable_address
+from lightning_module_monitor.statistics.running import ELEMENT_FORMATS, PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -91,7 +91,7 @@ class Observation:
         Returns:
             Whether it was read: where only statistics are wanted, of a tensor that lies where the compiled kernel can read it.
         """
-        place = readable_address(output) if watch.is_of_moments else 0
+        place = readable_address(output, ELEMENT_FORMATS) if watch.is_of_moments else 0
         if not place:
             return False
         assert isinstance(output, Tensor)
@@ -100,7 +100,9 @@ class Observation:
             table.add_last_again(self._row(watch))
             return True
         self._last = None
-        table.running_rows().add_at(self._row(watch), place, output.numel(), num_features(output, needs), needs)
+        table.running_rows().add_at(
+            self._row(watch), place, ELEMENT_FORMATS[output.dtype], output.numel(), num_features(output, needs), needs
+        )
         if may_be_returned:
             table.note_read()
             self._remember(output, needs)
@@ -201,9 +203,10 @@ class Observation:
         try:
             for watch, tensor in seen:
                 needs = watch.needs
-                place = readable_address(tensor) if 0 < needs < Need.HISTOGRAM else 0
+                place = readable_address(tensor, ELEMENT_FORMATS) if 0 < needs < Need.HISTOGRAM else 0
                 if place:
-                    readable[needs].append((self._row(watch), place, tensor.numel(), num_features(tensor, needs)))
+                    one = (self._row(watch), place, ELEMENT_FORMATS[tensor.dtype], tensor.numel(), num_features(tensor, needs))
+                    readable[needs].append(one)
                 elif needs:
                     others.append((self._row(watch), _strided(tensor), needs))
             for needs, members in readable.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -21,11 +21,11 @@ from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
 ROW_BYTES = 8 * NUM_FIELDS
-FLOAT32_BYTES = 4
 FIRST_CAPACITY = 256
-PART_ELEMENTS = 1 << 16
-"""Elements that are converted to float32 at a time: a copy of them stays in the cache."""
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+ELEMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The kernel's number of every dtype that it reads, for moments and histograms."""
+FLOAT32 = frozenset({torch.float32})
+"""The dtype that all kernels read."""
 PLAIN = (Tensor, nn.Parameter)
 """The types whose storage is where their elements are."""
 
@@ -108,23 +108,24 @@ def compiled_normalized() -> ModuleType | None:
     return compiled
 
 
-Readable = tuple[int, int, int, int]
-"""A tensor with a :func:`readable_address`, as the kernel takes it: row, address, number of elements, features."""
+Readable = tuple[int, int, int, int, int]
+"""A tensor with a :func:`readable_address`, as the kernel takes it: row, address, format, number of elements, features."""
 
 
-def readable_address(tensor: object) -> int:
-    """Where the elements begin of what the kernel can read where it lies: a tensor of float32, at least one, in order in a CPU's memory.
+def readable_address(tensor: object, dtypes: Container[torch.dtype] = FLOAT32) -> int:
+    """Where the elements begin of what a kernel can read where it lies: a tensor of elements, at least one, in order in a CPU's memory.
 
     This is what nearly every tensor is, and one quick look tells: its dispatch keys are those of a plain one, which nothing has
     that is sparse, nested, negated by a flag, without memory, of another device, or wrapped by a transform of torch.func.
 
     Args:
         tensor: Anything.
+        dtypes: Those that the kernel reads.
 
     Returns:
         0 if it is something else.
     """
-    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
+    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
         return 0
     if torch._C._dispatch_keys(tensor).raw_repr() not in _PLAIN_KEYS or not tensor.is_contiguous():
         return 0
@@ -132,7 +133,7 @@ def readable_address(tensor: object) -> int:
         return 0
     size, storage = tensor.numel(), tensor.untyped_storage()
     # A program that streams weights may have given the memory back, or a part of it; reading on would end the process.
-    if not size or (tensor.storage_offset() + size) * FLOAT32_BYTES > storage.nbytes():
+    if not size or (tensor.storage_offset() + size) * tensor.itemsize > storage.nbytes():
         return 0
     return address(tensor)
 
@@ -164,13 +165,13 @@ _PLAIN_KEYS = _plain_keys()
 def takes(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read here: real memory of a CPU, in a precision that float64 sums are exact for.
 
-    Those of one without a :func:`readable_address` are converted on the way.
+    Those of one without a :func:`readable_address` are put :func:`in_order` for it.
     """
     # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; while torch.jit traces, sizes are no
     # numbers; a float64's square may leave float64.
     return (
         tensor.is_cpu
-        and tensor.dtype in DTYPES
+        and tensor.dtype in ELEMENT_FORMATS
         and type(tensor) in PLAIN
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and torch._C._get_tracing_state() is None
@@ -211,8 +212,6 @@ class RunningRows:
 
     def __init__(self) -> None:
         self._rows = _identity(FIRST_CAPACITY)
-        self._whole = _identity(1)
-        """A row for a tensor that is read part by part."""
         self._latest = np.empty(NUM_FIELDS)
         # Numbers, which the kernel is called with more quickly than with arrays.
         self._latest_address, self._rows_address = self._latest.ctypes.data, self._rows.ctypes.data
@@ -221,23 +220,16 @@ class RunningRows:
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
         """Merge all elements of a tensor, which has at least one, into a row."""
-        features, place = num_features(tensor, needs), readable_address(tensor)
-        if place:
-            self.add_at(row, place, tensor.numel(), features, needs)
-            return
-        if row >= len(self._rows):
-            self._grow(row)
-        self._whole[:] = _identity(1)
-        for part in parts_in_order(tensor, features):
-            _kernel().add(address(part), part.numel(), features, needs, self._whole.ctypes.data, self._latest_address)
-        self._latest[:] = self._whole[0]
-        _kernel().merge(self._latest, self._rows, row)
+        ordered = tensor if readable_address(tensor, ELEMENT_FORMATS) else in_order(tensor)
+        self.add_at(row, address(ordered), ELEMENT_FORMATS[tensor.dtype], tensor.numel(), num_features(tensor, needs), needs)
 
-    def add_at(self, row: int, place: int, num_elements: int, features: int, needs: int) -> None:
+    def add_at(  # noqa: PLR0917  # what the kernel is called with, and as quickly
+        self, row: int, place: int, element_format: int, num_elements: int, features: int, needs: int
+    ) -> None:
         """:meth:`add` of a tensor with a :func:`readable_address`."""
         if row >= len(self._rows):
             self._grow(row)
-        self._add(place, num_elements, features, needs, self._rows_address + row * ROW_BYTES, self._latest_address)
+        self._add(place, element_format, num_elements, features, needs, self._rows_address + row * ROW_BYTES, self._latest_address)
 
     def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference]]) -> None:
         """Merge the squares of differences that :func:`takes_difference` is true of, each into rows; those of one shape together."""
@@ -301,21 +293,9 @@ def _identity(num_rows: int) -> np.ndarray:
     return np.stack([field.numpy() for field in Moments.of_nothing(num_rows)], axis=1)
 
 
-def is_in_order(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory as float32, one after the other: not negated by a flag, nor zeros without memory."""
-    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+def in_order(tensor: Tensor) -> Tensor:
+    """A copy whose elements lie in memory one after the other, of a tensor that :func:`takes` is true of.
 
-
-def parts_in_order(tensor: Tensor, features: int = 1) -> Iterator[Tensor]:
-    """The elements in memory as float32, one after the other: the tensor itself if they lie so already, else copies, part by part.
-
-    Args:
-        tensor: Any that :func:`takes` is true of.
-        features: A part is a multiple of so many elements.
+    What a flag negates is negated in it, and zeros without memory have some.
     """
-    if is_in_order(tensor):
-        yield tensor.detach().view(-1)
-        return
-    flat = tensor.detach().resolve_neg().reshape(-1)
-    for part in flat.split(max(1, PART_ELEMENTS // features) * features):
-        yield part.to(torch.float32, copy=True)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
