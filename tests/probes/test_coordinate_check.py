@@ -551,6 +551,15 @@ def test_operator_norms_of_differences_with_and_without_the_compiled_kernel(is_c
         assert math.isfinite(float(found["good"]))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_operator_norms_beside_an_empty_weight_and_with_another_default_device(device: str) -> None:
+    """The norm of nothing is 0, and keeps nobody from theirs; new tensors of the program's are none of the monitor's."""
+    weights = {"empty": torch.ones(1, 0, 4), "none": torch.ones(0), "one": torch.full((1, 2, 2), 0.5)}
+    with torch.device(device):
+        found = operator_norms({name: Difference(weight) for name, weight in weights.items()})
+    assert {name: float(norm) for name, norm in found.items()} == pytest.approx({"empty": 0.0, "none": 0.0, "one": 1.0})
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.Optimizer]) -> None:
     """30 steps of batches that differ: at each the norm of W - W0 is that of an SVD, within the tolerance, and no alignment is above 1."""

@@ -29,6 +29,20 @@ def test_the_numbers_are_those_of_a_call(shape: tuple[int, ...], bias: bool) -> 
         assert not found.requires_grad
 
 
+def test_its_memory_is_of_no_default_and_of_no_mode() -> None:
+    """The program's new tensors may be of another type and device, and the first step may run in inference mode."""
+    again, module, x = LinearAgain(), nn.Linear(4, 3), torch.ones(2, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            again(module, (x,))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = again(module, (2 * x,))
+    assert found is not None
+    assert torch.equal(found, module(2 * x))
+
+
 class Doubled(nn.Linear):
     """Not what it is derived from."""
 

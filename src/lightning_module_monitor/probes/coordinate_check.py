@@ -25,6 +25,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.checked_modules import ALIGNMENT, INPUT_CHANGE, KINDS, OPERATOR_NORM
+from lightning_module_monitor.probes.layers import layer_of
 from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
@@ -69,6 +70,10 @@ class Units:
         """Forget everything."""
         self._known.clear()
 
+    def __reduce__(self) -> tuple[type[Units], tuple[()]]:
+        """A copy knows nothing: what is prepared are addresses."""
+        return Units, ()
+
     def of(self, watched: Sequence[WatchedModule], reference: Reference) -> list[CheckedUnit]:
         """Those of what is watched that have a sibling.
 
@@ -98,12 +103,18 @@ class CheckedUnit:
         self._made = self._structure()
 
     def is_as_it_was(self) -> bool:
-        """Whether the module is what it was: it may get or lose a parametrization, or a parameter."""
+        """Whether the module is what it was: it may get or lose a parametrization, or a parameter, or normalize otherwise."""
         return self._made == self._structure()
 
     def _structure(self) -> list[object]:
-        modules = self.unit.watched.site.module, self.unit.twin
-        return [(type(one), [name for name, parameter in one._parameters.items() if parameter is not None]) for one in modules]
+        return [_structure(one) for one in (self.unit.watched.site.module, self.unit.twin)]
+
+
+def _structure(module: nn.Module) -> object:
+    """What the terms of a module are made of: its type, its parameters, and how it normalizes."""
+    layer = layer_of(module)
+    shapes = [(name, parameter.shape) for name, parameter in module._parameters.items() if parameter is not None]
+    return type(module), shapes, None if layer is None else layer.token_normalization(module)
 
 
 def _unit(watched: WatchedModule, twin: nn.Module) -> Unit:
