@@ -45,9 +45,11 @@ class LinearAgain:
             return None
         shape = (*x.shape[:-1], len(weight))
         size = x.numel() // max(1, x.shape[-1]) * len(weight)
-        if self._memory.numel() < size:
-            self._memory = _memory(size)
-        result, rows = self._memory[:size].view(-1, len(weight)), x.detach().reshape(-1, x.shape[-1])
+        memory = self._memory if self._memory.numel() >= size else _memory(size)
+        result, rows = memory[:size].view(-1, len(weight)), x.detach().reshape(-1, x.shape[-1])
+        if not readable_address(result):
+            return None  # within a transform of torch.func, which wraps what is made there
+        self._memory = memory
         with torch.no_grad():
             torch.mm(rows, weight.t(), out=result) if bias is None else torch.addmm(bias, rows, weight.t(), out=result)
         return result.view(shape)
