@@ -6,6 +6,7 @@ compiled kernel finds waits here, row by row, until the step is over.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,17 @@ class TermsInPlace:
             return False
         if output.shape[:-1] != x.shape[:-1] or (x0 is not None and x0.shape != x.shape):
             return False
-        if not (self._is_known() and self._locate(output, reference, x, x0) and self._locate_parameters(output.shape[-1])):
-            return False
+        located = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
+        if x0 is not None:
+            located.append((Part.REFERENCE_INPUT, x0))
         if self._normalization is None and self._unit.is_run_again:
+            # Before anything is located: another thread that runs this module must not come in between.
             again = run_again(self._unit.twin, args)
             if again is None or again.shape != output.shape:
                 return False
-            self._parts[Part.AGAIN] = again.data_ptr()
+            located.append((Part.AGAIN, again))
+        if not (self._is_known() and self._locate(located) and self._locate_parameters(output.shape[-1])):
+            return False
         self._measure(output, x)
         return True
 
@@ -104,12 +109,9 @@ class TermsInPlace:
         self._has_read = False
         return measured
 
-    def _locate(self, output: Tensor, reference: Tensor, x: Tensor, x0: Tensor | None) -> bool:
-        """Note where everything lies; says whether all of it can be read there."""
-        located = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
-        if x0 is not None:
-            located.append((Part.REFERENCE_INPUT, x0))
-        for part, tensor in located:
+    def _locate(self, tensors: Iterable[tuple[Part, Tensor]]) -> bool:
+        """Note where they lie; says whether all of them can be read there."""
+        for part, tensor in tensors:
             self._parts[part] = place = readable_address(tensor)
             if not place:
                 return False
