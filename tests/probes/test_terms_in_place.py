@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.modules.names import ModuleSite
+from lightning_module_monitor.probes.checked_modules import EFFECTIVE, PROPAGATING
 from lightning_module_monitor.probes.coordinate_check import Units
 from lightning_module_monitor.probes.probe import Watched
 from lightning_module_monitor.probes.reference import Reference
@@ -265,6 +266,29 @@ def test_what_a_layer_does_besides_is_seen(name: str) -> None:
         wx, again, w0x0 = module(x), reference(x), reference(x0)
     assert found["rcc_effective_update/fc/rms"] == pytest.approx(rms(wx - again), rel=1e-5)
     assert found["rcc_propagating_update/fc/rms"] == pytest.approx(rms(again - w0x0), rel=1e-5)
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(6), nn.Linear(6, 6), nn.MultiheadAttention(6, 2)])
+def test_hooks_that_change_arguments_do_so_once(layer: nn.Module) -> None:
+    """In the reference as in the model, also where they draw numbers: of equal weights and inputs every change is zero."""
+
+    def noisy(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(F.dropout(one * 2 + 1) for one in args)
+
+    module, reference = copy.deepcopy(layer), copy.deepcopy(layer)
+    for one in (module, reference):
+        one.register_forward_pre_hook(noisy)
+    model, before, monitor = watched(module, reference)
+    monitor.add_rules([Rule(kinds=[EFFECTIVE, PROPAGATING], statistics="rms")])
+    args = [torch.randn(4, 6)] * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+    monitor.begin_step(0)
+    with monitor.running_reference():
+        before["fc"](*args)
+    model["fc"](*args)
+    record = monitor.end_step()
+    assert record is not None
+    assert record.values.keys() >= {"rcc_effective_update/fc/rms", "rcc_propagating_update/fc/rms"}
+    assert set(record.values.values()) == {0.0}
 
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(6), nn.Linear(6, 6)])
