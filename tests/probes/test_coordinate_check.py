@@ -498,6 +498,17 @@ def test_without_a_run_of_the_reference_it_is_said(caplog: pytest.LogCaptureFixt
         RefinedCoordinateCheck(ModuleMonitor())
 
 
+def test_a_model_without_a_layer_of_a_known_type_has_terms_alone() -> None:
+    """There is no weight of which there could be an operator norm."""
+    model = nn.Sequential(nn.GRU(4, 3))
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(copy.deepcopy(model))
+        RefinedCoordinateCheck(monitor)
+        keys = monitor.wishes.plan().keys()
+        assert {key.split("/")[0] for key in keys} == set(TERMS)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("kind", ["random", "low rank", "zero", "small"])
 def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
