@@ -230,7 +230,9 @@ class ModuleMonitorCallback(Callback):
         if source is not None and not (isinstance(source, str | nn.Module) and source):
             raise ConfigError(f"reference is {source!r}; expected 'init', the path of a checkpoint, or a module.")
         if rcc:
-            self.monitor.add_rules(coordinate_check_rules(), "rcc")
+            terms, *of_known_types = coordinate_check_rules()
+            self.monitor.add_rules(terms, "rcc")
+            self.monitor.add_rules(of_known_types, "rcc", are_optional=True)
         elif source is not None and needed_by is None:
             self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
 

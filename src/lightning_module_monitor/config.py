@@ -143,6 +143,9 @@ def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
 
     Args:
         statistics: Of its terms.
+
+    Returns:
+        That of the terms first; then those of operator norms and alignments, which a model without a layer of a known type has none of.
     """
     kinds = [kind for kind in KINDS.values() if kind.name.startswith("rcc_")]
     terms = Rule(kinds=[kind.name for kind in kinds if not kind.values], statistics=list(statistics))

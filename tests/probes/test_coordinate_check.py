@@ -498,6 +498,17 @@ def test_without_a_run_of_the_reference_it_is_said(caplog: pytest.LogCaptureFixt
         RefinedCoordinateCheck(ModuleMonitor())
 
 
+def test_a_model_without_a_layer_of_a_known_type_has_terms_alone() -> None:
+    """There is no weight of which there could be an operator norm."""
+    model = nn.Sequential(nn.GRU(4, 3))
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(copy.deepcopy(model))
+        RefinedCoordinateCheck(monitor)
+        keys = monitor.wishes.plan().keys()
+        assert {key.split("/")[0] for key in keys} == set(TERMS)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("kind", ["random", "low rank", "zero", "small"])
 def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
@@ -549,6 +560,15 @@ def test_operator_norms_of_differences_with_and_without_the_compiled_kernel(is_c
         found = operator_norms({"bad": Difference(broken, other["linear"]), "good": Difference(own["linear"], other["linear"])})
         assert not math.isfinite(float(found["bad"]))
         assert math.isfinite(float(found["good"]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_operator_norms_beside_an_empty_weight_and_with_another_default_device(device: str) -> None:
+    """The norm of nothing is 0, and keeps nobody from theirs; new tensors of the program's are none of the monitor's."""
+    weights = {"empty": torch.ones(1, 0, 4), "none": torch.ones(0), "one": torch.full((1, 2, 2), 0.5)}
+    with torch.device(device):
+        found = operator_norms({name: Difference(weight) for name, weight in weights.items()})
+    assert {name: float(norm) for name, norm in found.items()} == pytest.approx({"empty": 0.0, "none": 0.0, "one": 1.0})
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn.utils import parametrizations
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.statistics import running
+from lightning_module_monitor.statistics.running import readable_address
 
 pytestmark = pytest.mark.skipif(running.kernel() is None, reason="needs the compiled kernel")
 
@@ -27,6 +30,36 @@ def test_the_numbers_are_those_of_a_call(shape: tuple[int, ...], bias: bool) -> 
         assert found is not None
         assert torch.equal(found, module(x))
         assert not found.requires_grad
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_what_a_transform_makes_is_no_memory_for_later(transform: Callable[..., Callable[[Tensor], Tensor]]) -> None:
+    """Its tensors are wrapped, and some have no address once it is over."""
+    again, module, x = LinearAgain(), nn.Linear(4, 3), torch.ones(2, 4)
+
+    def function(y: Tensor) -> Tensor:
+        again(module, (x,))
+        return y.sum()
+
+    transform(function)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
+    found = again(module, (x,))
+    assert found is not None
+    assert readable_address(found)
+    assert torch.equal(found, module(x))
+
+
+def test_its_memory_is_of_no_default_and_of_no_mode() -> None:
+    """The program's new tensors may be of another type and device, and the first step may run in inference mode."""
+    again, module, x = LinearAgain(), nn.Linear(4, 3), torch.ones(2, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            again(module, (x,))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = again(module, (2 * x,))
+    assert found is not None
+    assert torch.equal(found, module(2 * x))
 
 
 class Doubled(nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
+from lightning_module_monitor.modules.names import ModuleSite
+from lightning_module_monitor.probes.checked_modules import EFFECTIVE, PROPAGATING
+from lightning_module_monitor.probes.coordinate_check import Units
+from lightning_module_monitor.probes.probe import Watched
+from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.terms import Part
 from lightning_module_monitor.probes.terms_in_place import NORMALIZED
 from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.registry import STATISTICS
+from lightning_module_monitor.statistics.watch import Watch
 
 pytestmark = pytest.mark.skipif(running.kernel() is None, reason="needs the compiled kernel")
 
@@ -75,21 +83,35 @@ def expected(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, fl
         return values | {"rcc_alignment/fc/effective": effective, "rcc_alignment/fc/propagating": propagating}
 
 
-def checked(module: nn.Module, reference: nn.Module, x: Tensor, x0: Tensor, statistics: tuple[str, ...] = ("rms",)) -> dict[str, float]:
-    """What the check gives for one step."""
+def watched(module: nn.Module, reference: nn.Module, on_error: str = "raise") -> tuple[nn.ModuleDict, nn.ModuleDict, ModuleMonitor]:
+    """A model of one layer, its reference, and a monitor of both."""
     model, before = nn.ModuleDict({"fc": module}), nn.ModuleDict({"fc": reference})
-    monitor = ModuleMonitor(on_error="raise", module="fc")
+    monitor = ModuleMonitor(on_error=on_error, module="fc")
     monitor.set_module(model)
     monitor.set_reference_module(before)
-    RefinedCoordinateCheck(monitor, statistics=statistics)
-    for step in range(2):  # what is prepared in the first step is used in the second
-        monitor.begin_step(step)
-        with monitor.no_monitor():
-            before["fc"](x0)
-        model["fc"](x)
-        record = monitor.end_step()
+    return model, before, monitor
+
+
+def one_step(
+    watching: tuple[nn.ModuleDict, nn.ModuleDict, ModuleMonitor], step: int, x: Tensor, x0: Tensor
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Outputs of both, and the values of the step."""
+    model, before, monitor = watching
+    monitor.begin_step(step)
+    with monitor.no_monitor():
+        w0x0 = before["fc"](x0)
+    wx = model["fc"](x)
+    record = monitor.end_step()
     assert record is not None
-    return dict(record.values)
+    return wx, w0x0, dict(record.values)
+
+
+def checked(module: nn.Module, reference: nn.Module, x: Tensor, x0: Tensor, statistics: tuple[str, ...] = ("rms",)) -> dict[str, float]:
+    """What the check gives for one step."""
+    watching = watched(module, reference)
+    RefinedCoordinateCheck(watching[-1], statistics=statistics)
+    one_step(watching, 0, x, x0)
+    return one_step(watching, 1, x, x0)[-1]  # what is prepared in the first step is used in the second
 
 
 def models(name: str) -> tuple[nn.Module, nn.Module]:
@@ -189,23 +211,173 @@ def test_values_that_are_not_finite_are_not_hidden() -> None:
 def test_a_layer_that_becomes_another_is_seen_as_that() -> None:
     """What was prepared for a layer is made anew once it loses its bias, or is parametrized."""
     module, reference = models("linear")
-    model, before = nn.ModuleDict({"fc": module}), nn.ModuleDict({"fc": reference})
-    monitor = ModuleMonitor(on_error="raise", module="fc")
-    monitor.set_module(model)
-    monitor.set_reference_module(before)
-    RefinedCoordinateCheck(monitor)
+    watching = watched(module, reference)
+    RefinedCoordinateCheck(watching[-1])
     x = torch.randn(4, FEATURES)
     for step, change in enumerate(
         (lambda layer: None, lambda layer: layer.register_parameter("bias", None), nn.utils.parametrizations.weight_norm)
     ):
-        for layer in (model["fc"], before["fc"]):
+        for layer in (module, reference):
             change(layer)
-        monitor.begin_step(step)
-        with monitor.no_monitor():
-            w0x0 = before["fc"](x)
-        wx = model["fc"](x)
-        record = monitor.end_step()
-        assert record is not None
-        assert record.values["rcc_effective_update/fc/rms"] == pytest.approx(rms(wx.double() - w0x0.double()), rel=1e-5)
-        of_weight = wx.double() - (0.0 if step else model["fc"].bias.double())
-        assert record.values["rcc_output/fc.weight/rms"] == pytest.approx(rms(of_weight), rel=1e-5)
+        wx, w0x0, values = one_step(watching, step, x, x)
+        assert values["rcc_effective_update/fc/rms"] == pytest.approx(rms(wx.double() - w0x0.double()), rel=1e-5)
+        of_weight = wx.double() - (0.0 if step else module.bias.double())
+        assert values["rcc_output/fc.weight/rms"] == pytest.approx(rms(of_weight), rel=1e-5)
+
+
+class Tripled(nn.LayerNorm):
+    """Not what it is derived from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three times the output."""
+        return 3 * super().forward(x)
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    """With somebody's hook."""
+    layer.register_forward_hook(lambda _module, _args, output: 3 * output)
+    return layer
+
+
+def overridden(layer: Any) -> nn.Module:
+    """With a forward of its own."""
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+    return layer
+
+
+OTHERS: dict[str, Any] = {
+    "the model's has a hook": lambda: (hooked(nn.LayerNorm(6)), nn.LayerNorm(6)),
+    "the reference's has a hook": lambda: (nn.LayerNorm(6), hooked(nn.LayerNorm(6))),
+    "a forward of its own": lambda: (overridden(nn.RMSNorm(6)), nn.RMSNorm(6)),
+    "another class": lambda: (nn.LayerNorm(6), Tripled(6)),
+    "another epsilon": lambda: (nn.LayerNorm(6), nn.LayerNorm(6, eps=1.0)),
+    "a linear layer's reference has a hook": lambda: (nn.Linear(6, 6), hooked(nn.Linear(6, 6))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_layer_does_besides_is_seen(name: str) -> None:
+    """The two terms are of what the modules give, and add up to the change of the output."""
+    module, reference = OTHERS[name]()
+    x, x0 = torch.randn(4, 6), torch.randn(4, 6)
+    found = checked(module, reference, x, x0)
+    with torch.no_grad():
+        wx, again, w0x0 = module(x), reference(x), reference(x0)
+    assert found["rcc_effective_update/fc/rms"] == pytest.approx(rms(wx - again), rel=1e-5)
+    assert found["rcc_propagating_update/fc/rms"] == pytest.approx(rms(again - w0x0), rel=1e-5)
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(6), nn.Linear(6, 6), nn.MultiheadAttention(6, 2)])
+def test_hooks_that_change_arguments_do_so_once(layer: nn.Module) -> None:
+    """In the reference as in the model, also where they draw numbers: of equal weights and inputs every change is zero."""
+
+    def noisy(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(F.dropout(one * 2 + 1) for one in args)
+
+    module, reference = copy.deepcopy(layer), copy.deepcopy(layer)
+    for one in (module, reference):
+        one.register_forward_pre_hook(noisy)
+    model, before, monitor = watched(module, reference)
+    monitor.add_rules([Rule(kinds=[EFFECTIVE, PROPAGATING], statistics="rms")])
+    args = [torch.randn(4, 6)] * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+    monitor.begin_step(0)
+    with monitor.running_reference():
+        before["fc"](*args)
+    model["fc"](*args)
+    record = monitor.end_step()
+    assert record is not None
+    assert record.values.keys() >= {"rcc_effective_update/fc/rms", "rcc_propagating_update/fc/rms"}
+    assert set(record.values.values()) == {0.0}
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(6), nn.Linear(6, 6)])
+@pytest.mark.parametrize("shaped", [lambda x: x.unflatten(-1, (2, 3)), lambda x: x.repeat(1, 2), lambda x: x.repeat(2, 1)])
+def test_an_output_of_another_shape_than_the_parameters_is_not_read_beyond_them(layer: nn.Module, shaped: Any) -> None:
+    """A hook of somebody's may give an output any shape: the kernel would read, and write, memory that is not the layer's."""
+    module, reference = copy.deepcopy(layer), copy.deepcopy(layer)
+    for one in (module, reference):
+        one.register_forward_hook(lambda _module, _args, output: shaped(output))
+    watching = watched(module, reference, "warn")
+    watching[-1].add_rules([Rule(kinds="rcc_output", statistics="rms")])
+    x = torch.randn(4, 6)
+    output, _w0x0, values = one_step(watching, 0, x, x)
+    if output.shape[-1] == 6:
+        assert values["rcc_output/fc/rms"] == pytest.approx(rms(output), rel=1e-6)
+    else:  # whose bias is of other features
+        assert values["monitor/errors"] == 1
+
+
+@pytest.mark.parametrize(("epsilon", "normalized"), [(0.0, float("nan")), (1e-200, 0.0)])
+def test_what_cannot_be_normalized_is_no_error_and_leaves_nothing_behind(epsilon: float, normalized: float) -> None:
+    """A token of zeros without an epsilon; the values of the step after are right."""
+    watching = watched(nn.RMSNorm(6, eps=epsilon), nn.RMSNorm(6, eps=epsilon))
+    RefinedCoordinateCheck(watching[-1])
+    _wx, _w0x0, values = one_step(watching, 0, torch.zeros(4, 6), torch.zeros(4, 6))
+    assert values["rcc_input/fc.weight/rms"] == pytest.approx(normalized, nan_ok=True)
+    assert values["rcc_input/fc/rms"] == 0
+    output, _w0x0, values = one_step(watching, 1, torch.randn(4, 6), torch.randn(4, 6))
+    assert values["rcc_output/fc/rms"] == pytest.approx(rms(output), rel=1e-6)
+
+
+def test_an_error_in_the_kernel_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other kernel has measured its terms by then."""
+    watching = watched(nn.LayerNorm(6), nn.LayerNorm(6), "warn")
+    RefinedCoordinateCheck(watching[-1])
+    x = torch.randn(4, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_module_monitor.probes.terms_in_place.compiled_normalized", lambda: 1 / 0)
+        _wx, _w0x0, values = one_step(watching, 0, x, x)
+    assert values["monitor/errors"] > 0
+    nn.init.constant_(watching[0]["fc"].weight, 3.0)
+    output, _w0x0, values = one_step(watching, 1, x, x)
+    assert values["rcc_output/fc/rms"] == pytest.approx(rms(output), rel=1e-6)
+
+
+def without_bias(layer: nn.Module) -> None:
+    """A change of structure."""
+    layer.register_parameter("bias", None)
+
+
+def with_epsilon(layer: Any) -> None:
+    """A change of no parameter."""
+    layer.eps = 0.5
+
+
+def longer(layer: Any) -> None:
+    """A change of shapes."""
+    layer.weight, layer.bias, layer.normalized_shape = nn.Parameter(torch.ones(9)), nn.Parameter(torch.zeros(9)), (9,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "whose"), [(without_bias, "reference"), (with_epsilon, "both"), (with_epsilon, "model"), (longer, "both")]
+)
+def test_what_changes_between_steps_is_seen(changes: Any, whose: str) -> None:
+    """In the model, the reference or both; after a step that has prepared for what was before."""
+    module, reference = nn.LayerNorm(6), nn.LayerNorm(6)
+    for parameter in (*module.parameters(), *reference.parameters()):
+        nn.init.normal_(parameter)
+    watching = watched(module, reference)
+    RefinedCoordinateCheck(watching[-1])
+    one_step(watching, 0, torch.randn(4, 6), torch.randn(4, 6))
+    for one in {"model": [module], "reference": [reference], "both": [module, reference]}[whose]:
+        changes(one)
+    x, x0 = (torch.randn(4, *module.normalized_shape) for _ in range(2))
+    wx, w0x0, values = one_step(watching, 1, x, x0)
+    with torch.no_grad():
+        again = reference(x)
+    assert values["rcc_effective_update/fc/rms"] == pytest.approx(rms(wx - again), rel=1e-5, abs=1e-6)
+    assert values["rcc_propagating_update/fc/rms"] == pytest.approx(rms(again - w0x0), rel=1e-5)
+
+
+def test_a_copy_of_what_was_prepared_is_prepared_anew() -> None:
+    """It has addresses, which are those of the original."""
+    model, before = nn.ModuleDict({"fc": nn.Linear(6, 6)}), nn.ModuleDict({"fc": nn.Linear(6, 6)})
+    reference = Reference(model, before, follows=False, cpu_offload=False)
+    sites = [
+        Watched(ModuleSite("fc", ("fc",), model["fc"]), {"rcc_output": Watch("rcc_output", "fc", statistics={"rms": STATISTICS["rms"]})})
+    ]
+    units = Units()
+    assert units.of(sites, reference) is units.of(sites, reference)
+    for copied, its_reference in (copy.deepcopy((units, reference)), pickle.loads(pickle.dumps((units, reference)))):
+        assert not copied.of(sites, its_reference)  # the original's modules have no sibling there

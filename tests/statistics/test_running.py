@@ -266,6 +266,19 @@ def test_more_rows_than_there_were_at_first() -> None:
     assert float(moments.elements.sum()) == 3 * (len(numbers) + 1)
 
 
+def test_the_first_tensor_may_come_within_a_transform() -> None:
+    """What torch makes there has no memory; a tensor from outside has."""
+    made, outside = [], torch.full((3,), 2.0)
+
+    def function(x: Tensor) -> Tensor:
+        made.append(RunningRows())
+        made[0].add(0, outside, Need.MEAN)
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert float(made[0].moments(1).mean[0]) == 2
+
+
 def test_only_real_memory_of_a_cpu_is_read() -> None:
     """All else goes to torch's own operations, which know what to do or raise."""
     assert takes(torch.ones(3))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
 
 
 class Handle(Protocol):
@@ -66,3 +68,12 @@ class UncopiedHook(ForwardHook):
     def __call__(self, *args: object) -> None:
         """Call the function."""
         self._function(*args)
+
+
+def runs_forward_alone(module: nn.Module) -> bool:
+    """Whether a call of a module is its class's ``forward``, and nothing else: no hooks but the monitor's, no ``forward`` of its own."""
+    if type(module).__call__ is not nn.Module.__call__ or "forward" in vars(module) or module._compiled_call_impl is not None:
+        return False
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return False
+    return all(isinstance(hook, ForwardHook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.checked_modules import ALIGNMENT, INPUT_CHANGE, KINDS, OPERATOR_NORM
+from lightning_module_monitor.probes.layers import layer_of
 from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
@@ -69,6 +70,10 @@ class Units:
         """Forget everything."""
         self._known.clear()
 
+    def __reduce__(self) -> tuple[type[Units], tuple[()]]:
+        """A copy knows nothing: what is prepared are addresses."""
+        return Units, ()
+
     def of(self, watched: Sequence[WatchedModule], reference: Reference) -> list[CheckedUnit]:
         """Those of what is watched that have a sibling.
 
@@ -98,12 +103,18 @@ class CheckedUnit:
         self._made = self._structure()
 
     def is_as_it_was(self) -> bool:
-        """Whether the module is what it was: it may get or lose a parametrization, or a parameter."""
+        """Whether the module is what it was: it may get or lose a parametrization, or a parameter, or normalize otherwise."""
         return self._made == self._structure()
 
     def _structure(self) -> list[object]:
-        modules = self.unit.watched.site.module, self.unit.twin
-        return [(type(one), [name for name, parameter in one._parameters.items() if parameter is not None]) for one in modules]
+        return [_structure(one) for one in (self.unit.watched.site.module, self.unit.twin)]
+
+
+def _structure(module: nn.Module) -> object:
+    """What the terms of a module are made of: its type, its parameters, and how it normalizes."""
+    layer = layer_of(module)
+    shapes = [(name, parameter.shape) for name, parameter in module._parameters.items() if parameter is not None]
+    return type(module), shapes, None if layer is None else layer.token_normalization(module)
 
 
 def _unit(watched: WatchedModule, twin: nn.Module) -> Unit:
@@ -156,8 +167,11 @@ class CoordinateCheckProbe(Probe):
         """Put the hooks on."""
         for checked in self._checked:
             module = checked.unit.watched.site.module
+            if any(not isinstance(hook, ForwardHook) for hook in checked.unit.twin._forward_pre_hooks.values()):
+                called = UncopiedHook(functools.partial(self._before_forward, checked.unit.called))
+                self._hooks.add(module.register_forward_pre_hook(called, with_kwargs=True, prepend=True))
             if checked.unit.may_draw:
-                before = UncopiedHook(functools.partial(self._before_forward, checked.unit))
+                before = UncopiedHook(functools.partial(self._before_forward, checked.unit.begun))
                 self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
             after = UncopiedHook(functools.partial(self._after_forward, checked.unit, checked.in_place))
             self._hooks.add(module.register_forward_hook(after, with_kwargs=True))
@@ -176,6 +190,7 @@ class CoordinateCheckProbe(Probe):
         """Forget the calls that an error has ended."""
         for unit in self._units:
             unit.begun.clear()
+            unit.called.clear()
 
     def finish(self) -> None:
         """Take in what was read in place."""
@@ -206,9 +221,11 @@ class CoordinateCheckProbe(Probe):
         found = [one.in_place.totals() for one in self._checked if one.in_place is not None]
         return [totals for totals in found if totals is not None]
 
-    def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, calls: list[tuple[Any, Any, RandomStates]], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._is_counted():
-            unit.begun.append((*copied((args, kwargs)), RandomStates.now(self._device)))
+            calls.append((*copied((args, kwargs)), RandomStates.now(self._device)))
 
     def _after_forward(  # torch's protocol, behind the module and how it is read
         self,
@@ -225,13 +242,15 @@ class CoordinateCheckProbe(Probe):
             states = None
             if unit.may_draw:
                 args, kwargs, states = unit.begun.pop()
+            # The sibling's hooks are to see what those of the model have seen, and not what these have made of it.
+            called = unit.called.pop() if unit.called else (args, kwargs, states)
             call = self._twins.take(unit.twin, _NAME)
             if call is None:
                 self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
             elif in_place is not None and not kwargs and in_place.read(self._linear_again, args, output, call):
                 return
             with torch.no_grad():
-                again = self._run_again(unit, args, kwargs, states)
+                again = self._run_again(unit, *called)
                 with _exactly(self._device):
                     self._observation.observe_for(
                         [

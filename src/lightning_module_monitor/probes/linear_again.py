@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 
-from lightning_module_monitor.modules.hooks import UncopiedHook
+from lightning_module_monitor.modules.hooks import runs_forward_alone
 from lightning_module_monitor.statistics.running import readable_address
 
 KEPT_ELEMENTS = 1 << 22
@@ -22,12 +21,12 @@ class LinearAgain:
     """Does what a plain ``torch.nn.Linear`` does, by the same operation. A result is gone when the next one comes."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = _memory(0)
 
     def release(self) -> None:
         """Give memory back, if it is much."""
         if self._memory.numel() > KEPT_ELEMENTS:
-            self._memory = torch.empty(0)
+            self._memory = _memory(0)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
         """The module's output, without a graph; ``None`` where it must be called: it is no such layer, or the operation another.
@@ -46,9 +45,11 @@ class LinearAgain:
             return None
         shape = (*x.shape[:-1], len(weight))
         size = x.numel() // max(1, x.shape[-1]) * len(weight)
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size)
-        result, rows = self._memory[:size].view(-1, len(weight)), x.detach().reshape(-1, x.shape[-1])
+        memory = self._memory if self._memory.numel() >= size else _memory(size)
+        result, rows = memory[:size].view(-1, len(weight)), x.detach().reshape(-1, x.shape[-1])
+        if not readable_address(result):
+            return None  # within a transform of torch.func, which wraps what is made there
+        self._memory = memory
         with torch.no_grad():
             torch.mm(rows, weight.t(), out=result) if bias is None else torch.addmm(bias, rows, weight.t(), out=result)
         return result.view(shape)
@@ -56,10 +57,11 @@ class LinearAgain:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call runs the forward of ``torch.nn.Linear``, its own parameters, and no hooks but the monitor's."""
-    if type(module).forward is not nn.Linear.forward or type(module).__call__ is not nn.Module.__call__:
-        return False
-    if "forward" in vars(module) or module._compiled_call_impl is not None or not {"weight", "bias"} <= module._parameters.keys():
-        return False
-    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
-        return False
-    return all(isinstance(hook, UncopiedHook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    is_linear = type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
+    return is_linear and runs_forward_alone(module)
+
+
+def _memory(num_elements: int) -> Tensor:
+    """Memory that any step can write, whatever the program's defaults are, and the mode that this step runs in."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(num_elements, dtype=torch.float32, device="cpu")

@@ -68,7 +68,9 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for site, weight in weights.items():
         tensor = weight.tensor
-        if tensor.dim() == 1:
+        if not tensor.numel():
+            norms[site] = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        elif tensor.dim() == 1:
             norms[site] = weight.computed().abs().max().double()
         elif _takes(weight):
             compiled[tensor.shape[2]].append(site)
@@ -117,8 +119,8 @@ def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Ite
 
 def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A random vector of norm 1, shape ``(columns,)``."""
-    generator = torch.Generator().manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
-    start = torch.randn(columns, generator=generator, dtype=dtype)
+    generator = torch.Generator("cpu").manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
+    start = torch.randn(columns, generator=generator, dtype=dtype, device="cpu")
     direction: Tensor = start / torch.linalg.vector_norm(start)
     return direction
 

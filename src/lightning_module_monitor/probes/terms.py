@@ -75,6 +75,8 @@ class Unit:
     alignment: Mapping[str, Watch]
     begun: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
     """Arguments and random states of calls that are not over, of a module that may draw numbers or overwrite its input."""
+    called: list[tuple[Any, Any, RandomStates]] = field(default_factory=list)
+    """The same as before any hook has seen them, where the sibling has hooks of its own that may change arguments."""
 
     def __post_init__(self) -> None:
         self.layer = layer_of(self.watched.site.module)

@@ -6,13 +6,15 @@ compiled kernel finds waits here, row by row, until the step is over.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_module_monitor.probes.layers import TokenNormalization
+from lightning_module_monitor.modules.hooks import runs_forward_alone
+from lightning_module_monitor.probes.layers import TokenNormalization, layer_of
 from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.probes.reference import Call
 from lightning_module_monitor.probes.terms import Part, Term, Unit
@@ -46,6 +48,7 @@ class TermsInPlace:
         self._unit = unit
         self._normalization = unit.layer.token_normalization(unit.watched.site.module)
         bias = unit.twin._parameters.get("bias")
+        self._parameters = _parameters(unit, has_weight=self._normalization is not None, has_bias=bias is not None)
         self._parts = np.zeros(len(Part), dtype=np.int64)
         self._bias_change = np.empty(0 if bias is None else bias.numel(), dtype=np.float32)
         if bias is not None:
@@ -81,15 +84,19 @@ class TermsInPlace:
         x, reference, x0 = args[0], call.outputs[0][1], call.inputs[0][1] if self._has_change else None
         if not (isinstance(output, Tensor) and isinstance(x, Tensor)) or output.shape != reference.shape:
             return False
-        if x0 is not None and x0.shape != x.shape:
+        if output.shape[:-1] != x.shape[:-1] or (x0 is not None and x0.shape != x.shape):
             return False
-        if not self._locate(output, reference, x, x0):
-            return False
+        located = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
+        if x0 is not None:
+            located.append((Part.REFERENCE_INPUT, x0))
         if self._normalization is None and self._unit.is_run_again:
+            # Before anything is located: another thread that runs this module must not come in between.
             again = run_again(self._unit.twin, args)
-            if again is None:
+            if again is None or again.shape != output.shape:
                 return False
-            self._parts[Part.AGAIN] = again.data_ptr()
+            located.append((Part.AGAIN, again))
+        if not (self._is_known() and self._locate(located) and self._locate_parameters(output.shape[-1])):
+            return False
         self._measure(output, x)
         return True
 
@@ -102,25 +109,34 @@ class TermsInPlace:
         self._has_read = False
         return measured
 
-    def _locate(self, output: Tensor, reference: Tensor, x: Tensor, x0: Tensor | None) -> bool:
-        """Note where everything lies; says whether all of it can be read there."""
-        parts, module, twin = self._parts, self._unit.watched.site.module, self._unit.twin
-        located: list[tuple[Part, object]] = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
-        if x0 is not None:
-            located.append((Part.REFERENCE_INPUT, x0))
-        if self._normalization is not None:
-            located += [(Part.WEIGHT, module._parameters["weight"]), (Part.REFERENCE_WEIGHT, twin._parameters["weight"])]
-        if len(self._bias_change):
-            located += [(Part.BIAS, module._parameters["bias"]), (Part.REFERENCE_BIAS, twin._parameters["bias"])]
-        for part, tensor in located:
-            parts[part] = place = readable_address(tensor)
+    def _locate(self, tensors: Iterable[tuple[Part, Tensor]]) -> bool:
+        """Note where they lie; says whether all of them can be read there."""
+        for part, tensor in tensors:
+            self._parts[part] = place = readable_address(tensor)
             if not place:
                 return False
         return True
 
+    def _locate_parameters(self, features: int) -> bool:
+        """As :meth:`_locate`, for parameters, of which the kernel reads as many elements as an output has features."""
+        if len(self._bias_change) not in (0, features):
+            return False
+        for part, module, name in self._parameters:
+            parameter = module._parameters.get(name)
+            self._parts[part] = place = readable_address(parameter)
+            if not place or parameter is None or parameter.numel() != features:
+                return False
+        return True
+
+    def _is_known(self) -> bool:
+        """Whether all is known that a norm does, the model's and the reference's: the kernel does it by itself."""
+        modules = () if self._normalization is None else (self._unit.watched.site.module, self._unit.twin)
+        return all(map(runs_forward_alone, modules))
+
     def _measure(self, output: Tensor, x: Tensor) -> None:
         terms, features = compiled_terms(), x.shape[-1]
         assert terms is not None
+        self._has_read = True
         parts, recipe, forms, totals = self._addresses
         num_tokens, of_output, of_input = x.numel() // features, self._num_of_output, self._num_of_input
         terms.add_terms(parts, recipe, of_output, of_input, num_tokens, output.shape[-1], features, totals)
@@ -129,7 +145,6 @@ class TermsInPlace:
             assert normalized is not None
             totals += (of_output + of_input) * self._totals.strides[0]
             normalized.add_normalized(parts, forms, len(self._forms), num_tokens, features, *self._normalization, totals)
-        self._has_read = True
 
 
 def _sorted(unit: Unit, normalization: TokenNormalization | None) -> tuple[list[Term], list[Term], list[tuple[Term, int]]]:
@@ -141,6 +156,14 @@ def _sorted(unit: Unit, normalization: TokenNormalization | None) -> tuple[list[
     return [term for term in terms if term.parts not in NORMALIZED], [], of_norm
 
 
+def _parameters(unit: Unit, *, has_weight: bool, has_bias: bool) -> list[tuple[Part, nn.Module, str]]:
+    """The parameters that the kernel reads: as what, whose, and their names."""
+    module, twin = unit.watched.site.module, unit.twin
+    of_weight = [(Part.WEIGHT, module, "weight"), (Part.REFERENCE_WEIGHT, twin, "weight")] if has_weight else []
+    of_bias = [(Part.BIAS, module, "bias"), (Part.REFERENCE_BIAS, twin, "bias")] if has_bias else []
+    return of_weight + of_bias
+
+
 def is_plain(unit: Unit) -> bool:
     """Whether a module is of a type that is known here, with parameters of its own, and nothing but squares are wanted of its terms."""
     module, twin, layer = unit.watched.site.module, unit.twin, unit.layer
@@ -149,8 +172,10 @@ def is_plain(unit: Unit) -> bool:
     )
     if layer is None or not is_known or is_parametrized(module) or is_parametrized(twin):
         return False
+    if layer_of(twin) is not layer or layer.token_normalization(module) != layer.token_normalization(twin):
+        return False
     names = {"weight", "bias"} if layer.has_bias(module) else {"weight"}
-    if not names <= module._parameters.keys() & twin._parameters.keys():
+    if any({name for name in ("weight", "bias") if one._parameters.get(name) is not None} != names for one in (module, twin)):
         return False
     return all(_is_of_squares(wish) for term in unit.terms_of_output + unit.terms_of_input for wish in term.wishes)
 

@@ -49,7 +49,9 @@ class RefinedCoordinateCheck:
         if not monitor.has_reference_module():
             raise ValueError("The monitor has no reference; call monitor.set_reference_module(module) first.")
         self._monitor = monitor
-        monitor.add_rules(coordinate_check_rules(statistics))
+        terms, *of_known_types = coordinate_check_rules(statistics)
+        monitor.add_rules(terms)
+        monitor.add_rules(of_known_types, are_optional=True)
 
     def refined_coordinate_check(self) -> None:
         """End the check of a micro-batch, after its forward passes; the terms were taken as the modules ran."""

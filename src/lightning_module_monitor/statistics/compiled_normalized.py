@@ -54,7 +54,7 @@ def _squares_about(values: np.ndarray, center: np.float32) -> Any:  # noqa: ANN4
     return total
 
 
-@njit
+@njit(error_model="numpy")
 def _normalization(token: np.ndarray, is_centered: bool, epsilon: float) -> tuple[np.float32, np.float32, bool]:
     """What is taken from a token, what the rest is divided by, and whether float32 was good enough for them."""
     center = np.float32(_sum(token) / np.float32(token.size)) if is_centered else np.float32(0.0)
@@ -105,7 +105,7 @@ def _squares(  # machine code
     totals[EFFECTIVE], totals[EFFECTIVE_ALONE], totals[PROPAGATING] = of_effective, of_effective_alone, of_propagating
 
 
-@njit
+@njit(error_model="numpy")
 def _wide_normalization(token: np.ndarray, is_centered: bool, epsilon: float) -> tuple[float, float]:
     """What is taken from a token, and what the rest is multiplied by, in float64."""
     center = 0.0
@@ -147,7 +147,7 @@ def _wide_squares(
         totals[EFFECTIVE] += (update + bias_change[i]) ** 2
 
 
-@njit
+@njit(error_model="numpy")
 def _measure(
     own: np.ndarray,
     other: np.ndarray,

@@ -290,7 +290,11 @@ _address_to_read: Callable[[Tensor], int] = getattr(torch._C, "_data_address", T
 
 def _identity(num_rows: int) -> np.ndarray:
     """Moments of empty tensors, shape ``(num_rows, NUM_FIELDS)``, float64."""
-    return np.stack([field.numpy() for field in Moments.of_nothing(num_rows)], axis=1)
+    return np.tile(_NOTHING, (num_rows, 1))
+
+
+# Made once, here: what is made within a transform of torch.func has no memory that numpy could read.
+_NOTHING = np.array([float(field) for field in Moments.of_nothing(1)])
 
 
 def in_order(tensor: Tensor) -> Tensor:
