@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +15,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_module_monitor.health.producer import Producer, producer
+from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
 from lightning_module_monitor.modules.outputs import copied, named_tensors
+from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
@@ -118,6 +121,8 @@ class StepAgain:
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
         seen = self._seen(trainer, pl_module, sites, kept, is_scaled=is_scaled)
         found = None if seen is None else producer(seen)
+        if found is not None and found.site == ROOT and found.is_forward:
+            found = replace(found, words=f"{found.words} {_in_words(kept.batch)}")
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
@@ -210,6 +215,16 @@ def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
 def _versions(batch: object) -> list[tuple[object, int, int]]:
     """What changes with every write into a tensor of a batch. Into one of inference mode nobody can write while a model trains."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
+
+
+def _in_words(batch: object) -> str:
+    """Whether a batch is finite: where nobody but it and the LightningModule's own code can be accused, it tells which of them."""
+    numbers = Magnitudes()
+    for _path, tensor in named_tensors(batch):
+        if tensor.is_floating_point() or tensor.is_complex():
+            numbers.add(local_part(tensor))
+    kinds = sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
+    return f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

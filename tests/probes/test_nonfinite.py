@@ -184,3 +184,75 @@ def test_the_infinities_of_a_mask_are_its_fault_only_where_they_are_used(is_insi
     found = producer(seen)
     assert found is not None
     assert found.site == ({"log": "1", "mask": "0.mask"}[culprit] if is_inside else culprit)
+
+
+class TwoInputs(nn.Module):
+    """Gives a module what another one has returned, and what it is given itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), inner
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        summed: Tensor = self.inner(self.first(x), other)
+        return summed
+
+
+class Add(nn.Module):
+    """Has no module in it."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other
+
+
+class AddByKeyword(nn.Module):
+    """Has one in it, which it calls with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Add()
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        summed: Tensor = self.add(x=x, other=other)
+        return summed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("inner", [Add, AddByKeyword])
+def test_what_a_module_is_given_beside_its_first_tensor_is_not_its_fault(inner: type[nn.Module], value: float) -> None:
+    """Be it the second argument or a keyword, of a module with others in it or without."""
+    model = TwoInputs(inner())
+    probe = NonfiniteProbe(Namer().module_sites(model), pytest.fail)
+    probe.attach()
+    probe.begin_micro_batch()
+    probe.begin_backward(model(torch.ones(2, 3), torch.tensor(value)).sum())
+    seen = probe.seen()
+    probe.close()
+    assert seen is not None
+    found = producer(seen)
+    assert found is not None
+    is_known = inner is Add or math.isnan(value)  # of a module with others in it infinities may be a mask
+    assert found.site == ("_root_" if is_known else "inner")
+    assert "was given" in found.words or not is_known
+
+
+class Pair(nn.Module):
+    """Returns two tensors, of which the second is not finite."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.log(-1 - x.abs())
+
+
+def test_calls_are_counted_and_not_their_outputs() -> None:
+    """A module that returns two tensors was called once."""
+    model = nn.Sequential(Pair())
+    probe = NonfiniteProbe(Namer().module_sites(model), pytest.fail)
+    probe.attach()
+    probe.begin_micro_batch()
+    model(torch.ones(2, 3))
+    seen = probe.seen()
+    probe.close()
+    assert seen is not None
+    found = producer(seen)
+    assert found is not None
+    assert (found.site, found.call) == ("0", 0)

@@ -284,6 +284,16 @@ def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> N
     visit.page.close()
 
 
+def test_a_page_without_a_heat_map_is_alive_too(browser: Browser, tmp_path: Path) -> None:
+    """Of a run that has recorded nothing of its model the page says so, and its button works."""
+    write_report([load_store(write_store(tmp_path / "m.h5", {"loss": [1.0]}))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.page.locator("#theme").click()
+    assert visit.page.locator("#theme").inner_text() == "Light"
+    assert "Not looked at" in visit.page.locator(".banner").inner_text()
+    assert visit.complaints == []
+
+
 def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Path) -> None:
     """A map for each run and one of the difference, of sites in both; the table says what matched and what did not."""
     visit = Visit(browser, comparison, dark=True)

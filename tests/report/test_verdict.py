@@ -148,7 +148,7 @@ def test_a_healthy_run_is_called_so() -> None:
     assert num_series["values that are not finite"] == 3
     assert num_series["updates that are large"] == 1
     assert num_series["heads that see one key"] == 0
-    assert verdict_on([]).headline == "nothing was recorded that a check could look at"
+    assert (verdict_on([]).level, verdict_on([]).headline) == ("not looked at", "nothing was recorded that a check could look at")
 
 
 def test_the_first_that_is_not_finite_is_the_first_in_the_order_of_events() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.processes import PROLOGUE, kill, start
 
+from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.reader import StoreReader, load_store
@@ -171,6 +172,17 @@ def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, ca
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm here")
+def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """HDF5 would wait without end for a writer who mends it."""
+    path = tmp_path / "m.h5"
+    run_and_kill(path, "append", wait_s=0.1)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert main(["summary", str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "is cut short" in line
+
+
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     """The store keeps no history: 5,000 steps need no more memory than 1,000."""
     script = """

@@ -54,22 +54,32 @@ def _forward(seen: Seen, micro_batch: int) -> Producer | None:
     calls = seen.passes[micro_batch].calls
     suspect = None  # somebody took its infinities out, and code may have used them beside that
     for place, call in enumerate(calls):
-        if call.is_new and seen.is_bad(call.input) and _is_passed_on(seen, calls, place):
-            return suspect or _code_before(seen, micro_batch, place)
+        given = _given(seen, call)
+        if given != UNKNOWN and _is_passed_on(seen, calls, place):
+            return suspect or _code_before(seen, micro_batch, place, given)
         if not seen.is_bad(call.output) or _stays_within(seen, calls, place):
             continue
-        found = _own(seen, micro_batch, place)
+        mask = next(filter(seen.is_bad, call.others), UNKNOWN)
+        found = _own(seen, micro_batch, place) if mask == UNKNOWN else _code_before(seen, micro_batch, place, mask)
         if _is_taken_out(seen, calls, place):
             suspect = suspect or found
             continue
-        is_certain = call.entered == NOBODY and call.input != UNKNOWN and not seen.is_bad(call.input)
+        is_certain = call.entered == NOBODY and call.input != UNKNOWN and not seen.is_bad(call.input) and mask == UNKNOWN
         return found if is_certain else suspect or found
     loss = seen.passes[micro_batch].loss
     if seen.is_bad(loss):
-        kind = _kind(seen.values[loss])
-        words = f"The outputs of all modules are finite, and the loss is {kind}: the LightningModule's own code has made that of them."
+        kind = kind_of(seen.values[loss])
+        words = (
+            f"All modules' outputs are finite, and the loss is {kind}: the LightningModule's own code has made that of them and the batch."
+        )
         return suspect or Producer(ROOT, True, micro_batch, len(calls), words)
     return None
+
+
+def _given(seen: Seen, call: Call) -> int:
+    """Place of what code has given to a call and is not finite; infinities beside its first tensor may be a mask. ``UNKNOWN``: nothing."""
+    nans = (place for place in call.others if math.isnan(seen.values[place]))
+    return call.input if call.is_new and seen.is_bad(call.input) else next(nans, UNKNOWN)
 
 
 def _stays_within(seen: Seen, calls: Sequence[Call], place: int) -> bool:
@@ -100,18 +110,22 @@ def _is_passed_on(seen: Seen, calls: Sequence[Call], place: int) -> bool:
     return not returns or any(seen.is_bad(call.output) for call in returns)
 
 
-def _code_before(seen: Seen, micro_batch: int, place: int) -> Producer:
-    """Code between modules has made a call's input."""
+def _code_before(seen: Seen, micro_batch: int, place: int, given: int) -> Producer:
+    """Code between modules has made what a call was given, at the place ``given`` of its number; or it is the batch's."""
     calls = seen.passes[micro_batch].calls
     call = calls[place]
-    kind, name = _kind(seen.values[call.input]), seen.sites[call.site].name
-    if place == 0:
-        words = f"The first module of the pass, {name}, was given {kind}: the batch has it, or the LightningModule's own code before it."
-        return Producer(ROOT, True, micro_batch, place, words)
+    kind, name = kind_of(seen.values[given]), seen.sites[call.site].name
     before = _last_output(seen, calls[:place])
-    where = ROOT if call.caller == NOBODY else seen.sites[call.caller].name
-    whose = "the LightningModule" if call.caller == NOBODY else where
-    words = f"Code in the forward of {whose}, between its modules, has made {kind} of what is finite{before}, and gives it to {name}."
+    if call.caller == NOBODY:
+        who = (
+            f"{name} was given {kind}, and all before it is finite{before}"
+            if place
+            else f"The first module of the pass, {name}, was given {kind}"
+        )
+        words = f"{who}: the batch has it, or the LightningModule's own code before it."
+        return Producer(ROOT, True, micro_batch, place, words)
+    where = seen.sites[call.caller].name
+    words = f"Code in the forward of {where}, between its modules, has made {kind} of what is finite{before}, and gives it to {name}."
     return Producer(where, True, micro_batch, place, words + _weights_in_words(seen, where), _calls_before(calls, place, call.caller, seen))
 
 
@@ -119,10 +133,10 @@ def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
     """A module has returned what is not finite, and got what is."""
     calls = seen.passes[micro_batch].calls
     call, name = calls[place], seen.sites[calls[place].site].name
-    kind = _kind(seen.values[call.output])
+    kind = kind_of(seen.values[call.output])
     bad = {key: value for key, value in _weights_of(seen, name).items() if not math.isfinite(value)}
     if bad:
-        told = ", ".join(f"{key} has {_kind(value)}" for key, value in bad.items())
+        told = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
         words = f"Its weights are not finite ({told}), so that its output has {kind}: they were so when the step began."
     elif call.entered != NOBODY:
         words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(seen, calls[:place])}."
@@ -135,7 +149,7 @@ def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
 def _calls_before(calls: Sequence[Call], place: int, site: int, seen: Seen) -> int:
     """How often a module was called before the call that is meant, in its micro-batch."""
     is_leaf = site != NOBODY and next(seen.sites[site].module.children(), None) is None
-    starts = [call for call in calls[: place + 1] if call.site == site and (is_leaf or call.entered == NOBODY)]
+    starts = [call for call in calls[: place + 1] if call.site == site and not call.is_further and (is_leaf or call.entered == NOBODY)]
     return max(len(starts) - 1, 0)
 
 
@@ -157,7 +171,7 @@ def _backward(seen: Seen, micro_batch: int) -> Producer | None:
     place, first = next(((place, one) for place, one in enumerate(gradients) if seen.is_bad(one.place)), (0, None))
     if first is None:
         return None
-    call, kind = calls[first.call], _kind(seen.values[first.place])
+    call, kind = calls[first.call], kind_of(seen.values[first.place])
     name = seen.sites[call.site].name
     behind = first.call if first.of_input else _user_of(calls, first.call)
     if behind is not None:
@@ -199,5 +213,6 @@ def _weights_in_words(seen: Seen, name: str) -> str:
     return f" The largest magnitude of its weights is {max(finite.values()):.4g}." if finite else ""
 
 
-def _kind(value: float) -> str:
+def kind_of(value: float) -> str:
+    """What a largest magnitude that is not finite tells, in a word."""
     return "NaN" if math.isnan(value) else "infinity"

@@ -35,6 +35,10 @@ class Call(NamedTuple):
     output: int
     entered: int
     """Which call has entered it; ``NOBODY`` for one that does."""
+    others: tuple[int, ...] = ()
+    """Places of the numbers of what it was given beside its first tensor."""
+    is_further: bool = False
+    """Whether it is but another output of the call before, of a module that has no others in it."""
 
 
 class Gradient(NamedTuple):
@@ -108,10 +112,10 @@ class NonfiniteProbe:
         """Put the hooks on."""
         for number, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
-                self._hooks.add(site.module.register_forward_hook(_LeafHook(self, number)))
+                self._hooks.add(site.module.register_forward_hook(_LeafHook(self, number), with_kwargs=True))
             else:
                 self._hooks.add(site.module.register_forward_pre_hook(_EntryHook(self, number), with_kwargs=True))
-                self._hooks.add(site.module.register_forward_hook(_ExitHook(self, number)))
+                self._hooks.add(site.module.register_forward_hook(_ExitHook(self, number), with_kwargs=True))
 
     def is_attached(self) -> bool:
         """Whether the hooks are on."""
@@ -163,12 +167,15 @@ class NonfiniteProbe:
 
     # What the hooks see
 
-    def enter(self, number: int, value: Tensor | None) -> None:
+    def enter(self, number: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """A module that has others in it was called."""
         caller, calls = self._caller(), self._passes[-1].calls
+        values = [*args, *kwargs.values()]
+        value = next((one for one in values if isinstance(one, Tensor)), None)
+        others = self._others(values, value, None)
         place, is_new = self._place(value)
         self._running.append((number, len(calls)))
-        self._note(Call(number, caller, place, is_new, UNKNOWN, NOBODY), value, None)
+        self._note(Call(number, caller, place, is_new, UNKNOWN, NOBODY, others), value, None)
 
     def leave(self, number: int, output: object) -> None:
         """It has returned."""
@@ -181,14 +188,20 @@ class NonfiniteProbe:
         for tensor, place in self._places(output):
             self._note(Call(number, self._caller(), UNKNOWN, is_new=False, output=place, entered=entered), None, tensor)
 
-    def see_call(self, number: int, args: tuple[object, ...], output: object) -> None:
+    def see_call(self, number: int, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         """A module that has no others in it was called, and has returned."""
         # What it has written into is gone, and was looked at if it was somebody's output.
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         place, is_new = self._place(value)
-        for tensor, of_output in self._places(output):
-            self._note(Call(number, self._caller(), place, is_new, of_output, NOBODY), value, tensor)
-            is_new = False
+        others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
+        for number_of_output, (tensor, of_output) in enumerate(self._places(output)):
+            is_further = number_of_output > 0
+            self._note(Call(number, self._caller(), place, is_new and not is_further, of_output, NOBODY, others, is_further), value, tensor)
+
+    def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
+        """The places of what a call was given beside its first tensor, and has not returned."""
+        tensors = (tensor for _path, tensor in named_tensors(values) if tensor is not value and tensor is not output)
+        return tuple(self._numbers.add(_part_here(tensor)) for tensor in tensors if tensor.is_floating_point())
 
     def _caller(self) -> int:
         return self._running[-1][0] if self._running else NOBODY
@@ -260,37 +273,36 @@ class _Hook(ForwardHook):
         self._probe = probe
         self._number = number
 
-    def __call__(self, _module: nn.Module, args: tuple[object, ...], more: object) -> None:
+    def __call__(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object = None) -> None:
         # What checkpointing computes again was looked at before.
         if self._probe.is_open and not is_in_backward():
             try:
-                self.see(args, more)
+                self.see(args, kwargs, output)
             except Exception as error:
                 self._probe.is_open = False
                 self._probe.report(error)
 
-    def see(self, args: tuple[object, ...], more: object) -> None:
-        """Look at the call: ``more`` is what the module returned, or, where it was entered, its keyword arguments."""
+    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        """Look at the call; where the module was entered, there is no output yet."""
         raise NotImplementedError
 
 
 class _LeafHook(_Hook):
     """Of a module that has no others in it, when it has returned."""
 
-    def see(self, args: tuple[object, ...], more: object) -> None:
-        self._probe.see_call(self._number, args, more)
+    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        self._probe.see_call(self._number, args, kwargs, output)
 
 
 class _EntryHook(_Hook):
     """Of a module that has others in it, when it is called."""
 
-    def see(self, args: tuple[object, ...], more: object) -> None:
-        values = [*args, *(more.values() if isinstance(more, dict) else ())]
-        self._probe.enter(self._number, next((one for one in values if isinstance(one, Tensor)), None))
+    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        self._probe.enter(self._number, args, kwargs)
 
 
 class _ExitHook(_Hook):
     """Of such a module, when it has returned."""
 
-    def see(self, args: tuple[object, ...], more: object) -> None:
-        self._probe.leave(self._number, more)
+    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        self._probe.leave(self._number, output)

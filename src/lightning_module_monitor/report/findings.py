@@ -52,9 +52,16 @@ class Verdict:
         return any(finding.level == "sick" for finding in self.findings)
 
     @property
+    def level(self) -> str:
+        """The verdict in a word: ``sick``, ``watch``, ``ok``, or ``not looked at``, where there was nothing to look at."""
+        if self.findings:
+            return "sick" if self.is_sick else "watch"
+        return "ok" if any(check.num_series for check in self.checks) else "not looked at"
+
+    @property
     def headline(self) -> str:
         """The verdict in a line."""
-        if not any(check.num_series for check in self.checks):
+        if self.level == "not looked at":
             return "nothing was recorded that a check could look at"
         sick = {finding.site for finding in self.findings if finding.level == "sick"}
         others = {finding.site for finding in self.findings} - sick

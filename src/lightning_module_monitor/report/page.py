@@ -167,7 +167,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "path": run.path,
         "extent": _extent(run),
         "verdict": verdict,
-        "level": "sick" if verdict.is_sick else "watch" if verdict.findings else "ok",
+        "level": verdict.level,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": _problems(verdict),
         "passed": [check for check in verdict.checks if check.num_series and not _has_found(verdict, check.problem)],

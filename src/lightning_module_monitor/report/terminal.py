@@ -30,10 +30,10 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
     console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
-    level, word = ("sick", "sick") if verdict.is_sick else ("watch", "to watch") if verdict.findings else ("ok", "healthy")
+    word = {"watch": "to watch", "ok": "healthy"}.get(verdict.level, verdict.level)
     first = verdict.beginning
     begins = f"; it begins at step {first.step}: {first.problem}, {_place(first)}" if first else ""
-    console.print(f"[{STYLES[level]}]{word}[/]: {verdict.headline}{escape(begins)}", highlight=False, soft_wrap=True)
+    console.print(f"[{STYLES[verdict.level]}]{word}[/]: {verdict.headline}{escape(begins)}", highlight=False, soft_wrap=True)
 
 
 def _table(verdict: Verdict) -> Table:

@@ -44,6 +44,13 @@ def is_in_use(path: Path) -> bool:
     return head.startswith(_SIGNATURE_3) and head[_FLAGS] != 0
 
 
+def is_cut_short(path: Path) -> bool:
+    """Whether a file of the store is shorter than it says that it is, as a copy that was broken off: no writer will mend it."""
+    with path.open("rb") as file:
+        head = file.read(_SIZE)
+        return len(head) == _SIZE and head.startswith(_SIGNATURE_3) and _SUPERBLOCK.unpack_from(head)[4] > os.fstat(file.fileno()).st_size
+
+
 def _closed(head: bytes, num_bytes: int) -> bytes:
     """A superblock with no flag set and this end of file; what is none is left to HDF5 to complain about."""
     if len(head) < _SIZE:

@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import EDGES, LABELS
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import findings
-from lightning_module_monitor.sinks.killed import ClosedView, is_in_use
+from lightning_module_monitor.sinks.killed import ClosedView, is_cut_short, is_in_use
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""
@@ -151,7 +152,14 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
 @contextmanager
 def _open_hdf5(path: Path, has_writer: bool) -> Iterator[h5py.File]:
     # Whether it is in use decides how it is opened: HDF5 would try to read a plain file that was cut short as if it were growing.
-    if not has_writer and is_in_use(path):
+    if is_in_use(path) and is_cut_short(path):
+        try:
+            with ClosedView(path) as view, _opened(path, view) as file:
+                yield file
+        except (OSError, KeyError, RuntimeError) as error:
+            message = f"{str(path)!r} is cut short: what was asked for lies behind its end ({error}). Give a whole copy of it."
+            raise ConfigError(message) from error
+    elif is_in_use(path) and not has_writer:
         with ClosedView(path) as view, _opened(path, view) as file:
             yield file
     else:

@@ -57,8 +57,10 @@ NEXT_TO_NONE = 1e-4
 
 
 def moved_by_gradients(values: Mapping[str, float]) -> dict[str, Figure]:
-    """The norm of every parameter but those that have a gradient, and next to none."""
+    """The norm of every parameter but those that have a gradient, and next to none; nothing of a step in which there was no gradient."""
     gradients = {_site(key): value for key, value in values.items() if Key.parse(key).kind == "gradient"}
+    if not gradients:
+        return {}  # a batch that training_step has left out, which moves nothing
     least = NEXT_TO_NONE * max((value for value in gradients.values() if math.isfinite(value)), default=0.0)
     parameters = {key: value for key, value in values.items() if Key.parse(key).kind == "parameter"}
     return {key: Figure(value, key) for key, value in parameters.items() if gradients.get(_site(key), math.inf) > least}

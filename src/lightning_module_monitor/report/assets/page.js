@@ -87,7 +87,8 @@ function later(action, pause) {
 }
 
 function start() {
-  fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
+  // A run that has recorded nothing yet, or histograms alone, has no heat map.
+  if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
   for (const control of document.querySelectorAll("section select, section input")) {
     const name = control.closest("section").id;
     control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
