@@ -89,6 +89,14 @@ CASES = {
     ),
     "growing": ("activation/rms", then(50.0), "watch", "activations that explode", 80, "grew 50 times from step 80 on, from 1 to 50"),
     "exploding": ("activation/norm", then(1e5), "sick", "activations that explode", 80, "grew 1e+05 times"),
+    "exploding at once": (
+        "activation/rms",
+        [1.0, *[5e4] * (STEPS - 1)],
+        "sick",
+        "activations that explode",
+        10,
+        "grew 5e+04 times from step 10",
+    ),
     "exploding backward": ("activation_gradient/rms", then(1e5), "sick", "gradients that explode", 80, "grew 1e+05 times"),
     "a spike": ("gradient/norm", [*FLAT[:9], 500.0, *FLAT[10:]], "watch", "spikes of the gradient", 90, "norm 5e+02 at step 90"),
     "large updates": (
@@ -115,6 +123,12 @@ CASES = {
         "entropy is 0.01 of the largest",
     ),
 }
+
+
+def test_what_begins_small_has_not_exploded_when_it_is_as_large_as_others() -> None:
+    """An adapter that begins at zero, say, and is there after a few steps."""
+    sites = {"good": [0.4] * STEPS, "adapter": [0.0, 1e-6, *[2.0] * (STEPS - 2)]}
+    assert not verdict_on([table("activation/rms", sites)]).findings
 
 
 @pytest.mark.parametrize("case", CASES)

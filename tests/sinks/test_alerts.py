@@ -139,6 +139,9 @@ def test_what_stands_still_has_to_be_trained_and_to_have_a_reason() -> None:
     assert alarms("frozen_updates", [still] * 5, is_trained=lambda _site: False) == []
     assert alarms("frozen_updates", [still | {"monitor/step_skipped": 1.0}] * 9) == []
     assert alarms("frozen_updates", [{key: value for key, value in still.items() if "gradient" not in key}] * 9) == []  # a batch left out
+    once = still | {"parameter/a/norm": 0.9, "gradient/a/norm": 1.0}
+    assert alarms("frozen_updates", [once, *[still] * 9]) == []  # it is not its turn
+    assert alarms("frozen_updates", [still | {"gradient/a/norm": 1.0}] * 5) == [(3, "a")]
 
 
 def test_rules_can_be_pickled() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import h5py
@@ -181,6 +182,25 @@ def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, caps
     assert main(["summary", str(path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "is cut short" in line
+
+
+def test_a_store_that_is_damaged_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever a part of it was lost: what can still be read is, and of the rest it is said."""
+    path = tmp_path / "m.h5"
+    with closing(Store(path, configuration={})) as store:
+        for step in range(30):
+            store.write(Record(step, {f"activation/m.{i}/rms": float(step + i) for i in range(40)}))
+    content = path.read_bytes()
+    statuses = []
+    for part in range(12):
+        place = len(content) * part // 12
+        path.write_bytes(content[:place] + bytes(2000) + content[place + 2000 :])
+        for command in ("keys", "summary"):
+            status = main([command, str(path)])
+            statuses.append(status)
+            assert len(capsys.readouterr().err.splitlines()) == (status == 2), (part, command)
+    assert set(statuses) <= {0, 1, 2}
+    assert 2 in statuses
 
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:

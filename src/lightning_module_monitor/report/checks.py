@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.report.arrays import early, growth, late, typical, where
+from lightning_module_monitor.report.arrays import growth, late, typical, where
 from lightning_module_monitor.report.findings import Check, Finding, Level, Look, count
 from lightning_module_monitor.report.run import Table, of_training
 
@@ -17,7 +17,7 @@ MOSTLY_ZERO: dict[Level, float] = {"watch": 0.99, "sick": 0.999}
 FAINT_GRADIENT = 1e-4
 """Of the median over the sites."""
 GROWTH: dict[Level, float] = {"watch": 30.0, "sick": 1000.0}
-"""From the first quarter of the records to the last."""
+"""From the first quarter of the records to the last; for what is sick also from the first record on."""
 SPIKE = 100.0
 """Over the median of the site's own records."""
 LARGE_UPDATE: dict[Level, float] = {"watch": 0.05, "sick": 0.3}
@@ -88,12 +88,29 @@ def _no_gradient(table: Table) -> Iterator[_Seen]:
 def _growing(table: Table) -> Iterator[_Seen]:
     if table.values.shape[1] < 4:
         return
-    factors = growth(table.values)
-    before, after = typical(early(np.abs(table.values))), typical(late(np.abs(table.values)))
-    for row in where(factors >= GROWTH["watch"]):
-        step = int(table.steps[(np.abs(table.values[row]) >= GROWTH["watch"] * before[row]).argmax()])
-        evidence = f"{table.statistic} grew {factors[row]:.2g} times from step {step} on, from {before[row]:.2g} to {after[row]:.2g}"
-        yield _Seen(row, _level(factors[row], GROWTH), step, evidence)
+    magnitudes = np.abs(table.values)
+    after = typical(late(magnitudes))
+    slowly, at_once = growth(table.values), _growth_at_once(magnitudes, after)
+    for row in where((slowly >= GROWTH["watch"]) | (at_once >= GROWTH["sick"])):
+        factor = float(np.nanmax([slowly[row], at_once[row]]))
+        before = after[row] / factor
+        step = int(table.steps[(magnitudes[row] >= GROWTH["watch"] * before).argmax()])
+        evidence = f"{table.statistic} grew {factor:.2g} times from step {step} on, from {before:.2g} to {after[row]:.2g}"
+        yield _Seen(row, _level(factor, GROWTH), step, evidence)
+
+
+def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How many times larger each site is at the end than in its first record, where all were usual sizes.
+
+    It tells of what has grown within the first quarter of the records. A site that began much smaller than others, as some are meant
+    to, has not exploded by being as large as these: there it is 0, shape ``(sites,)``.
+    """
+    with np.errstate(invalid="ignore"):
+        is_size = np.isfinite(magnitudes) & (magnitudes > 0)
+    first = np.where(is_size.any(axis=1), np.take_along_axis(magnitudes, is_size.argmax(axis=1)[:, np.newaxis], axis=1)[:, 0], np.nan)
+    usual = typical(first[np.newaxis])[0]
+    factors = after / first
+    return np.where(after >= GROWTH["watch"] * usual, factors, 0.0)
 
 
 def _spiking(table: Table) -> Iterator[_Seen]:

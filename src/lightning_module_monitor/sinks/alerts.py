@@ -38,6 +38,8 @@ class Figure(NamedTuple):
 
     value: float
     key: str
+    is_idle: bool = False
+    """Whether nothing acts on it in this record."""
 
 
 Figures = Callable[[Mapping[str, float]], Mapping[str, Figure]]
@@ -88,6 +90,8 @@ class _Course:
     """In how many records, up to the last one, the condition was met."""
     num_well: int = QUIET_RECORDS
     """In how many it was not, since it was said that it is."""
+    has_worked: bool = False
+    """Whether it was not idle in any record."""
 
     @classmethod
     def of(cls, rule: AlertRule, recent: Iterable[float] = (), *more: Any) -> _Course:
@@ -102,7 +106,7 @@ class _Course:
 
     def state(self) -> tuple[Any, ...]:
         """Of numbers alone."""
-        return [*self.recent], [*self.first], self.not_zero, self.num_met, self.num_well
+        return [*self.recent], [*self.first], self.not_zero, self.num_met, self.num_well, self.has_worked
 
 
 def change(value: float, before: float, not_zero: float) -> float:
@@ -209,7 +213,9 @@ def _judged(rule: AlertRule, figures: Mapping[str, Figure], courses: dict[str, _
         if math.isnan(figure.value):
             course.num_met = 0
             continue
-        told = _met(rule, figure.value, course)
+        # What has been at work and is idle now waits for its turn.
+        told = "" if figure.is_idle and course.has_worked else _met(rule, figure.value, course)
+        course.has_worked |= not figure.is_idle
         course.num_met = course.num_met + 1 if told else 0
         course.num_well = 0 if course.num_well < QUIET_RECORDS and told else course.num_well + (not told)
         course.add(figure.value)

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,19 +152,21 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
 @contextmanager
 def _open_hdf5(path: Path, has_writer: bool) -> Iterator[h5py.File]:
     # Whether it is in use decides how it is opened: HDF5 would try to read a plain file that was cut short as if it were growing.
-    if is_in_use(path) and is_cut_short(path):
+    is_cut = is_in_use(path) and is_cut_short(path)
+    with ExitStack() as stack:
+        is_viewed = is_cut or (is_in_use(path) and not has_writer)
+        view = stack.enter_context(ClosedView(path)) if is_viewed else None
+        file = stack.enter_context(_opened(path, view))
         try:
-            with ClosedView(path) as view, _opened(path, view) as file:
-                yield file
+            yield file
+        except FileNotFoundError:
+            raise  # a file beside it
         except (OSError, KeyError, RuntimeError) as error:
-            message = f"{str(path)!r} is cut short: what was asked for lies behind its end ({error}). Give a whole copy of it."
-            raise ConfigError(message) from error
-    elif is_in_use(path) and not has_writer:
-        with ClosedView(path) as view, _opened(path, view) as file:
-            yield file
-    else:
-        with _opened(path) as file:
-            yield file
+            # Who has the lock writes too, and of a whole file it is a key that is not there.
+            if not is_cut and (not has_writer or isinstance(error, KeyError)):
+                raise
+            how = "cut short: what was asked for lies behind its end" if is_cut else "damaged: what was asked for cannot be read"
+            raise ConfigError(f"{str(path)!r} is {how} ({error}). Give a whole copy of it.") from error
 
 
 def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:

@@ -63,7 +63,8 @@ def moved_by_gradients(values: Mapping[str, float]) -> dict[str, Figure]:
         return {}  # a batch that training_step has left out, which moves nothing
     least = NEXT_TO_NONE * max((value for value in gradients.values() if math.isfinite(value)), default=0.0)
     parameters = {key: value for key, value in values.items() if Key.parse(key).kind == "parameter"}
-    return {key: Figure(value, key) for key, value in parameters.items() if gradients.get(_site(key), math.inf) > least}
+    moved = {key: value for key, value in parameters.items() if gradients.get(_site(key), math.inf) > least}
+    return {key: Figure(value, key, is_idle=_site(key) not in gradients) for key, value in moved.items()}
 
 
 def _site(key: str) -> tuple[str, str]:
@@ -134,7 +135,8 @@ BUILT_IN = {
             ("parameter", "gradient"),
             "norm",
             formula="the norm of a parameter that requires a gradient is the same to the last bit as in the record before; "
-            "where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing",
+            "where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and had one "
+            "before, as an expert that was not chosen",
             limit="It requires a gradient, and has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
             cure="look whether the optimizer has it, whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
