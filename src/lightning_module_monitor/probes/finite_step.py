@@ -13,8 +13,6 @@ from lightning_module_monitor.modules.names import ModuleSite
 from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 
-_WEIGHT_AND_BIAS = {"weight", "bias"}
-
 
 class FiniteStep:
     """Looks at losses and gradients with one number each, and puts no hook on anything.
@@ -42,18 +40,20 @@ class FiniteStep:
     @torch.no_grad()
     def see_gradients(self) -> None:
         """The gradients of a backward pass are there."""
-        small: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        # By device and dtype; on a CPU by dtype alone, which is told more quickly.
+        small: defaultdict[object, list[Tensor]] = defaultdict(list)
         for owner in self._owners:
             own = owner._parameters
             bias = own.get("bias")
-            is_told_by_bias = bias is not None and bias.requires_grad and own.keys() == _WEIGHT_AND_BIAS
+            is_told_by_bias = bias is not None and bias.requires_grad and len(own) == 2 and "weight" in own
             for parameter in (bias,) if is_told_by_bias else own.values():
                 gradient = None if parameter is None else parameter.grad
                 if gradient is None:
                     continue
-                gradient = local_part(gradient)
+                if type(gradient) is not Tensor:
+                    gradient = local_part(gradient)
                 if gradient.dim() == 1 and gradient.layout is torch.strided:
-                    small[gradient.device, gradient.dtype].append(gradient)
+                    small[gradient.dtype if gradient.is_cpu else (gradient.device, gradient.dtype)].append(gradient)
                 else:
                     self._numbers.add(gradient)
         for gradients in small.values():
