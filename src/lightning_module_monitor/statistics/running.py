@@ -6,6 +6,7 @@ Nothing is buffered, and no operation is dispatched: a tensor costs one call, wh
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -59,53 +60,21 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 @functools.cache
-def compiled_histogram() -> ModuleType | None:
-    """The compiled kernel of histograms, where :func:`kernel` works."""
-    if kernel() is None:
-        return None
-    from lightning_module_monitor.statistics import compiled_histogram as compiled
-
-    return compiled
+def _compiled(name: str) -> ModuleType | None:
+    """One of the further files of machine code, where :func:`kernel` works."""
+    return None if kernel() is None else importlib.import_module(f"{__package__}.compiled_{name}")
 
 
-@functools.cache
-def compiled_operator_norm() -> ModuleType | None:
-    """The compiled kernel of operator norms, where :func:`kernel` works."""
-    if kernel() is None:
-        return None
-    from lightning_module_monitor.statistics import compiled_operator_norm as compiled
-
-    return compiled
-
-
-@functools.cache
-def compiled_magnitude() -> ModuleType | None:
-    """The compiled kernel of largest magnitudes, where :func:`kernel` works."""
-    if kernel() is None:
-        return None
-    from lightning_module_monitor.statistics import compiled_magnitude as compiled
-
-    return compiled
-
-
-@functools.cache
-def compiled_terms() -> ModuleType | None:
-    """The compiled kernel of differences, where :func:`kernel` works."""
-    if kernel() is None:
-        return None
-    from lightning_module_monitor.statistics import compiled_terms as compiled
-
-    return compiled
-
-
-@functools.cache
-def compiled_normalized() -> ModuleType | None:
-    """The compiled kernel of the terms of norms, where :func:`kernel` works."""
-    if kernel() is None:
-        return None
-    from lightning_module_monitor.statistics import compiled_normalized as compiled
-
-    return compiled
+compiled_histogram = functools.partial(_compiled, "histogram")
+"""The compiled kernel of histograms."""
+compiled_operator_norm = functools.partial(_compiled, "operator_norm")
+"""That of operator norms."""
+compiled_magnitude = functools.partial(_compiled, "magnitude")
+"""That of largest magnitudes."""
+compiled_terms = functools.partial(_compiled, "terms")
+"""That of differences, and of the terms of a layer."""
+compiled_normalized = functools.partial(_compiled, "normalized")
+"""That of the terms of norms."""
 
 
 Readable = tuple[int, int, int, int, int]
