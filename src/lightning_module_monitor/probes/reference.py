@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, copied, named_tensors
+from lightning_module_monitor.probes.freed_memory import keep_freed_memory
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.random_states import unchanged_random_states
 
@@ -50,6 +51,8 @@ class Reference:
         # The first name of a shared module counts, for both.
         self._twins: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(of_live.items())}
         self._is_running = False
+        if self.device().type == "cpu":
+            keep_freed_memory()
 
     def twin(self, module: nn.Module) -> nn.Module | None:
         """The sibling of a module; ``None`` if it is outside of what there is a sibling of."""
