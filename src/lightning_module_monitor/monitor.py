@@ -727,7 +727,7 @@ class ModuleMonitor:
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
-        observation = Observation(self._complaints.of_watch)
+        observation = Observation(self._complaints.of_watch, plan.rows)
         exchange = self._exchange(due, stage)
         failed = functools.partial(self._not_captured, observation)
         expected = expected_names(plan.parameters, [] if captured is None else captured.parameters)

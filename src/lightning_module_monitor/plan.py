@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import nn
@@ -21,6 +21,7 @@ from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import Listed
+from lightning_module_monitor.statistics.rows import Rows
 from lightning_module_monitor.statistics.watch import Watch
 
 
@@ -32,6 +33,8 @@ class Plan:
     parameters: list[WatchedParameter]
     chain: Chain | None
     """The blocks whose gradient flow is watched."""
+    rows: Rows = field(default_factory=Rows, compare=False, repr=False)
+    """Where what is seen of them is gathered, step by step."""
 
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""

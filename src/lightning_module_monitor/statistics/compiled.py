@@ -317,3 +317,16 @@ def add_many(tensors: np.ndarray, needs: int, rows: np.ndarray, latest: np.ndarr
 def merge(other: np.ndarray, rows: np.ndarray, row: int) -> None:
     """Merge the moments ``other``, shape ``(len(Moments._fields),)``, into a row."""
     _merge(other, rows[row])
+
+
+@njit("void(float64[:, ::1], int64[:, ::1], float64[:, ::1])", cache=True)
+def merge_many(others: np.ndarray, targets: np.ndarray, rows: np.ndarray) -> None:
+    """Merge several moments into rows.
+
+    Args:
+        others: Moments, shape ``(any, len(Moments._fields))``.
+        targets: Pairs of the number of a row and that of the moments that it gets.
+        rows: As for :func:`merge`.
+    """
+    for i in range(len(targets)):
+        _merge(others[targets[i, 1]], rows[targets[i, 0]])

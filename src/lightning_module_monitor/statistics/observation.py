@@ -21,7 +21,7 @@ from lightning_module_monitor.statistics.exchange import Exchange, Share, Togeth
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
-from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.rows import Form, Rows, Wishes
 from lightning_module_monitor.statistics.running import ELEMENT_FORMATS, PLAIN, Readable, has_memory, num_features, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
@@ -36,13 +36,15 @@ class Observation:
 
     Args:
         on_trouble: Told of every error of a user's function; the value becomes NaN.
+        rows: Numbers of the rows of what is watched, which live from step to step.
     """
 
-    def __init__(self, on_trouble: Trouble) -> None:
+    def __init__(self, on_trouble: Trouble, rows: Rows | None = None) -> None:
         self._on_trouble = on_trouble
         self._table = Table()
-        self._watches: list[Watch] = []
+        self._numbers = Rows() if rows is None else rows
         self._rows: dict[int, int] = {}
+        """First row of what was seen, by the identity of its watch."""
         self._results: dict[str, tuple[Watch, str, Results]] = {}
         self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
         self._units: dict[Identity, tuple[Watch, Tensor]] = {}
@@ -118,22 +120,17 @@ class Observation:
         readable: set[int] = set()
         self._taking().add_differences(self._needed(terms, readable), readable)
 
-    def add_totals(self, measured: Sequence[tuple[Sequence[Sequence[Wish]], np.ndarray]]) -> None:
+    def add_totals(self, measured: Iterable[tuple[Wishes, np.ndarray]]) -> None:
         """Take in moments of terms that somebody else has measured.
 
         Args:
-            measured: Of several terms the wishes for each, as :meth:`observe_for` takes them, and a row of moments for each, shape
-                ``(terms, len(Moments._fields))``, float64.
+            measured: Of several terms the wishes for each, as :meth:`observe_for` takes them, which are the same object in every
+                step, and a row of moments for each, shape ``(terms, len(Moments._fields))``, float64.
         """
-        rows, places, start = [], [], 0
         for wishes, totals in measured:
-            for place, of_one in enumerate(wishes, start):
-                rows += [self._row(watch) + row for watch, row in of_one]
-                places += [place] * len(of_one)
-            start += len(totals)
-        if rows:
-            moments = np.concatenate([totals for _wishes, totals in measured])[places]
-            self._taking().add_moments(rows, Moments(*torch.from_numpy(moments).T))
+            targets = self._numbers.targets(wishes)
+            self._rows.update(targets.first)
+            self._taking().running_rows().add_totals(targets.pairs, totals)
 
     def _needed(
         self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]
@@ -277,7 +274,7 @@ class Observation:
         """
         own = set(map(id, told))
         results = [key for key, (watch, *_rest) in self._results.items() if id(watch) in own]
-        seen = set(itertools.chain.from_iterable(self._watches[row].keys() for row in self._rows.values() if results))
+        seen = set(itertools.chain.from_iterable(self._numbers.watches[row].keys() for row in self._rows.values() if results))
         dropped = [key for key in results if key in seen]
         for key in dropped:
             del self._results[key]
@@ -296,13 +293,13 @@ class Observation:
 
     def _collect(self) -> dict[str, float]:
         parts = self._finished_parts()
-        counted = [row for row in self._rows.values() if self._watches[row].histograms]
+        num_rows, form = len(self._numbers.watches), self._numbers.form([*self._rows.values()])
+        counted = form.counted
         counts = self._table.collect_histograms(counted)
         scalars = [value for _key, part in parts for value in part.values]
         units = [signs for _watch, signs in self._units.values()]
-        shares, others = to_host(self._table.collect(len(self._watches)), scalars + counts + units)
-        watches = [(self._watches[row], row) for row in self._rows.values()]
-        values = finished(watches, merged(shares, len(self._watches), torch.device("cpu")))
+        shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
+        values = form.finish(merged(shares, num_rows, torch.device("cpu")))
         arrived = others[: len(scalars)].tolist()
         start = 0
         for key, part in parts:
@@ -314,8 +311,9 @@ class Observation:
         rows = others[start:end].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
         arrived_units = others[end:].view(-1, MAX_UNITS)
         values |= _of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True))
-        self._set_histograms((self._watches[i], row) for i, row in zip(counted, rows, strict=True))
-        return values | dict.fromkeys(self._failed, float("nan"))
+        self._set_histograms((self._numbers.watches[i], row) for i, row in zip(counted, rows, strict=True))
+        values.update(dict.fromkeys(self._failed, float("nan")))
+        return values
 
     def _collect_together(self, exchange: Exchange) -> dict[str, float]:
         try:
@@ -332,7 +330,7 @@ class Observation:
             return {}
         # What takes more collectives first: an error in what follows keeps this rank from none.
         parts = self._parts_together(together, exchange.ranks)
-        values = finished(together.rows, together.moments) | together.values | _of_units(together.units)
+        values = Form(together.rows).finish(together.moments) | together.values | _of_units(together.units)
         for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         self._set_histograms(together.counted)
@@ -340,18 +338,17 @@ class Observation:
 
     def _share(self, device: torch.device) -> Share:
         """What this rank has seen, on the device where the ranks meet."""
-        num_rows = len(self._watches)
+        num_rows, form = len(self._numbers.watches), self._numbers.form([*self._rows.values()])
         moments = merged([share.to(device) for share in self._table.collect(num_rows)], num_rows, device)
-        counted = [row for row in self._rows.values() if self._watches[row].histograms]
+        counted = form.counted
         counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
         for share in self._table.collect_histograms(counted):
             counts[:-1] += share.to(device)
-        watches = [self._watches[row] for row in self._rows.values()]
         return Share(
-            watches=[*watches, *self._watches_besides()],
-            rows={self._watches[row].identity: row for row in self._rows.values()},
+            watches=[*(watch for watch, _row in form.watches), *self._watches_besides()],
+            rows={watch.identity: row for watch, row in form.watches},
             moments=joined([moments, Moments.of_nothing(1).to(device)]),
-            counted={self._watches[row].identity: place for place, row in enumerate(counted)},
+            counted={self._numbers.watches[row].identity: place for place, row in enumerate(counted)},
             counts=counts,
             results={key: results for key, (_watch, _name, results) in self._results.items()},
             metrics={key: metric for key, (_watch, _name, metric) in self._metrics.items()},
@@ -386,8 +383,7 @@ class Observation:
         """First row of a watch in the table."""
         row = self._rows.get(id(watch))
         if row is None:
-            row = self._rows[id(watch)] = len(self._watches)
-            self._watches += [watch] * watch.num_rows
+            row = self._rows[id(watch)] = self._numbers.first(watch)
         return row
 
     def _call_functions(self, watch: Watch, *tensors: Tensor) -> None:
@@ -483,29 +479,6 @@ class Observation:
         self._on_trouble(watch, name, "its results" if tensor is None else _describe(tensor), error)
 
 
-def finished(watches: Sequence[Wish], moments: Moments) -> dict[str, float]:
-    """Statistics by key; watches with the same statistics are finished together.
-
-    Args:
-        watches: Each with its first row.
-        moments: Of all rows, on the host.
-    """
-    groups: defaultdict[tuple[str, ...], list[tuple[Watch, int]]] = defaultdict(list)
-    for watch, row in watches:
-        if watch.statistics:
-            groups[tuple(watch.statistics)].append((watch, row))
-    moments = _with_whole_tokens(moments, [row for watch, row in watches if watch.is_one_token])
-    values: dict[str, float] = {}
-    for members in groups.values():
-        index = torch.tensor([row for _watch, row in members], device="cpu")
-        first = members[0][0]
-        parts = [moments.rows(index + part) for part in range(first.num_rows)]
-        columns = torch.stack([one.finish(*_taken_by(one, parts)) for one in first.statistics.values()], dim=1)
-        keys = itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)
-        values.update(zip(keys, columns.flatten().tolist(), strict=True))
-    return values
-
-
 def _of_units(units: Iterable[tuple[Watch, Tensor]]) -> dict[str, float]:
     """Statistics of units by key, of this step's and those that came before it."""
     values = {}
@@ -514,26 +487,6 @@ def _of_units(units: Iterable[tuple[Watch, Tensor]]) -> dict[str, float]:
         watch.recent_units.append(signs.clone())
         values.update(dict.fromkeys([watch.key(name) for name in watch.units], dead_fraction(watch.recent_units)))
     return values
-
-
-def _with_whole_tokens(moments: Moments, rows: Sequence[int]) -> Moments:
-    """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
-    if not rows:
-        return moments
-    index = torch.tensor(rows, device="cpu")
-    norm = moments.squares[index].sqrt()
-    return moments._replace(
-        tokens=moments.tokens.index_fill(0, index, 1.0),
-        token_norm=moments.token_norm.index_copy(0, index, norm),
-        token_rms=moments.token_rms.index_copy(0, index, norm / moments.elements[index].sqrt()),
-    )
-
-
-def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
-    """The moments that a statistic is finished from."""
-    if statistic.paired:
-        return [parts[CURRENT], parts[BASE], parts[PRODUCT]]
-    return [parts[OWN], parts[BASE]] if statistic.relative else [parts[OWN]]
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:

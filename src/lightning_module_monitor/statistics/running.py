@@ -234,6 +234,18 @@ class RunningRows:
             self._grow(highest)
         _kernel().add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
 
+    def add_totals(self, rows: np.ndarray, totals: np.ndarray) -> None:
+        """Merge moments that somebody else has taken.
+
+        Args:
+            rows: Row, and number of the moments that are merged into it, int64, shape ``(any, 2)``.
+            totals: Moments, shape ``(any, NUM_FIELDS)``, float64.
+        """
+        highest = int(rows[:, 0].max(initial=0))
+        if highest >= len(self._rows):
+            self._grow(highest)
+        _kernel().merge_many(totals, rows, self._rows)
+
     def moments(self, num_rows: int) -> Moments:
         """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
         if num_rows > len(self._rows):

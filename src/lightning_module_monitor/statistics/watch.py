@@ -54,6 +54,7 @@ class Watch:
     """Watches of what its values are made of, by name; they live from step to step as it does."""
     origin: Watch | None = None
     """The watch that this is a further one of."""
+    _keys: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -114,7 +115,11 @@ class Watch:
 
     def key(self, statistic: str) -> str:
         """The key of one value."""
-        return Key(self.kind, self.site, fit_for_loggers(statistic, MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
+        known = self._keys.get(statistic)
+        if known is None:
+            fit = fit_for_loggers(statistic, MAX_STATISTIC_LENGTH)
+            known = self._keys[statistic] = Key(self.kind, self.site, fit, self.stage, self.prefix).format()
+        return known
 
     def at(self, site: str) -> Watch:
         """The same wish for another site, a further output of the module: always the same object."""
