@@ -200,7 +200,7 @@ def test_operator_norms_are_the_largest_singular_values_and_no_alignment_is_abov
         expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in matrix_of(run.module, tensor))
         assert run.values[f"rcc_operator_norm/_root_/{which}"] == pytest.approx(expected, rel=CLOSE), which
     for which in ("effective", "propagating"):
-        assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1 + CLOSE
+        assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1
     if name == "linear":
         x = run.x[0][0]
         expected = float((x @ (weight - own).T).norm() / torch.linalg.matrix_norm(weight - own, 2) / x.norm())
@@ -223,9 +223,31 @@ def test_an_alignment_reaches_one_and_not_more(name: str) -> None:
     run.module.weight.data = run.reference.weight.data + change  # type: ignore[operator, union-attr]
     run.x[0][0].fill_(1.0)
     alignment = run.step()["rcc_alignment/_root_/effective"]
-    assert alignment <= 1 + CLOSE
+    assert alignment <= 1
     if name == "linear":
         assert alignment == pytest.approx(1.0, rel=1e-6)
+
+
+def test_no_alignment_is_above_one_where_the_norm_is_found_too_small() -> None:
+    """A random matrix has no leading direction: its norm is found a few percent too small, and here the input is what it grows most."""
+    torch.manual_seed(0)
+    module = nn.Linear(256, 256)
+    reference = copy.deepcopy(module)
+    with torch.no_grad():
+        module.weight.add_(change := torch.randn(256, 256))
+    _left, values, right = torch.linalg.svd(change.double())
+    monitor = ModuleMonitor(rules=[Rule(kinds="rcc_operator_norm"), Rule(kinds="rcc_alignment")])
+    monitor.set_module(module)
+    monitor.set_reference_module(reference)
+    monitor.begin_step(0)
+    x = right[:1].float()
+    with monitor.no_monitor():
+        reference(x)
+    module(x)
+    monitor.end_step()
+    found = monitor.get_step_metrics()
+    assert 0.9 * float(values[0]) < found["rcc_operator_norm/_root_/update"] < 0.999 * float(values[0])
+    assert found["rcc_alignment/_root_/effective"] == 1
 
 
 def test_bilinear_weight_is_a_matrix_of_pairs_and_has_no_alignment() -> None:
@@ -592,7 +614,7 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
                     assert values[f"rcc_operator_norm/{i}/update"] == pytest.approx(expected, rel=CLOSE), step
                     checked += 1
             alignments = [value for key, value in values.items() if key.startswith("rcc_alignment")]
-            assert all(0 < value <= 1 + CLOSE for value in alignments)
+            assert all(0 < value <= 1 for value in alignments)
             assert len(alignments) == (5 if step else 0)
     assert checked == 29 * 3
 

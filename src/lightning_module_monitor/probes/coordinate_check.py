@@ -212,7 +212,8 @@ class CoordinateCheckProbe(Probe):
                 if key in values and (values[key] == _NOTHING or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
-                    values[key] /= values.get(norm_key, float("nan"))
+                    # No ratio is above the norm: where it is, the norm was found a little too small, or the ratio is of rounding alone.
+                    values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
                 if _ALIGNED[name] not in asked:
                     values.pop(norm_key, None)
 
