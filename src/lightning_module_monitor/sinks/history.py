@@ -29,9 +29,9 @@ class StorageManager:
         """Keep a record; one of a step that is there already is merged with it. Histograms are kept of the newest step."""
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
-        values = self._values.pop(record.step, {})
-        values.update(record.values)
-        self._values[record.step] = values
+        earlier = self._values.pop(record.step, None)
+        # A copy of a dict is made at once, and not key by key.
+        self._values[record.step] = dict(record.values) if earlier is None else {**earlier, **record.values}
         while len(self._values) > self._max_records:
             self._values.popitem(last=False)
 
