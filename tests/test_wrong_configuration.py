@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
 
 Options = dict[str, Any]
@@ -47,14 +47,7 @@ def flow(**options: Any) -> Options:
 
 
 def build(options: Options) -> ModuleMonitorCallback:
-    """The callback of these options, as a Python program makes it."""
-    rules = options.get("rules")
-    if isinstance(rules, list):
-        options = {**options, "rules": [Rule(**one) if isinstance(one, dict) and "kinds" in one else one for one in rules]}
-    if isinstance(flow := options.get("gradient_flow"), dict):
-        options = {**options, "gradient_flow": GradientFlow(**flow)}
-    if isinstance(options.get("capture"), dict):
-        options = {**options, "capture": Capture(**options["capture"])}
+    """The callback of these options, as a Python program makes it that has them in dicts."""
     return ModuleMonitorCallback(**options)
 
 
@@ -129,7 +122,25 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "name of a function is empty": (rule(functions={"": size}), ("rules[0].functions ''", IN_A_KEY)),
     "name used twice": (rule(functions={"rms": size}), ("rules[0].functions 'rms' is also in its statistics", "expected another name")),
     "functions are a list": (rule(functions=[size]), ("rules[0].functions", "expected")),
-    "rule that is none": ({"rules": [3]}, ("rules[0] is a int", "expected a Rule")),
+    "rule that is none": ({"rules": [3]}, ("rules[0] is 3", "expected options, e.g. {kinds: activation, statistics: norm}")),
+    "option of a rule": (
+        {"rules": [{"kinds": "activation", "statistcs": "norm"}]},
+        ("rules[0] has no option 'statistcs'; expected kinds, sites", "nearest: 'statistics'"),
+    ),
+    "rule of no kind": ({"rules": [{"statistics": "norm"}]}, ("rules[0] does not say kinds; expected e.g. {kinds: activation",)),
+    "function that is not there": (
+        {"rules": [{"kinds": "activation", "functions": {"f": "math.squirt"}}]},
+        ("rules[0].functions 'f' 'math.squirt': math has no 'squirt'; nearest: 'sqrt'",),
+    ),
+    "option of gradient_flow": (
+        {"gradient_flow": {"blocks": "model", "threshold": [1, 2]}},
+        ("gradient_flow has no option 'threshold'", "nearest: 'thresholds'"),
+    ),
+    "option of capture": ({"capture": {"site": "model", "steps": [0]}}, ("capture has no option 'site'", "nearest: 'sites'")),
+    "capture at a step that is none": (
+        {"capture": {"sites": "model", "steps": "often"}},
+        ("capture.steps lists 'often'", "expected step numbers"),
+    ),
     "cadence of a rule": (rule(every_n_steps=0), ("rules[0].every_n_steps is 0", "expected a number of steps >= 1")),
     "every 0 steps": ({"every_n_steps": 0}, ("every_n_steps is 0", "expected a number of steps >= 1")),
     "every -5 steps": ({"every_n_steps": -5}, ("every_n_steps is -5", "expected a number of steps >= 1")),
@@ -159,7 +170,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "norm of gradient_flow": (flow(norm="L1"), ("gradient_flow.norm 'L1' is not a norm; expected l2, l1, linf, mean; nearest: 'l1'",)),
     "thresholds of gradient_flow": (flow(thresholds=[2, 0.5]), ("gradient_flow.thresholds is [2", "expected two numbers", "e.g. [0.5, 2]")),
     "one threshold of gradient_flow": (flow(thresholds=[2.0]), ("gradient_flow.thresholds is [2.0]", "expected two numbers")),
-    "gradient_flow is a text": ({"gradient_flow": "model"}, ("gradient_flow is a str", "expected a GradientFlow")),
+    "gradient_flow is a text": ({"gradient_flow": "model"}, ("gradient_flow is 'model'", "expected options, e.g. {blocks: model.blocks}")),
     "capture of a kind": (
         {"capture": {"sites": "model", "steps": 0, "kinds": ["activation", "gradeint"]}},
         ("capture.kinds 'gradeint'", "expected activation, activation_gradient", "nearest: 'gradient'"),
@@ -178,7 +189,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         ("capture.steps lists -1", "expected step numbers >= 0"),
     ),
     "capture at no site": ({"capture": {"sites": [], "steps": 0}}, ("capture.sites is empty", "e.g. 'model.head'")),
-    "capture that is none": ({"capture": "model.head"}, ("capture is a str", "expected a Capture, e.g. Capture(sites=")),
+    "capture that is none": (
+        {"capture": "model.head"},
+        ("capture is 'model.head'", "expected options, e.g. {sites: model.head, steps: [0, 100]}"),
+    ),
     "capture without a store": (
         {"capture": {"sites": "model", "steps": 0}, "store": False},
         ("capture is given, and store is false", "expected a store"),
@@ -225,6 +239,8 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
     *("progress_bar alone", "max_logged_keys", "max_overhead in percent"),
     *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
     *("norm of gradient_flow", "thresholds of gradient_flow"),
+    *("option of a rule", "function that is not there", "option of gradient_flow", "option of capture"),
+    "capture at a step that is none",
     *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),
     "report without a store",
 ]
@@ -286,14 +302,10 @@ def test_a_wrong_value_is_refused_through_the_cli(case: str, tmp_path: Path) -> 
     ("options", "part"),
     [
         ({"every_n_step": 5}, "Option 'every_n_step' is not accepted"),
-        (rule(statistic="rms"), "Option 'statistic' is not accepted"),
-        (flow(threshold=[1, 2]), "threshold"),
-        ({"capture": {"site": "model", "steps": [0]}}, "Option 'site' is not accepted"),
-        ({"capture": {"sites": "model", "steps": "often"}}, "often"),
+        ({"rules": [{"statistics": "norm"}]}, "the following arguments are required: kinds"),
         ({"every_n_steps": True}, "Given value: True"),
         ({"prefix": 3}, "Expected a <class 'str'>. Got value: 3"),
         ({"max_logged_keys": "many"}, "Expected a <class 'int'>. Got value: many"),
-        (rule(functions={"f": "tests.helpers.tiny.missing"}), "has no attribute 'missing'"),
     ],
 )
 def test_what_jsonargparse_refuses(options: Options, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

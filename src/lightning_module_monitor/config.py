@@ -152,11 +152,11 @@ def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
     return [terms, *(Rule(kinds=kind.name) for kind in kinds if kind.values)]
 
 
-def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
+def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSchedule) -> ParsedRule:
     """Check a rule.
 
     Args:
-        rule: The user's rule.
+        rule: The user's rule, or its options.
         label: Its path, for messages.
         schedule: The monitor's schedule, for a rule without one of its own.
 
@@ -166,8 +166,7 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
     """
-    if not isinstance(rule, Rule):
-        raise ConfigError(f"{label} is a {type(rule).__name__}; expected a Rule.")
+    rule = options_of(Rule, rule, label, "{kinds: activation, statistics: norm}")
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
         if not isinstance(kind, str) or kind not in KINDS:
@@ -193,14 +192,13 @@ def parse_rule(rule: Rule, label: str, schedule: ParsedSchedule) -> ParsedRule:
     )
 
 
-def parse_gradient_flow(flow: GradientFlow) -> ParsedGradientFlow:
+def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradientFlow:
     """Check what is asked of the gradient's flow; the blocks are looked up when there is a model.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
     """
-    if not isinstance(flow, GradientFlow):
-        raise ConfigError(f"gradient_flow is a {type(flow).__name__}; expected a GradientFlow, e.g. GradientFlow(blocks='model.blocks').")
+    flow = options_of(GradientFlow, flow, "gradient_flow", "{blocks: model.blocks}")
     names = as_tuple(flow.blocks)
     if not names or not all(isinstance(name, str) and name for name in names):
         expected = "expected a container's name, a list of names, or a pattern"
@@ -237,14 +235,13 @@ def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
     return Thresholds(*map(float, values))
 
 
-def parse_capture(capture: Capture) -> ParsedRule:
+def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
     """Check what is to be captured: a rule that wants the tensors themselves, and no statistic of them.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
     """
-    if not isinstance(capture, Capture):
-        raise ConfigError(f"capture is a {type(capture).__name__}; expected a Capture, e.g. Capture(sites='model.head', steps=[0, 100]).")
+    capture = options_of(Capture, capture, "capture", "{sites: model.head, steps: [0, 100]}")
     kinds = _not_empty(capture.kinds, "capture.kinds", "activation")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in CAPTURED:
@@ -303,22 +300,26 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
     LightningCLI makes the dataclass itself where it finds nothing wrong in it; else it would say so in many lines, and not what to do.
 
     Args:
-        kind: The dataclass, all of whose options have a default.
+        kind: The dataclass.
         value: One of it, or a mapping.
         label: What it is called in messages.
         example: Of what YAML may hold.
 
     Raises:
-        ConfigError: If it is neither, or there is no such option.
+        ConfigError: If it is neither, if there is no such option, or one is missing that has no default.
     """
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{label} is {value!r}; expected options, e.g. {example}.")
-    known = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass
+    known = [one.name for one in fields]
     for name in value:
         if name not in known:
             raise ConfigError(f"{label} has no option {name!r}; expected {', '.join(known)}{nearest(str(name), known)}")
+    for one in fields:
+        if one.name not in value and one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{label} does not say {one.name}; expected e.g. {example}.")
     return kind(**value)
 
 
@@ -372,9 +373,10 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
         raise ConfigError(f"{label}.functions of kinds {', '.join(kinds)}: some have two tensors, some one; expected a rule for each sort.")
-    for name, function in rule.functions.items():
+    for name, given in rule.functions.items():
         if name in (*statistics, *histograms, *functions, *units):
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
+        function = _imported(given, f"{label}.functions {name!r}") if isinstance(given, str) else given
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         functions[check_name(name, f"{label}.functions")] = UserFunction(name, function, aggregate)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -64,9 +64,9 @@ class Wishes:
     def __init__(
         self,
         schedule: ParsedSchedule,
-        rules: Sequence[Rule],
-        gradient_flow: GradientFlow | None,
-        capture: Capture | None,
+        rules: Sequence[Rule | Mapping[str, Any]],
+        gradient_flow: GradientFlow | Mapping[str, Any] | None,
+        capture: Capture | Mapping[str, Any] | None,
         *,
         within: str | None,
         exclude: Sequence[re.Pattern[str]],
