@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.probes.linear_again import LinearAgain
 from lightning_module_monitor.statistics import running
@@ -114,3 +118,24 @@ def test_a_call_under_autocast_or_with_hooks_of_all_modules_is_another_operation
     assert again(module, (x,)) is None
     handle.remove()
     assert again(module, (x,)) is not None
+
+
+def test_of_a_reference_that_was_removed_nothing_is_held() -> None:
+    """What is prepared for its layers goes with it: the step that used it is over."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    reference = copy.deepcopy(model)
+    with ModuleMonitor() as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor)
+        for step in range(2):
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(torch.ones(3, 4))
+            model(torch.ones(3, 4))
+            assert monitor.end_step() is not None
+        gone = weakref.ref(reference[0].weight)
+        del reference
+        monitor.remove_reference_module()
+        gc.collect()
+        assert gone() is None

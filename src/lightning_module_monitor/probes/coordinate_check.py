@@ -69,6 +69,7 @@ class Units:
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
+        self.linear_again.clear()
 
     def __reduce__(self) -> tuple[type[Units], tuple[()]]:
         """A copy knows nothing: what is prepared are addresses."""
