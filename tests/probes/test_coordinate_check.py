@@ -584,6 +584,30 @@ def test_operator_norms_of_differences_with_and_without_the_compiled_kernel(is_c
         assert math.isfinite(float(found["good"]))
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 24])
+def test_operator_norms_where_rows_of_one_direction_would_cancel_out(num_rows: int) -> None:
+    """The start is a sum of the rows: their order, their signs, and sizes that grow from row to row do not matter."""
+    torch.manual_seed(0)
+    direction, signs = torch.randn(20), torch.tensor([1.0, -1.0]).repeat(num_rows)[:num_rows]
+    # Its rows have a part in common, by which all get the same sign, and then the larger parts cancel out.
+    hidden = torch.zeros(num_rows, 20)
+    hidden[:, 0], hidden[:, 1] = 0.5, 2.0 * signs
+    matrices = {
+        "opposite": torch.outer(signs, direction),
+        "hidden": hidden,
+        "growing": torch.logspace(-35, 2, num_rows).unsqueeze(1) * torch.randn(num_rows, 20),
+        "late": torch.zeros(num_rows, 20),
+        "tiny": torch.outer(signs, direction) * 1e-40,
+    }
+    matrices["late"][-1] = direction
+    found = operator_norms({name: Difference(matrix.unsqueeze(0)) for name, matrix in matrices.items()})
+    for name, matrix in matrices.items():
+        expected = float(torch.linalg.matrix_norm(matrix.double(), 2))
+        assert float(found[name]) == pytest.approx(expected, rel=1e-5), name
+        # And whatever else is computed in the same call.
+        assert float(operator_norms({"alone": Difference(matrix.unsqueeze(0))})["alone"]) == float(found[name]), name
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_operator_norms_beside_an_empty_weight_and_with_another_default_device(device: str) -> None:
     """The norm of nothing is 0, and keeps nobody from theirs; new tensors of the program's are none of the monitor's."""

@@ -81,6 +81,16 @@ def _float_of(_context: Any, _bits: Any) -> Any:  # noqa: ANN401  # numba's prot
     return types.float32(types.uint32), generate
 
 
+@intrinsic
+def _bits_of(_context: Any, _float: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+    """The bits of a float32, an int32."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
 @njit
 def _widen_bfloat16(halves: np.ndarray, wide: np.ndarray) -> None:
     """A bfloat16 is the upper half of a float32."""
