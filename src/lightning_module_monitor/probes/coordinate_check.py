@@ -44,6 +44,9 @@ _NAME = "rcc"
 _ALIGNED = {"effective": "update", "propagating": "reference"}
 """The operator norm of an alignment by the alignment's name."""
 
+_UPDATE, _REFERENCE = UserFunction("update", float, "mean"), UserFunction("reference", float, "mean")
+"""What was computed, as an observation takes it."""
+
 _NOTHING = -1.0
 """Stands for no alignment, where the input is zero or there is no norm of it; not a NaN, which tells of values that are not finite."""
 
@@ -330,22 +333,22 @@ class CoordinateCheckProbe(Probe):
     def _see_weights(self) -> None:
         """Take the operator norms: before the step's first forward pass, with the weights that it will use."""
         updates: dict[str, Difference] = {}
-        references: dict[str, Tensor] = {}
+        references: dict[str, Callable[[], Tensor]] = {}
         watches: dict[str, Watch] = {}
         for unit in self._units:
             asked, watch = self._operator_norm_watch(unit)
             names = set(asked) | {_ALIGNED[name] for name in unit.alignment}
             if unit.layer is None or not names:
                 continue
-            site, own = unit.watched.site.name, unit.layer.weight(unit.twin)
+            site = unit.watched.site.name
             watches[site] = watch
             if "reference" in names:
-                references[site] = own
+                references[site] = functools.partial(unit.layer.weight, unit.twin)
             if "update" in names:
-                updates[site] = Difference(unit.layer.weight(unit.watched.site.module), own)
-        for name, norms in (("update", operator_norms(updates)), ("reference", self._operator_norms.of_reference(references))):
+                updates[site] = Difference(unit.layer.weight(unit.watched.site.module), unit.layer.weight(unit.twin))
+        for norms, function in ((operator_norms(updates), _UPDATE), (self._operator_norms.of_reference(references), _REFERENCE)):
             for site, norm in norms.items():
-                self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
+                self._observation.add_result(watches[site], function, norm, 1)
 
     def _operator_norm_watch(self, unit: Unit) -> tuple[Iterable[str], Watch]:
         """The norms that are asked for, and the watch of them; one of its own where only alignments are."""

@@ -9,8 +9,9 @@ norms that were a quarter too small), and a run that is resumed would not have i
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.running import readable_address
 
 NUM_STEPS = 6
 """Products with the matrix, and with its transpose, from a random start."""
 
-COMPILED_STEPS = 4
+COMPILED_STEPS = 5
 """The same from the start that the compiled kernel makes, for which it reads the matrix once more."""
 
 NUM_SQUARINGS = 8
@@ -40,6 +42,10 @@ MAX_ELEMENTS = 1 << 20
 """Elements of the matrices that are worked on together: 4 MiB of float32."""
 
 
+_Place = tuple[int, int, int]
+"""Address of a matrix, of another that is taken from it or 0, and number of rows."""
+
+
 class OperatorNorms:
     """Norms by site. The reference's are computed once."""
 
@@ -50,9 +56,9 @@ class OperatorNorms:
         """Forget the reference's norms: there is another reference."""
         self._of_reference.clear()
 
-    def of_reference(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The norms of weights that stay what they are, by site; see :func:`operator_norms`."""
-        missing = {site: Difference(weight) for site, weight in weights.items() if site not in self._of_reference}
+    def of_reference(self, weights: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+        """The norms of weights that stay what they are, by site; see :func:`operator_norms`. A weight is asked for once."""
+        missing = {site: Difference(weight()) for site, weight in weights.items() if site not in self._of_reference}
         self._of_reference |= operator_norms(missing)
         return {site: self._of_reference[site] for site in weights}
 
@@ -67,57 +73,57 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
         By site the largest of any of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
     """
     norms: dict[str, Tensor] = {}
-    compiled: defaultdict[int, list[str]] = defaultdict(list)
+    compiled: defaultdict[int, dict[str, list[_Place]]] = defaultdict(dict)
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for site, weight in weights.items():
         tensor = weight.tensor
         if not tensor.numel():
             norms[site] = torch.zeros((), dtype=torch.float64, device=tensor.device)
-        elif tensor.dim() == 1:
-            norms[site] = weight.computed().abs().max().double()
-        elif _takes(weight):
-            compiled[tensor.shape[2]].append(site)
+        elif places := _places(weight):
+            compiled[tensor.shape[2]][site] = places
         else:
             alike[tensor.shape, tensor.dtype, tensor.device].append(site)
-    for columns, sites in compiled.items():
-        norms.update(zip(sites, _compiled_operator_norms([weights[site] for site in sites], columns), strict=True))
+    for columns, places_by_site in compiled.items():
+        norms.update(zip(places_by_site, _compiled_operator_norms(list(places_by_site.values()), columns), strict=True))
     for (shape, _dtype, _device), sites in alike.items():
         # Those of one shape share their operations: small ones cost more to start than to do.
         at_once = max(1, MAX_ELEMENTS // shape.numel())
         for start in range(0, len(sites), at_once):
             part = sites[start : start + at_once]
             computed = [weights[site].computed() for site in part]
-            found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed))
-            norms.update(zip(part, found.view(len(part), -1).amax(1), strict=True))
+            if len(shape) == 1:
+                found = torch.stack(computed).abs().amax(1).double()
+            else:
+                found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed)).view(len(part), -1).amax(1)
+            norms.update(zip(part, found.unbind(), strict=True))
     return norms
 
 
-def _takes(weight: Difference) -> bool:
-    """Whether the compiled kernel can read the elements."""
-    parts = [part for part in (weight.tensor, weight.other) if part is not None]
-    return weight.shift is None and all(map(running.readable_address, parts))
+def _places(weight: Difference) -> list[_Place]:
+    """Where the compiled kernel can read the matrices; empty where it cannot."""
+    first = readable_address(weight.tensor) if weight.tensor.dim() == 3 and weight.shift is None else 0
+    other = readable_address(weight.other) if first and weight.other is not None else 0
+    if not first or (weight.other is not None and not other):
+        return []
+    groups, rows, columns = weight.tensor.shape
+    size = rows * columns * weight.tensor.itemsize
+    return [(first + group * size, other + group * size if other else 0, rows) for group in range(groups)]
 
 
-def _compiled_operator_norms(weights: Sequence[Difference], columns: int) -> Iterator[Tensor]:
+def _compiled_operator_norms(weights: Sequence[Sequence[_Place]], columns: int) -> tuple[Tensor, ...]:
     """The largest operator norm of each one's matrices, float64, shape ``()``, by the compiled kernel."""
     kernel = running.compiled_operator_norm()
     assert kernel is not None
-    matrices = []
-    for weight in weights:
-        groups, rows, _columns = weight.tensor.shape
-        first, other = running.address(weight.tensor), running.address(weight.other)
-        for group in range(groups):
-            offset = group * rows * columns * weight.tensor.itemsize
-            matrices.append((first + offset, other + offset if other else 0, rows))
+    matrices = list(itertools.chain.from_iterable(weights))
+    starts = [0, *itertools.accumulate(map(len, weights[:-1]))]
     scales, small = np.empty(len(matrices)), np.empty((len(matrices), COMPILED_STEPS, COMPILED_STEPS))
     kernel.lanczos(np.array(matrices, dtype=np.int64), columns, ROUNDING, scales, small)
     finite = np.isfinite(small).all(axis=(1, 2))
     small[~finite] = 0.0
     # The small matrices are of squares; rounding can make a zero negative.
     squares = np.linalg.eigvalsh(small)[:, -1].clip(min=0.0)
-    norms = torch.from_numpy(np.where(finite, scales, np.nan) * np.sqrt(squares))
-    for of_one in norms.split([weight.tensor.shape[0] for weight in weights]):
-        yield of_one.amax()
+    norms = np.where(finite, scales, np.nan) * np.sqrt(squares)
+    return torch.from_numpy(np.maximum.reduceat(norms, starts)).unbind()
 
 
 def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
