@@ -6,8 +6,8 @@ in the cache still when a matrix is as large as that. All is found by addresses:
 which took a tenth of the time.
 
 The first vector is a sum of the rows, which is made as they are written down: so what is waited for is memory. Each row
-gets the sign with which it makes the sum longer, so that rows of one direction add up; that is as good as two steps from a
-random start. A random number beside the sign keeps an order of rows that would cancel out a direction from doing so.
+gets the sign with which it makes the sum longer, so that rows of one direction add up; that is as good as one or two steps
+more from a random start. A random number beside the sign keeps an order of rows that would cancel out a direction from doing so.
 """
 
 from __future__ import annotations
