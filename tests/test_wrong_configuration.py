@@ -124,8 +124,8 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "functions are a list": (rule(functions=[size]), ("rules[0].functions", "expected")),
     "rule that is none": ({"rules": [3]}, ("rules[0] is 3", "expected options, e.g. {kinds: activation, statistics: norm}")),
     "option of a rule": (
-        {"rules": [{"kinds": "activation", "statistcs": "norm"}]},
-        ("rules[0] has no option 'statistcs'; expected kinds, sites", "nearest: 'statistics'"),
+        {"rules": [{"kinds": "activation", "statistic": "norm"}]},
+        ("rules[0] has no option 'statistic'; expected kinds, sites", "nearest: 'statistics'"),
     ),
     "rule of no kind": ({"rules": [{"statistics": "norm"}]}, ("rules[0] does not say kinds; expected e.g. {kinds: activation",)),
     "function that is not there": (
