@@ -721,13 +721,13 @@ def test_a_container_that_returns_its_last_parts_output_is_not_computed_again(is
     """One tensor, three rows; but not if it was overwritten in between, nor where more is asked for."""
     added: list[int] = []
     if is_compiled:
-        original = RunningRows.add_at
+        original = RunningRows.take
 
-        def count(self: RunningRows, row: int, place: int, element_format: int, num_elements: int, *others: int) -> None:
-            added.append(num_elements)
-            original(self, row, place, element_format, num_elements, *others)
+        def count(self: RunningRows, row: int, tensor: Tensor, needs: int) -> bool:
+            added.append(tensor.numel())
+            return original(self, row, tensor, needs)
 
-        monkeypatch.setattr(RunningRows, "add_at", count)
+        monkeypatch.setattr(RunningRows, "take", count)
     else:
         monkeypatch.setattr(running, "kernel", lambda: None)
         add = Table.add

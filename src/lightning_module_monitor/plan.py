@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,15 @@ class Plan:
     """The blocks whose gradient flow is watched."""
     rows: Rows = field(default_factory=Rows, compare=False, repr=False)
     """Where what is seen of them is gathered, step by step."""
+
+    @functools.cached_property
+    def parameters_by_kind(self) -> dict[str, list[tuple[ParameterSite, Watch]]]:
+        """The parameters again, of each kind that is watched."""
+        by_kind: defaultdict[str, list[tuple[ParameterSite, Watch]]] = defaultdict(list)
+        for one in self.parameters:
+            for kind, watch in one.watches.items():
+                by_kind[kind].append((one.site, watch))
+        return dict(by_kind)
 
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""

@@ -16,10 +16,11 @@ import pytest
 import torch
 from helpers.textbook import PLAIN, histogram, textbook
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
-from lightning_module_monitor.statistics import compiled, running
+from lightning_module_monitor.statistics import compiled, dlpack, running
 from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.running import RunningRows, takes
@@ -158,8 +159,8 @@ def test_every_number_of_half_precision_is_widened_exactly(dtype: torch.dtype) -
     tensor = numbers.unsqueeze(1).expand(-1, repeats).contiguous()
     place, element_format = tensor.data_ptr(), running.ELEMENT_FORMATS[dtype]
     rows = RunningRows()
-    tensors = [(row, place + row * repeats * 2, element_format, repeats, 1) for row in range(len(numbers))]
-    rows.add_all_at(tensors, Need.MEAN | Need.EXTREMES)
+    for row in range(len(numbers)):
+        rows.add_at(row, place + row * repeats * 2, element_format, repeats, 1, Need.MEAN | Need.EXTREMES)
     moments, expected = rows.moments(len(numbers)), numbers.double()
     assert torch.equal(moments.mean.nan_to_num(7.0), expected.nan_to_num(7.0))
     is_number = ~expected.isnan()
@@ -292,24 +293,52 @@ def test_only_real_memory_of_a_cpu_is_read() -> None:
     assert not takes(torch.ones(3).as_subclass(Elsewhere))
 
 
-def test_the_address_of_what_can_be_read_is_that_of_the_first_element() -> None:
-    """Of everything that is a plain float32 tensor in order."""
+def readable() -> dict[str, Tensor]:
+    """Plain float32 tensors in order, of every sort."""
     whole = torch.arange(30, dtype=torch.float32)
     with torch.inference_mode():
         inference = torch.arange(3.0)
-    readable = {
+    return {
         "plain": whole,
         "parameter": nn.Parameter(whole.clone()),
         "of a graph": nn.Parameter(whole.clone()) * 2,
         "part": whole[7:],
         "matrix": whole.view(5, 6)[2:4],
+        "single row": torch.ones(4, 6)[1:2],
         "single": torch.tensor(3.0),
+        "many dimensions": torch.arange(8.0).view(1, 2, 1, 2, 1, 2),
         "inference": inference,
         "sharing": torch._lazy_clone(whole),
     }
-    for name, tensor in readable.items():
+
+
+def test_the_address_of_what_can_be_read_is_that_of_the_first_element() -> None:
+    """Of everything that is a plain float32 tensor in order."""
+    for name, tensor in readable().items():
         found = ctypes.c_float.from_address(running.readable_address(tensor)).value
         assert found == tensor.detach().flatten()[0].item(), name
+
+
+@pytest.fixture(params=[True, False], ids=["looks", "is told"])
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernel looks at tensors itself, or is told an address, as where torch has no function for it."""
+    if not request.param:
+        monkeypatch.setattr(dlpack, "description_function", lambda: 0)
+    return bool(request.param)
+
+
+def test_what_can_be_read_is_taken(looks: bool) -> None:
+    """In any precision; what shares its memory until somebody writes keeps its values."""
+    tensors = list(readable().values())
+    tensors += [normal(50, 300).to(dtype)[3:] for dtype in HALVES]
+    rows, start = RunningRows(), 2 * running.FIRST_CAPACITY
+    assert rows._can_look is looks
+    assert all(rows.take(start + place, tensor, Need.EVERYTHING) for place, tensor in enumerate(tensors))
+    rows.add_last_again(0)
+    moments = rows.moments(start + len(tensors))
+    for place, tensor in enumerate(tensors):
+        assert_textbook(moments, tensor.detach(), start + place)
+    assert_textbook(moments, tensors[-1])
 
 
 def test_half_precision_has_an_address_where_it_is_asked_for() -> None:
@@ -323,8 +352,12 @@ def test_half_precision_has_an_address_where_it_is_asked_for() -> None:
         assert running.readable_address(tensor, running.ELEMENT_FORMATS) == 0
 
 
-def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> None:
-    """Reading it all the same would give other numbers, or end the process."""
+class Elsewhere(Tensor):
+    """Its elements may be anywhere."""
+
+
+def unreadable() -> dict[str, object]:
+    """What a kernel of float32 must not read: it would give other numbers, or end the process."""
     given_back, shrunk, part = torch.ones(8), torch.ones(8), torch.ones(8)[3:]
     given_back.untyped_storage().resize_(0)
     shrunk.untyped_storage().resize_(16)
@@ -334,29 +367,45 @@ def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> Non
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     negative = torch.ones(1, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
-
-    class Elsewhere(Tensor):
-        pass
-
-    unreadable = {
+    outlived: list[Tensor] = []
+    torch.vmap(lambda x: (outlived.append(x * 2), x)[1])(torch.ones(3, 2))
+    torch.func.grad(lambda x: (outlived.append(x * 2), x.sum())[1])(torch.ones(3))
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    return {
         "nothing": None,
+        "number": 3,
         "double": torch.ones(3, dtype=torch.float64),
-        "half": torch.ones(3, dtype=torch.bfloat16),
+        "integer": torch.ones(3, dtype=torch.int32),
+        "complex": torch.ones(3, dtype=torch.complex64),
         "out of order": torch.ones(3, 2).t(),
+        "channels last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "repeated": torch.ones(1).expand(4),
         "empty": torch.empty(0, 3),
         "meta": torch.ones(3, device="meta"),
+        "fake": fake,
         "sparse": torch.eye(3).to_sparse(),
         "negated by a flag": negative,
+        "negated by a flag, in order": torch._neg_view(torch.ones(3)),
         "zeros without memory": torch._efficientzerotensor((3,)),
+        "part of zeros without memory": torch._efficientzerotensor((8, 4))[4:],
+        "functional": torch._to_functional_tensor(torch.ones(3)),
         "subclass": torch.ones(3).as_subclass(Elsewhere),
         "nested": nested,
+        "without a shape": nn.UninitializedParameter(),
         "given back": given_back,
         "given back in part": shrunk,
         "part of what was given back": part,
+        "outlived vmap": outlived[0],
+        "outlived grad": outlived[1],
     }
-    for name, value in unreadable.items():
+
+
+def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> None:
+    """Reading it all the same would give other numbers, or end the process."""
+    for name, value in unreadable().items():
         assert running.readable_address(value) == 0, name
+    assert running.readable_address(torch.ones(3, dtype=torch.bfloat16)) == 0
 
     addresses: list[int] = []
 
@@ -370,6 +419,40 @@ def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> Non
         warnings.filterwarnings("ignore", ".*torch.jit.trace.* is deprecated", DeprecationWarning)
         torch.jit.trace(noted, torch.ones(3), check_trace=False)
     assert addresses == [0, 0, 0]
+
+
+def test_what_does_not_lie_in_memory_as_it_seems_is_not_taken(looks: bool) -> None:
+    """Nor is an error left behind, or a row touched."""
+    rows, taken = RunningRows(), []
+    for name, value in unreadable().items():
+        assert not rows.take(0, value, Need.EVERYTHING), name
+
+    def noted(x: Tensor) -> Tensor:
+        taken.append(rows.take(0, x, Need.EVERYTHING))
+        return x * 2
+
+    torch.vmap(noted)(torch.ones(3, 2))
+    torch.func.grad(lambda x: noted(x).sum())(torch.ones(3))
+    torch.func.functionalize(noted)(torch.ones(3))
+    assert taken == [False] * 3
+    assert rows._can_look is looks
+    assert rows.moments(1).elements.tolist() == [0]
+
+
+def test_what_is_traced_is_taken_and_leaves_no_trace() -> None:
+    """While torch.jit traces, sizes are tensors in Python, and numbers to the kernel."""
+    rows = RunningRows()
+
+    def doubled(x: Tensor) -> Tensor:
+        y = x * 2
+        assert rows.take(0, y[1:], Need.EVERYTHING)
+        return y
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.trace.* is deprecated", DeprecationWarning)
+        traced = torch.jit.trace(doubled, torch.ones(3), check_trace=False)
+    assert_textbook(rows.moments(1), torch.full((2,), 2.0))
+    assert [node.kind() for node in traced.graph.nodes()] == ["prim::Constant", "aten::mul"]
 
 
 @pytest.fixture
@@ -441,7 +524,13 @@ def test_rows_can_be_copied() -> None:
     twin = copy.deepcopy(rows)
     rows.add(0, torch.ones(7), Need.EVERYTHING)
     assert float(twin.moments(1).elements[0]) == 5
-    assert pickle.loads(pickle.dumps(twin)).moments(1).squares[0] == 5
+    other = pickle.loads(pickle.dumps(twin))
+    assert other.moments(1).squares[0] == 5
+    # Each goes on in memory of its own.
+    twin.take(0, torch.ones(11), Need.EVERYTHING)
+    other.add(0, torch.ones(13), Need.EVERYTHING)
+    other.add_last_again(1)
+    assert [one.moments(2).elements.tolist() for one in (rows, twin, other)] == [[12, 0], [16, 0], [18, 13]]
 
 
 def test_a_kernel_that_cannot_be_compiled_is_said_once(without_kernel: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,34 +62,29 @@ class ActivationProbe(BackwardProbe):
 
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """Take in every tensor of a module's output."""
+        watches, site = watched.watches, watched.site
+        activation = watches.get("activation")
         try:
-            if self._see_quickly(watched, output):
-                return
-            if isinstance(output, Tensor):
+            # The commonest output, in the quickest way.
+            if (
+                activation is not None
+                and not is_in_backward()
+                and self._observation.read(activation, output, may_return_last=site.is_container, may_be_returned=site.is_last_part)
+            ):
+                if "activation_gradient" in watches and isinstance(output, Tensor):
+                    self._await_gradient(watches["activation_gradient"], output)
+            elif isinstance(output, Tensor):
                 self._see_output(watched, (), output)
-                return
-            for path, tensor in named_tensors(output):
-                self._see_output(watched, path, tensor)
+            else:
+                for path, tensor in named_tensors(output):
+                    self._see_output(watched, path, tensor)
         except MonitorError:
             raise
         except Exception as error:
             # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
             for kind in KINDS:
-                if kind in watched.watches:
-                    self._observation.fail(watched.watches[kind], output, error)
-
-    def _see_quickly(self, watched: WatchedModule, output: object) -> bool:
-        """Take in the commonest output in the quickest way, and say whether it was such a one."""
-        watch, site = watched.watches.get("activation"), watched.site
-        if watch is None or is_in_backward():
-            return False
-        may_return_last, may_be_returned = site.is_container, site.is_last_part
-        if not self._observation.read(watch, output, may_return_last=may_return_last, may_be_returned=may_be_returned):
-            return False
-        gradient = watched.watches.get("activation_gradient")
-        if gradient is not None and isinstance(output, Tensor):
-            self._await_gradient(gradient, output)
-        return True
+                if kind in watches:
+                    self._observation.fail(watches[kind], output, error)
 
     def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""

@@ -91,8 +91,8 @@ class AttentionProbe(Probe):
     """
 
     def __init__(self, watched: Sequence[WatchedModule], observation: Observation, head_name: HeadName, say: Callable[[str], None]) -> None:
-        self._by_name = {one.site.name: one for one in watched}
-        of_heads = [_Watching.of(one) for one in watched if any(KINDS[kind].of_heads for kind in one.watches)]
+        self._all = watched
+        of_heads = [_Watching.of(one) for one in watched if one.is_of_heads]
         self._watched = [one for one in of_heads if one.can_attend()]
         self._observation = observation
         self._head_name = head_name
@@ -129,7 +129,7 @@ class AttentionProbe(Probe):
 
     def watched(self, site: ModuleSite) -> WatchedModule:
         """What is wanted of a module, of all kinds."""
-        return self._by_name.get(site.name, Watched(site, {}))
+        return next((one for one in self._all if one.site is site), Watched(site, {}))
 
     def see(self, watched: WatchedModule, read: Reader, call: RawCall, *, by_hand: bool = False) -> None:
         """Take a call in.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
-from lightning_module_monitor.probes.probe import Among, Probe, WatchedParameter
+from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, updates
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.running import PLAIN
 from lightning_module_monitor.statistics.watch import Watch
 
 
@@ -24,7 +25,8 @@ from lightning_module_monitor.statistics.watch import Watch
 class ParameterProbe(Probe):
     """Reads parameters at the moments that it is told, under ``torch.no_grad``: of every tensor what is this rank's to count."""
 
-    watched: Sequence[WatchedParameter]
+    watched: Mapping[str, Sequence[tuple[ParameterSite, Watch]]]
+    """What is watched, by kind."""
     observation: Observation
     whole_tensors: WholeTensors
     reference: Reference | None = None
@@ -56,8 +58,8 @@ class ParameterProbe(Probe):
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
-        watches = {watched.site: watched.watches["update"] for watched in self.watched if "update" in watched.watches}
         before = self._before.take(among)
+        watches = dict(self.watched.get("update", ()))
         self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
         self._observe([(watches[site], update) for site, update in updates(before, is_skipped=is_skipped)])
 
@@ -75,6 +77,11 @@ class ParameterProbe(Probe):
     def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
         parts = []
         for watch, tensor in pairs:
+            if type(tensor) in PLAIN:
+                # As nearly all are: the same on every rank, and for the first to count.
+                if self.rank == 0:
+                    parts.append((watch, tensor))
+                continue
             if (watch.needs | watch.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
                 watch.is_one_token = tensor.dim() == 1
                 if not watch.is_one_token:
@@ -98,10 +105,9 @@ class ParameterProbe(Probe):
             self.observation.fail(watch, parameter, error)
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
-        for watched in self.watched:
-            watch = watched.watches.get(kind)
-            parameter = watched.site.tensor() if watch is not None else None
-            if watch is None or parameter is None or (among is not None and id(parameter) not in among):
+        for site, watch in self.watched.get(kind, ()):
+            parameter = site.tensor()
+            if parameter is None or (among is not None and id(parameter) not in among):
                 continue
             if parameter.is_floating_point():
-                yield watched.site, watch, parameter
+                yield site, watch, parameter

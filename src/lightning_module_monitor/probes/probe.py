@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -9,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import ModuleSite, ParameterSite
 from lightning_module_monitor.modules.outputs import of_all_samples
 from lightning_module_monitor.modules.shards import local_part
@@ -26,6 +28,16 @@ class Watched(Generic[SiteT]):
 
     site: SiteT
     watches: Mapping[str, Watch]
+
+    @functools.cached_property
+    def has_functions(self) -> bool:
+        """Whether a function of the user's is to get any of it."""
+        return any(watch.functions for watch in self.watches.values())
+
+    @functools.cached_property
+    def is_of_heads(self) -> bool:
+        """Whether any of it is of heads of attention."""
+        return any(KINDS[kind].of_heads for kind in self.watches)
 
 
 WatchedModule = Watched[ModuleSite]

@@ -87,7 +87,11 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
 def expected_names(of_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter]) -> list[str]:
     """Of parameters that are laid out over ranks: all tensors that functions want, and those that are captured."""
     functions = [
-        name_of(kind, one.site.name) for one in of_functions if _is_laid_out(one) for kind, watch in one.watches.items() if watch.functions
+        name_of(kind, one.site.name)
+        for one in of_functions
+        if one.has_functions and _is_laid_out(one)
+        for kind, watch in one.watches.items()
+        if watch.functions
     ]
     return functions + [name_of(kind, one.site.name, FOR_THE_FILE) for one in captured if _is_laid_out(one) for kind in one.watches]
 

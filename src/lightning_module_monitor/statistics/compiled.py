@@ -316,13 +316,6 @@ def add(address: int, element_format: int, num_elements: int, features: int, nee
     _add(address, element_format, num_elements, features, needs, own, alone)
 
 
-@njit("void(int64[:, ::1], int64, float64[:, ::1], float64[::1])", cache=True)
-def add_many(tensors: np.ndarray, needs: int, rows: np.ndarray, latest: np.ndarray) -> None:
-    """Like :func:`add` for many tensors of the same needs; of each: row, address, format, number of elements, features."""
-    for i in range(len(tensors)):
-        _add(tensors[i, 1], tensors[i, 2], tensors[i, 3], tensors[i, 4], needs, rows[tensors[i, 0]], latest)
-
-
 @njit("void(float64[::1], float64[:, ::1], int64)", cache=True)
 def merge(other: np.ndarray, rows: np.ndarray, row: int) -> None:
     """Merge the moments ``other``, shape ``(len(Moments._fields),)``, into a row."""
@@ -340,3 +333,101 @@ def merge_many(others: np.ndarray, targets: np.ndarray, rows: np.ndarray) -> Non
     """
     for i in range(len(targets)):
         _merge(others[targets[i, 1]], rows[targets[i, 0]])
+
+
+# What a kernel that looks at a tensor itself works with, by place in an array of int64. Behind the last begins room for DLPack's
+# `DLTensor`: address of the elements; device; number of dimensions, and dtype; addresses of sizes and of strides; an offset in bytes.
+DESCRIBE, CLEAR_ERROR, ROWS, LATEST, DESCRIPTION = range(5)
+NUM_WORDS = DESCRIPTION + 6
+"""Of eight bytes."""
+WORD_BYTES = 8
+CPU = 1
+"""``kDLCPU``, the lower half of its word."""
+LANE = 1 << 16
+"""Of DLPack's dtypes, the upper half of theirs: a single number, of so many bits, and of this kind of number."""
+DLPACK_FLOAT32 = LANE | 32 << 8 | 2
+DLPACK_BFLOAT16 = LANE | 16 << 8 | 4
+DLPACK_FLOAT16 = LANE | 16 << 8 | 2
+
+
+@intrinsic
+def _described(_context: Any, _function: Any, _tensor: Any, _description: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+    """Call ``dltensor_from_py_object_no_sync`` at an address: 0, or -1 and an error of Python's."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
+        of_function = ir.FunctionType(ir.IntType(32), [ir.IntType(64), ir.IntType(64)])
+        return builder.call(builder.inttoptr(arguments[0], of_function.as_pointer()), arguments[1:])
+
+    return types.int32(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _call(_context: Any, _function: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+    """Call a function of no arguments and no result at an address."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
+        of_function = ir.FunctionType(ir.VoidType(), [])
+        builder.call(builder.inttoptr(arguments[0], of_function.as_pointer()), [])
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64), generate
+
+
+@njit
+def _format_of(dtype: int) -> int:
+    """The format of elements of DLPack's dtype, -1 for one that is not read."""
+    if dtype == DLPACK_FLOAT32:
+        return FLOAT32
+    if dtype == DLPACK_BFLOAT16:
+        return BFLOAT16
+    return FLOAT16 if dtype == DLPACK_FLOAT16 else -1
+
+
+@njit
+def _size_in_order(num_dimensions: int, sizes: int, strides: int) -> int:
+    """Number of elements that lie one after the other; 0 if they do not."""
+    num_elements = 1
+    for dimension in range(num_dimensions - 1, -1, -1):
+        size = carray(_pointer(sizes), (num_dimensions,), np.int64)[dimension]
+        if size != 1 and (strides == 0 or carray(_pointer(strides), (num_dimensions,), np.int64)[dimension] != num_elements):
+            return 0
+        num_elements *= size
+    return num_elements
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64)", cache=True)
+def take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, desk: int) -> int:
+    """Merge a tensor into a row, if it can be read where it lies: elements, at least one, in order in a CPU's memory.
+
+    Args:
+        tensor: Its identity in Python: the address of the object, which is neither a subclass's nor negated by a flag.
+        offset: Of its first element in its storage, in elements.
+        storage_bytes: Size of that. Not every program leaves it as large as its tensors say.
+        needs: As for :func:`add`.
+        row: Number of the row.
+        desk: Address of ``NUM_WORDS`` int64: addresses of DLPack's function and of ``PyErr_Clear``, of the rows, and of a row that
+            gets the moments of this tensor alone; the rest is written.
+
+    Returns:
+        Whether it was, 0 or 1.
+    """
+    tools = carray(_pointer(desk), (NUM_WORDS,), np.int64)
+    if _described(tools[DESCRIBE], tensor, desk + DESCRIPTION * WORD_BYTES) != 0:
+        _call(tools[CLEAR_ERROR])
+        return 0
+    begin, device, kind, sizes, strides, shift = tools[DESCRIPTION:]
+    elements = begin + shift
+    element_format, num_dimensions = _format_of(kind >> 32), int(np.int32(kind))
+    num_elements = _size_in_order(num_dimensions, sizes, strides)
+    element_bytes = ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES
+    if int(np.int32(device)) != CPU or element_format < 0 or num_elements == 0:
+        return 0
+    # Zeros may have no memory, whatever the size of their storage. A program that streams weights may have given it back, or a
+    # part of it. To read it all the same would end the process.
+    if elements == offset * element_bytes or (offset + num_elements) * element_bytes > storage_bytes:
+        return 0
+    features = carray(_pointer(sizes), (num_dimensions,), np.int64)[num_dimensions - 1] if num_dimensions else 1
+    own = carray(_pointer(tools[ROWS] + row * NUM_FIELDS * WORD_BYTES), (NUM_FIELDS,), np.float64)
+    alone = carray(_pointer(tools[LATEST]), (NUM_FIELDS,), np.float64)
+    _add(elements, element_format, num_elements, features, needs, own, alone)
+    return 1

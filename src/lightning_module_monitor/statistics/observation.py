@@ -22,7 +22,7 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.rows import Form, Rows, Wishes
-from lightning_module_monitor.statistics.running import ELEMENT_FORMATS, PLAIN, Readable, has_memory, num_features, readable_address
+from lightning_module_monitor.statistics.running import PLAIN, has_memory, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -93,19 +93,22 @@ class Observation:
         Returns:
             Whether it was read: where only statistics are wanted, of a tensor that lies where the compiled kernel can read it.
         """
-        place = readable_address(output, ELEMENT_FORMATS) if watch.is_of_moments else 0
-        if not place:
+        if not watch.is_of_moments:
             return False
-        assert isinstance(output, Tensor)
         needs, table = watch.needs, self._table
-        if may_return_last and self._was_last(output, needs):
+        running = table.running or table.running_rows_for(output)
+        if running is None:
+            return False
+        if may_return_last and isinstance(output, Tensor) and self._was_last(output, needs):
             table.add_last_again(self._row(watch))
             return True
+        row = self._numbers.first(watch)
+        if not running.take(row, output, needs):
+            return False
+        self._rows[id(watch)] = row  # only now: what is not read may be nothing that is watched
         self._last = None
-        table.running_rows().add_at(
-            self._row(watch), place, ELEMENT_FORMATS[output.dtype], output.numel(), num_features(output, needs), needs
-        )
         if may_be_returned:
+            assert isinstance(output, Tensor)
             table.note_read()
             self._remember(output, needs)
         return True
@@ -195,20 +198,14 @@ class Observation:
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
         seen = list(pairs)
-        readable: defaultdict[int, list[Readable]] = defaultdict(list)
-        others: list[tuple[int, Tensor, int]] = []
+        table, others = self._taking(), []
         try:
             for watch, tensor in seen:
                 needs = watch.needs
-                place = readable_address(tensor, ELEMENT_FORMATS) if 0 < needs < Need.HISTOGRAM else 0
-                if place:
-                    one = (self._row(watch), place, ELEMENT_FORMATS[tensor.dtype], tensor.numel(), num_features(tensor, needs))
-                    readable[needs].append(one)
-                elif needs:
+                running = (table.running or table.running_rows_for(tensor)) if 0 < needs < Need.HISTOGRAM else None
+                if needs and (running is None or not running.take(self._row(watch), tensor, needs)):
                     others.append((self._row(watch), _strided(tensor), needs))
-            for needs, members in readable.items():
-                self._taking().running_rows().add_all_at(members, needs)
-            self._taking().add_all(others)
+            table.add_all(others)
         except Exception:
             for watch, _tensor in seen:
                 self._give_up(watch)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.statistics import dlpack
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.moments import Moments, Need
 
@@ -77,10 +78,6 @@ compiled_normalized = functools.partial(_compiled, "normalized")
 """That of the terms of norms."""
 
 
-Readable = tuple[int, int, int, int, int]
-"""A tensor with a :func:`readable_address`, as the kernel takes it: row, address, format, number of elements, features."""
-
-
 def readable_address(tensor: object, dtypes: Container[torch.dtype] = FLOAT32) -> int:
     """Where the elements begin of what a kernel can read where it lies: a tensor of elements, at least one, in order in a CPU's memory.
 
@@ -105,6 +102,11 @@ def readable_address(tensor: object, dtypes: Container[torch.dtype] = FLOAT32) -
     if not size or (tensor.storage_offset() + size) * tensor.itemsize > storage.nbytes():
         return 0
     return address(tensor)
+
+
+def may_be_readable(tensor: object) -> bool:
+    """Whether anything is a plain tensor of a CPU, and the kernel is there."""
+    return isinstance(tensor, Tensor) and type(tensor) in PLAIN and tensor.is_cpu and kernel() is not None
 
 
 def num_features(tensor: Tensor, needs: int) -> int:
@@ -180,23 +182,62 @@ class RunningRows:
     """
 
     def __init__(self) -> None:
-        self._rows = _identity(FIRST_CAPACITY)
-        self._latest = np.empty(NUM_FIELDS)
-        # Numbers, which the kernel is called with more quickly than with arrays.
-        self._latest_address, self._rows_address = self._latest.ctypes.data, self._rows.ctypes.data
-        self._add = _kernel().add
+        self._hold(_identity(FIRST_CAPACITY), np.empty(NUM_FIELDS))
+
+    def _hold(self, rows: np.ndarray, latest: np.ndarray) -> None:
+        compiled = _kernel()
+        self._rows, self._capacity = rows, len(rows)
+        self._latest = latest
         """Moments of the tensor that was added last."""
+        # Numbers, which the kernel is called with more quickly than with arrays.
+        self._latest_address, self._rows_address = latest.ctypes.data, rows.ctypes.data
+        self._add, self._take = compiled.add, compiled.take
+        self._can_look = dlpack.description_function() != 0
+        """Whether the kernel can look at a tensor itself."""
+        tools = [dlpack.description_function(), dlpack.error_clearing_function(), self._rows_address, self._latest_address]
+        self._desk = np.array(tools + [0] * (compiled.NUM_WORDS - len(tools)), dtype=np.int64)
+        """What it needs for that."""
+        self._desk_address = self._desk.ctypes.data
+
+    def __getstate__(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows, self._latest
+
+    def __setstate__(self, state: tuple[np.ndarray, np.ndarray]) -> None:
+        self._hold(*state)
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
         """Merge all elements of a tensor, which has at least one, into a row."""
         ordered = tensor if readable_address(tensor, ELEMENT_FORMATS) else in_order(tensor)
         self.add_at(row, address(ordered), ELEMENT_FORMATS[tensor.dtype], tensor.numel(), num_features(tensor, needs), needs)
 
+    def take(self, row: int, tensor: object, needs: int) -> bool:
+        """A quicker :meth:`add`, of anything: whether it is a tensor that can be read where it lies, and was added."""
+        if not self._can_look:
+            return self._take_slowly(row, tensor, needs)
+        # What the kernel cannot see: whether there are other elements than there seem to be.
+        if not isinstance(tensor, Tensor) or type(tensor) not in PLAIN or tensor.is_neg():
+            return False
+        if row >= self._capacity:
+            self._grow(row)
+        try:
+            offset, storage_bytes = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+        except RuntimeError:
+            return False  # it is sparse, or wrapped by a transform of torch.func
+        return bool(self._take(id(tensor), offset, storage_bytes, needs, row, self._desk_address))
+
+    def _take_slowly(self, row: int, tensor: object, needs: int) -> bool:
+        place = readable_address(tensor, ELEMENT_FORMATS)
+        if not place:
+            return False
+        assert isinstance(tensor, Tensor)
+        self.add_at(row, place, ELEMENT_FORMATS[tensor.dtype], tensor.numel(), num_features(tensor, needs), needs)
+        return True
+
     def add_at(  # noqa: PLR0917  # what the kernel is called with, and as quickly
         self, row: int, place: int, element_format: int, num_elements: int, features: int, needs: int
     ) -> None:
         """:meth:`add` of a tensor with a :func:`readable_address`."""
-        if row >= len(self._rows):
+        if row >= self._capacity:
             self._grow(row)
         self._add(place, element_format, num_elements, features, needs, self._rows_address + row * ROW_BYTES, self._latest_address)
 
@@ -210,7 +251,7 @@ class RunningRows:
             addresses = [(address(one.tensor), address(one.other), address(one.shift)) for _rows, one in members]
             table, pairs = np.array(addresses, dtype=np.int64), np.array(targets, dtype=np.int64)
             highest = max(row for row, _place in targets)
-            if highest >= len(self._rows):
+            if highest >= self._capacity:
                 self._grow(highest)
             compiled = compiled_terms()
             assert compiled is not None
@@ -218,7 +259,7 @@ class RunningRows:
 
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""
-        if row >= len(self._rows):
+        if row >= self._capacity:
             self._grow(row)
         _kernel().merge(self._latest, self._rows, row)
 
@@ -226,13 +267,6 @@ class RunningRows:
         """Like :meth:`add` for many tensors that exist at the same time."""
         for row, tensor, needs in rows:
             self.add(row, tensor, needs)
-
-    def add_all_at(self, tensors: Sequence[Readable], needs: int) -> None:
-        """Like :meth:`add_at` for many tensors of the same needs, by one call."""
-        highest = max(row for row, *_ in tensors)
-        if highest >= len(self._rows):
-            self._grow(highest)
-        _kernel().add_many(np.array(tensors, dtype=np.int64), needs, self._rows, self._latest)
 
     def add_totals(self, rows: np.ndarray, totals: np.ndarray) -> None:
         """Merge moments that somebody else has taken.
@@ -242,19 +276,18 @@ class RunningRows:
             totals: Moments, shape ``(any, NUM_FIELDS)``, float64.
         """
         highest = int(rows[:, 0].max(initial=0))
-        if highest >= len(self._rows):
+        if highest >= self._capacity:
             self._grow(highest)
         _kernel().merge_many(totals, rows, self._rows)
 
     def moments(self, num_rows: int) -> Moments:
         """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
-        if num_rows > len(self._rows):
+        if num_rows > self._capacity:
             self._grow(num_rows - 1)
         return Moments(*torch.from_numpy(self._rows[:num_rows].T.copy()))
 
     def _grow(self, row: int) -> None:
-        self._rows = np.concatenate([self._rows, _identity(max(len(self._rows), row + 1 - len(self._rows)))])
-        self._rows_address = self._rows.ctypes.data
+        self._hold(np.concatenate([self._rows, _identity(max(self._capacity, row + 1 - self._capacity))]), self._latest)
 
 
 def address(tensor: Tensor | None) -> int:

@@ -12,7 +12,7 @@ from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.histogram import Histograms
 from lightning_module_monitor.statistics.lanes import Lanes
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.running import RunningRows, takes, takes_difference
+from lightning_module_monitor.statistics.running import RunningRows, may_be_readable, takes, takes_difference
 
 
 class Table:
@@ -26,7 +26,8 @@ class Table:
 
     def __init__(self) -> None:
         self._lanes = Lanes()
-        self._running: RunningRows | None = None
+        self.running: RunningRows | None = None
+        """Those rows that the compiled kernel brings up to date, once there are any."""
         self._histograms = Histograms()
         self._finished: defaultdict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
         """Moments that others have taken, with their rows, by device."""
@@ -55,13 +56,17 @@ class Table:
             self._last = (*self._last, self._histograms)
 
     def running_rows(self) -> RunningRows:
-        """Those rows that the compiled kernel brings up to date, where it is installed."""
-        if self._running is None:
-            self._running = RunningRows()
-        return self._running
+        """:attr:`running`, from now on, where the kernel is installed."""
+        if self.running is None:
+            self.running = RunningRows()
+        return self.running
+
+    def running_rows_for(self, tensor: object) -> RunningRows | None:
+        """:attr:`running`, from now on if the kernel may be able to read what is given."""
+        return self.running_rows() if may_be_readable(tensor) else self.running
 
     def note_read(self) -> None:
-        """The tensor that was added last was added to :meth:`running_rows`, without this table."""
+        """The tensor that was added last was added to :attr:`running`, without this table."""
         self._last = (self.running_rows(),)
 
     def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
@@ -125,7 +130,7 @@ class Table:
         Returns:
             Shares of every row, to be merged, float64, each still on its device.
         """
-        running = [] if self._running is None else [self._running.moments(num_rows)]
+        running = [] if self.running is None else [self.running.moments(num_rows)]
         return running + self._lanes.collect(num_rows) + [_merged(parts, num_rows) for parts in self._finished.values()]
 
     def collect_histograms(self, rows: Sequence[int]) -> list[Tensor]:
