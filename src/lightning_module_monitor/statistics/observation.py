@@ -7,7 +7,6 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -202,9 +201,12 @@ class Observation:
         try:
             for watch, tensor in seen:
                 needs = watch.needs
-                running = (table.running or table.running_rows_for(tensor)) if 0 < needs < Need.HISTOGRAM else None
-                if needs and (running is None or not running.take(self._row(watch), tensor, needs)):
-                    others.append((self._row(watch), _strided(tensor), needs))
+                if not needs:
+                    continue
+                row = self._rows[id(watch)] = self._numbers.first(watch)
+                running = (table.running or table.running_rows_for(tensor)) if needs < Need.HISTOGRAM else None
+                if running is None or not running.take(row, tensor, needs):
+                    others.append((row, _strided(tensor), needs))
             table.add_all(others)
         except Exception:
             for watch, _tensor in seen:
