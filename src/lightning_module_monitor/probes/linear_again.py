@@ -39,7 +39,7 @@ class LinearAgain:
     """Does what a plain ``torch.nn.Linear`` does, by the same operation. A result is gone when the next one comes."""
 
     def __init__(self) -> None:
-        self._memory = _memory(0)
+        self._memory = _NOTHING
         self._prepared: dict[nn.Module, _Prepared] = {}
 
     def release(self) -> None:
@@ -49,7 +49,7 @@ class LinearAgain:
 
     def clear(self) -> None:
         """Forget all layers, and give all memory back."""
-        self._memory = _memory(0)
+        self._memory = _NOTHING
         self._prepared.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
@@ -100,3 +100,7 @@ def _memory(num_elements: int) -> Tensor:
     """Memory that any step can write, whatever the program's defaults are, and the mode that this step runs in."""
     with torch.inference_mode(mode=False):
         return torch.empty(num_elements, dtype=torch.float32, device="cpu")
+
+
+_NOTHING = _memory(0)
+"""Made once: where an error has left a mode of torch's on, nothing new is to be made of it."""
