@@ -12,6 +12,7 @@ widened to float32, exactly, into a buffer that stays there too.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,23 @@ def _bits_of(_context: Any, _float: Any) -> Any:  # noqa: ANN401  # numba's prot
     return types.int32(types.float32), generate
 
 
+@intrinsic
+def _in_wide_vectors(_context: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+    """Has the function that it is called in use vectors of 512 bits, where the processor has them: LLVM would take half of that."""
+
+    def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:  # noqa: ANN401  # as above
+        with suppress(TypeError):  # where they are no set any more, they stay as they are
+            # As a set's: their own `add` does not know attributes of a target.
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return target.get_dummy_value()
+
+    return types.none(), generate
+
+
 @njit
 def _widen_bfloat16(halves: np.ndarray, wide: np.ndarray) -> None:
     """A bfloat16 is the upper half of a float32."""
+    _in_wide_vectors()
     for i in range(halves.size):
         wide[i] = _float_of(np.uint32(np.uint32(halves[i]) << np.uint32(16)))
 
@@ -101,6 +116,7 @@ def _widen_bfloat16(halves: np.ndarray, wide: np.ndarray) -> None:
 @njit
 def _widen_float16(halves: np.ndarray, wide: np.ndarray) -> None:
     """By integers: the instruction for it is not one of every processor's, and without it numba would end the process."""
+    _in_wide_vectors()
     for i in range(halves.size):
         half = np.uint32(halves[i])
         exponent = np.uint32(half & FLOAT16_EXPONENT)
@@ -137,6 +153,7 @@ def _room(num_elements: int, element_format: int) -> np.ndarray:
 @njit(fastmath=ANY_ORDER)
 def _sums(chunk: np.ndarray, center: float) -> tuple[float, float, float]:
     """Sums of the deviations from ``center``, of their squares, and of the magnitudes."""
+    _in_wide_vectors()
     residual = 0.0
     deviations = 0.0
     magnitude = 0.0
@@ -150,6 +167,7 @@ def _sums(chunk: np.ndarray, center: float) -> tuple[float, float, float]:
 
 @njit(fastmath=ANY_ORDER)
 def _squares_in(one: float, own: np.ndarray) -> float:
+    _in_wide_vectors()
     total = one - one
     for i in range(own.size):
         value = own[i] * one
@@ -164,6 +182,7 @@ def _order(bits: np.ndarray) -> tuple[np.int32, np.int32, np.uint32, np.int32]:
     Integers, because a comparison of floats that must mind NaN is not vectorized: positive floats are in the order of their
     bits, and negative ones in the other.
     """
+    _in_wide_vectors()
     largest = LEAST
     smallest = MAGNITUDE_BITS
     most_negative = np.uint32(0)
@@ -221,8 +240,11 @@ def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
     """Mean, deviations, magnitude, and the squares that follow from them."""
     num_elements = chunk.size
     # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
-    # float64's sixteen digits the sums about it lose four at worst, however large the mean is.
-    center = np.float64(chunk[0]) if np.isfinite(chunk[0]) else 0.0
+    # float64's sixteen digits the sums about it lose four at worst, however large the mean is. The one in the middle of three:
+    # the first alone may be the one that is so far away.
+    first, second, third = chunk[0], chunk[num_elements // 2], chunk[num_elements - 1]
+    middle = max(min(first, second), min(max(first, second), third))
+    center = np.float64(middle) if np.isfinite(middle) else 0.0
     residual, deviations, magnitude = _sums(chunk, center)
     mean = center + residual / num_elements
     chunk_row[MEAN] = mean
