@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import datetime
 import logging
 import pickle
 import sys
@@ -441,9 +442,10 @@ def test_what_does_not_lie_in_memory_as_it_seems_is_not_taken(looks: bool) -> No
     assert rows.moments(1).elements.tolist() == [0]
 
 
-def test_where_torch_has_no_function_for_it_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then tensors are read all the same, by what Python tells of them."""
-    monkeypatch.delattr(Tensor, "__dlpack_c_exchange_api__", raising=False)
+@pytest.mark.parametrize("table", [None, "no capsule", datetime.datetime_CAPI])
+def test_where_torch_has_no_function_for_it_there_is_no_address(monkeypatch: pytest.MonkeyPatch, table: object) -> None:
+    """Nothing, what is no table, or a capsule of something else: then tensors are read all the same, by what Python tells of them."""
+    monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", table, raising=False)
     dlpack.description_function.cache_clear()
     try:
         assert dlpack.description_function() == 0

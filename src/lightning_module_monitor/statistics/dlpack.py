@@ -27,9 +27,12 @@ def description_function() -> int:
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None or ctypes.sizeof(ctypes.c_void_p) != 8:
         return 0
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    table = pointer(capsule, b"dlpack_exchange_api")
+    # A function of its own: the one that `ctypes.pythonapi` gives is everybody's, and so are the types that one says it has.
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+    try:
+        table = pointer(capsule, b"dlpack_exchange_api")
+    except ValueError:
+        return 0  # no capsule, or one of another name
     if not table or ctypes.c_uint32.from_address(table).value != MAJOR_VERSION:
         return 0
     return ctypes.c_void_p.from_address(table + 8 * PLACE).value or 0
