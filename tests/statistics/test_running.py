@@ -54,7 +54,7 @@ def test_the_kernels_numbers_are_those_of_moments_and_needs() -> None:
     assert compiled.NEED_EXTREMES == Need.EXTREMES
     assert compiled.NEED_TOKENS == Need.TOKENS
     assert compiled.NEED_SUMS == Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE
-    assert compiled.NEED_COUNTS == Need.ZEROS | Need.NONFINITE
+    assert compiled.NEED_ORDER == Need.EXTREMES | Need.ZEROS | Need.NONFINITE
     formats = {torch.float32: compiled.FLOAT32, torch.bfloat16: compiled.BFLOAT16, torch.float16: compiled.FLOAT16}
     assert formats == running.ELEMENT_FORMATS
 

@@ -5,9 +5,10 @@ code is taken from numba's cache on disk. Nothing else imports numba.
 
 Where ``statistics/moments.py`` needs ten vectorized operations with a dispatch each, and powers of two to stay within
 float32, here every element is widened to float64 as it is read: no square of a float32 leaves that, and no sum of them
-rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache while the loops
-that are needed pass over them; the compiler turns each loop into vector instructions. A chunk of half precision is first
-widened to float32, exactly, into a buffer that stays there too.
+rounds away what float32 could show. A tensor is read in *chunks* that stay in the first-level cache. What is needed of a
+chunk is taken by one loop, whose vectors are written here in LLVM's own terms: it asks memory for what comes next, which the
+compiler does not by itself, and would not make vectors of a loop that does. Chunks of bfloat16 are read where they lie;
+those of float16 are first widened to float32, exactly, into a buffer that stays in the cache too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, config, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 if config.DISABLE_JIT:
@@ -41,8 +43,8 @@ NEED_EXTREMES = 1 << 4
 NEED_TOKENS = 1 << 7
 NEED_SUMS = 1 << 0 | 1 << 2 | 1 << 3
 """Mean, deviations, magnitude."""
-NEED_COUNTS = 1 << 5 | 1 << 6
-"""Zeros, non-finite."""
+NEED_ORDER = NEED_EXTREMES | 1 << 5 | 1 << 6
+"""Extremes, zeros, non-finite."""
 
 LEAST = np.int32(-(2**31))
 MAGNITUDE_BITS = np.int32(2**31 - 1)
@@ -151,21 +153,6 @@ def _room(num_elements: int, element_format: int) -> np.ndarray:
 
 
 @njit(fastmath=ANY_ORDER)
-def _sums(chunk: np.ndarray, center: float) -> tuple[float, float, float]:
-    """Sums of the deviations from ``center``, of their squares, and of the magnitudes."""
-    _in_wide_vectors()
-    residual = 0.0
-    deviations = 0.0
-    magnitude = 0.0
-    for i in range(chunk.size):
-        value = np.float64(chunk[i])
-        residual += value - center
-        deviations += (value - center) * (value - center)
-        magnitude += abs(value)
-    return residual, deviations, magnitude
-
-
-@njit(fastmath=ANY_ORDER)
 def _squares_in(one: float, own: np.ndarray) -> float:
     _in_wide_vectors()
     total = one - one
@@ -175,24 +162,145 @@ def _squares_in(one: float, own: np.ndarray) -> float:
     return total
 
 
-@njit
-def _order(bits: np.ndarray) -> tuple[np.int32, np.int32, np.uint32, np.int32]:
-    """Largest and smallest of the floats' bits as integers with a sign, the largest without one, and how many are zero.
+LANES = 16
+"""Elements that a loop of vectors takes at a time: a line of the cache."""
+BYTES_AHEAD = 4096
+"""How far ahead of itself such a loop asks memory for more: one that computes as much does not make the processor do so in time."""
 
-    Integers, because a comparison of floats that must mind NaN is not vectorized: positive floats are in the order of their
-    bits, and negative ones in the other.
+NUM_SUMS = 3
+REDUCTIONS = ("fadd", "fadd", "fadd", "smax", "smin", "umax", "add")
+"""How LLVM calls what makes one total of several. Totals are the sums of elements' deviations from a center, of the squares of these,
+and of magnitudes; of the elements' bits the largest and the smallest as integers with a sign, the largest without one, and how many
+of them are of a zero."""
+_NOTHING = (0.0, 0.0, 0.0, LEAST, MAGNITUDE_BITS, np.int32(0), np.int32(0))
+"""The totals of no elements."""
+TOTALS = types.Tuple((*[types.float64] * NUM_SUMS, *[types.int32] * 4))
+
+
+def _called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:  # noqa: ANN401  # llvmlite is not annotated, here and below
+    """The result of one of LLVM's own functions, which for sums may take any order."""
+    of_function = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.declare_intrinsic(name, fnty=of_function)
+    return builder.call(function, arguments, fastmath=["reassoc"] if "fadd" in name else [])
+
+
+def _summed(builder: Any, totals: list[Any], values: Any, center: Any) -> list[Any]:  # noqa: ANN401  # as above
+    """Sums with one vector of float64 more."""
+    deviations = builder.fsub(values, center)
+    squares = builder.fmul(deviations, deviations, flags=["contract"])
+    magnitudes = _called(builder, f"llvm.fabs.v{values.type.count}f64", values.type, values)
+    return [builder.fadd(total, one, flags=["contract"]) for total, one in zip(totals, (deviations, squares, magnitudes), strict=True)]
+
+
+def _ordered(builder: Any, totals: list[Any], bits: Any) -> list[Any]:  # noqa: ANN401  # as above
+    """What bits tell, with one vector of int32 more: positive floats are in the order of their bits, and negative ones in the other.
+
+    Integers, because a comparison of floats that must mind NaN is no vector instruction.
     """
-    _in_wide_vectors()
-    largest = LEAST
-    smallest = MAGNITUDE_BITS
-    most_negative = np.uint32(0)
-    zeros = np.int32(0)
-    for i in range(bits.size):
-        largest = max(largest, bits[i])
-        smallest = min(smallest, bits[i])
-        most_negative = max(most_negative, np.uint32(bits[i]))
-        zeros = np.int32(zeros + np.int32(np.int32(bits[i] & MAGNITUDE_BITS) == 0))
-    return largest, smallest, most_negative, zeros
+    magnitudes = builder.and_(bits, ir.Constant(bits.type, int(MAGNITUDE_BITS)))
+    is_zero = builder.icmp_signed("==", magnitudes, ir.Constant(bits.type, 0))
+    names = [f"llvm.{name}.v{bits.type.count}i32" for name in REDUCTIONS[NUM_SUMS:-1]]
+    extremes = [_called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=False)]
+    return [*extremes, builder.add(totals[-1], builder.zext(is_zero, bits.type))]
+
+
+def _spread(builder: Any, value: Any, lanes: int) -> Any:  # noqa: ANN401  # as above
+    """A vector of which every lane is one value."""
+    vector, index = ir.VectorType(value.type, lanes), ir.IntType(32)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, index(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(index, lanes), 0))
+
+
+def _loaded(builder: Any, address: Any, lanes: int, element_format: int) -> Any:  # noqa: ANN401  # as above
+    """The bits of elements at an address, as those of float32."""
+    bits = ir.VectorType(ir.IntType(32), lanes)
+    if element_format == FLOAT32:
+        return builder.load(builder.inttoptr(address, bits.as_pointer()), align=ELEMENT_BYTES)
+    halves = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(16), lanes).as_pointer()), align=HALF_BYTES)
+    # A bfloat16 is the upper half of a float32.
+    return builder.shl(builder.zext(halves, bits), ir.Constant(bits, 16))
+
+
+def _ask_for(builder: Any, address: Any) -> None:  # noqa: ANN401  # as above
+    """Have what is at an address fetched, to be read: soon and more than once, as data. It need not be there."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte] + [number] * 3))
+    builder.call(prefetch, [builder.inttoptr(address, byte), number(0), number(3), number(1)])
+
+
+def _with_vector(builder: Any, bits: Any, totals: list[Any], center: Any, needs: int) -> list[Any]:  # noqa: ANN401  # as above
+    """Totals with a vector of elements more."""
+    sums, order = totals[:NUM_SUMS], totals[NUM_SUMS:]
+    if needs & NEED_SUMS:
+        values = builder.bitcast(bits, ir.VectorType(ir.FloatType(), bits.type.count))
+        sums = _summed(builder, sums, builder.fpext(values, center.type), center)
+    if needs & NEED_ORDER:
+        order = _ordered(builder, order, bits)
+    return [*sums, *order]
+
+
+def _joined(builder: Any, name: str, total: Any, vector: Any) -> Any:  # noqa: ANN401  # as above
+    """A total with all lanes of a vector, by the reduction of this name."""
+    kind = f"v{vector.type.count}{vector.type.element.intrinsic_name}"
+    if name == "fadd":
+        return _called(builder, f"llvm.vector.reduce.fadd.{kind}", total.type, total, vector)
+    of_lanes = _called(builder, f"llvm.vector.reduce.{name}.{kind}", total.type, vector)
+    return builder.add(total, of_lanes) if name == "add" else _called(builder, f"llvm.{name}.i32", total.type, total, of_lanes)
+
+
+def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
+    """What adds elements to totals, from an address on so many vectors of so many lanes."""
+    vector_bytes = lanes * (ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES)
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+        start, num_vectors, center, totals = arguments
+        before = [builder.extract_value(totals, place) for place in range(len(REDUCTIONS))]
+        nothing = [ir.Constant(ir.VectorType(one.type, lanes), value) for one, value in zip(before, _NOTHING, strict=True)]
+        cells, centers = [cgutils.alloca_once_value(builder, vector) for vector in nothing], _spread(builder, center, lanes)
+        with cgutils.for_range(builder, num_vectors) as loop:
+            address = builder.add(start, builder.mul(loop.index, start.type(vector_bytes)))
+            _ask_for(builder, builder.add(address, address.type(BYTES_AHEAD)))
+            bits, sofar = _loaded(builder, address, lanes, element_format), [builder.load(cell) for cell in cells]
+            for cell, total in zip(cells, _with_vector(builder, bits, sofar, centers, needs), strict=True):
+                builder.store(total, cell)
+        for place, (name, total, cell) in enumerate(zip(REDUCTIONS, before, cells, strict=True)):
+            totals = builder.insert_value(totals, _joined(builder, name, total, builder.load(cell)), place)
+        return totals
+
+    @intrinsic
+    def read(_context: Any, _address: Any, _num_vectors: Any, _center: Any, _totals: Any) -> Any:  # noqa: ANN401  # as above
+        return TOTALS(types.int64, types.int64, types.float64, TOTALS), generate
+
+    return read
+
+
+def _reader(needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's functions are not annotated
+    """What reads elements at an address: the totals that are needed, and of others what ``_NOTHING`` has."""
+    vectors, rest = _vector_loop(LANES, needs, element_format), _vector_loop(1, needs, element_format)
+    element_bytes = ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES
+
+    @njit
+    def read(address: int, size: int, center: float) -> Any:  # noqa: ANN401  # a tuple of numbers
+        _in_wide_vectors()
+        in_vectors = size - size % LANES
+        return rest(address + in_vectors * element_bytes, size % LANES, center, vectors(address, in_vectors // LANES, center, _NOTHING))
+
+    return read
+
+
+_sums, _order, _both = (_reader(needs, FLOAT32) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER))
+_sums_of_bfloat16, _order_of_bfloat16, _both_of_bfloat16 = (
+    _reader(needs, BFLOAT16) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER)
+)
+
+
+@njit
+def _totals(address: int, size: int, element_format: int, needs: int, center: float) -> Any:  # noqa: ANN401  # as above
+    if needs & NEED_SUMS and needs & NEED_ORDER:
+        return _both(address, size, center) if element_format == FLOAT32 else _both_of_bfloat16(address, size, center)
+    if needs & NEED_SUMS:
+        return _sums(address, size, center) if element_format == FLOAT32 else _sums_of_bfloat16(address, size, center)
+    return _order(address, size, center) if element_format == FLOAT32 else _order_of_bfloat16(address, size, center)
 
 
 @njit
@@ -236,45 +344,65 @@ def _merge(other: np.ndarray, row: np.ndarray) -> None:
 
 
 @njit
-def _measure_sums(chunk: np.ndarray, chunk_row: np.ndarray) -> None:
-    """Mean, deviations, magnitude, and the squares that follow from them."""
-    num_elements = chunk.size
-    # From an element of the chunk: it lies at most sqrt(num_elements) standard deviations from the mean, so that of
-    # float64's sixteen digits the sums about it lose four at worst, however large the mean is. The one in the middle of three:
-    # the first alone may be the one that is so far away.
-    first, second, third = chunk[0], chunk[num_elements // 2], chunk[num_elements - 1]
+def _element(address: int, place: int, element_format: int) -> np.float32:
+    """One element of float32 or bfloat16."""
+    if element_format == FLOAT32:
+        return carray(_pointer(address), (place + 1,), np.float32)[place]  # type: ignore[no-any-return]  # numba's
+    half = carray(_pointer(address), (place + 1,), np.uint16)[place]
+    return _float_of(np.uint32(np.uint32(half) << np.uint32(16)))  # type: ignore[no-any-return]  # numba's
+
+
+@njit
+def _center(address: int, size: int, element_format: int) -> float:
+    """What sums of a chunk are taken about: the element in the middle of three.
+
+    An element lies at most sqrt(size) standard deviations from the mean, so that of float64's sixteen digits the sums lose four at worst,
+    however large the mean is. The first alone may be the one that is so far away.
+    """
+    first, second = _element(address, 0, element_format), _element(address, size // 2, element_format)
+    third = _element(address, size - 1, element_format)
     middle = max(min(first, second), min(max(first, second), third))
-    center = np.float64(middle) if np.isfinite(middle) else 0.0
-    residual, deviations, magnitude = _sums(chunk, center)
+    return np.float64(middle) if np.isfinite(middle) else 0.0
+
+
+@njit
+def _tell_order(largest: int, smallest: int, most_negative: int, chunk_row: np.ndarray) -> bool:
+    """Extremes, from what the bits of a chunk tell, and whether any element is not finite."""
+    has_nan = largest > INFINITY or most_negative > SIGN + INFINITY
+    # Of negative floats only, the largest has the smallest bits.
+    chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(np.uint32(largest if largest >= 0 else smallest))
+    chunk_row[MINIMUM] = np.nan if has_nan else _float_of(np.uint32(most_negative if most_negative >= SIGN else smallest))
+    return largest >= INFINITY or most_negative >= SIGN + INFINITY
+
+
+@njit
+def _tell_sums(residual: float, deviations: float, magnitude: float, center: float, chunk_row: np.ndarray) -> None:
+    """Mean, deviations, magnitude, and the squares that follow from them."""
+    num_elements = chunk_row[ELEMENTS]
     mean = center + residual / num_elements
     chunk_row[MEAN] = mean
     chunk_row[DEVIATIONS] = max(deviations - residual * (residual / num_elements), 0.0)
     chunk_row[MAGNITUDE] = magnitude
-    # Of an infinite element the deviations are not a number, and the squares are infinite.
-    squares = chunk_row[DEVIATIONS] + num_elements * mean * mean
-    chunk_row[SQUARES] = squares if np.isfinite(squares) else _squares_in(1.0, chunk)
+    chunk_row[SQUARES] = chunk_row[DEVIATIONS] + num_elements * mean * mean
 
 
 @njit
-def _measure_chunk(chunk: np.ndarray, needs: int, chunk_row: np.ndarray) -> None:
-    """Moments of the elements of a chunk."""
+def _measure_chunk(address: int, size: int, element_format: int, needs: int, wide: np.ndarray, chunk_row: np.ndarray) -> None:
+    """Moments of the elements of a chunk, of float32 or bfloat16."""
     _clear(chunk_row)
-    chunk_row[ELEMENTS] = chunk.size
-    if needs & NEED_SUMS:
-        _measure_sums(chunk, chunk_row)
-    elif needs & NEED_SQUARES:
-        chunk_row[SQUARES] = _squares_in(1.0, chunk)
-    if needs & (NEED_EXTREMES | NEED_COUNTS):
-        bits = chunk.view(np.int32)
-        largest, smallest, most_negative, zeros = _order(bits)
-        has_negative = int(most_negative) >= SIGN
-        chunk_row[ZEROS] = zeros
-        if int(largest) >= INFINITY or int(most_negative) >= SIGN + INFINITY:
-            chunk_row[NONFINITE] = _nonfinite(bits)
-        has_nan = int(largest) > INFINITY or int(most_negative) > SIGN + INFINITY
-        # Of negative floats only, the largest has the smallest bits.
-        chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(np.uint32(largest if largest >= 0 else smallest))
-        chunk_row[MINIMUM] = np.nan if has_nan else _float_of(most_negative if has_negative else np.uint32(smallest))
+    chunk_row[ELEMENTS] = size
+    if needs & (NEED_SUMS | NEED_ORDER):
+        center = _center(address, size, element_format)
+        residual, deviations, magnitude, largest, smallest, unsigned, zeros = _totals(address, size, element_format, needs, center)
+        if needs & NEED_SUMS:
+            _tell_sums(residual, deviations, magnitude, center, chunk_row)
+        if needs & NEED_ORDER:
+            chunk_row[ZEROS] = zeros
+            if _tell_order(int(largest), int(smallest), int(np.uint32(unsigned)), chunk_row):
+                chunk_row[NONFINITE] = _nonfinite(_chunk(address, 0, size, element_format, wide).view(np.int32))
+    # Of an infinite element the deviations are not a number, and the squares are infinite.
+    if needs & NEED_SQUARES and not (needs & NEED_SUMS and np.isfinite(chunk_row[SQUARES])):
+        chunk_row[SQUARES] = _squares_in(1.0, _chunk(address, 0, size, element_format, wide))
 
 
 @njit
@@ -310,13 +438,17 @@ def _measure_tokens(chunk: np.ndarray, start: int, features: int, squares: float
 def _add(address: int, element_format: int, num_elements: int, features: int, needs: int, row: np.ndarray, latest: np.ndarray) -> None:
     chunk_row, wide = np.empty(NUM_FIELDS), _room(num_elements, element_format)
     squares = 0.0
+    element_bytes = ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES
+    chunk_format = FLOAT32 if element_format == FLOAT16 else element_format
     _clear(latest)
     for start in range(0, num_elements, CHUNK_ELEMENTS):
         size = min(CHUNK_ELEMENTS, num_elements - start)
-        chunk = _chunk(address, start, size, element_format, wide)
-        _measure_chunk(chunk, needs, chunk_row)
+        place = address + start * element_bytes
+        if element_format == FLOAT16:
+            place = _chunk(place, 0, size, element_format, wide).ctypes.data
+        _measure_chunk(place, size, chunk_format, needs, wide, chunk_row)
         if needs & NEED_TOKENS:
-            squares = _measure_tokens(chunk, start, features, squares, chunk_row)
+            squares = _measure_tokens(_chunk(place, 0, size, chunk_format, wide), start, features, squares, chunk_row)
         _merge(chunk_row, latest)
     _merge(latest, row)
 
