@@ -736,7 +736,7 @@ class ModuleMonitor:
         rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
             ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reference, rank),
-            ActivationProbe(plan.modules, observation, sites.further_name, self._complaints.say_once),
+            ActivationProbe(plan.modules_with_outputs, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))

@@ -17,9 +17,9 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
-from lightning_module_monitor.probes import checked_modules
+from lightning_module_monitor.probes import activations, checked_modules
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.probe import Watched, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import Listed
 from lightning_module_monitor.statistics.rows import Rows
@@ -38,13 +38,21 @@ class Plan:
     """Where what is seen of them is gathered, step by step."""
 
     @functools.cached_property
-    def parameters_by_kind(self) -> dict[str, list[tuple[ParameterSite, Watch]]]:
+    def modules_with_outputs(self) -> list[WatchedModule]:
+        """The modules of which an output, or the gradient that arrives at one, is watched."""
+        return [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
+
+    @functools.cached_property
+    def parameters_by_kind(self) -> dict[str, ParametersOfKind]:
         """The parameters again, of each kind that is watched."""
-        by_kind: defaultdict[str, list[tuple[ParameterSite, Watch]]] = defaultdict(list)
+        by_kind: defaultdict[str, list[WatchedParameter]] = defaultdict(list)
         for one in self.parameters:
-            for kind, watch in one.watches.items():
-                by_kind[kind].append((one.site, watch))
-        return dict(by_kind)
+            for kind in one.watches:
+                by_kind[kind].append(one)
+        return {
+            kind: ParametersOfKind([one.site for one in members], [one.watches[kind] for one in members])
+            for kind, members in by_kind.items()
+        }
 
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""

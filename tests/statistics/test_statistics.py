@@ -16,6 +16,7 @@ from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.lanes import CPU_BLOCK_ELEMENTS, PIECE_ELEMENTS, piecing
 from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.rows import nan_where_empty
 from lightning_module_monitor.statistics.table import Table, to_host
 
 
@@ -38,15 +39,22 @@ def measured(tensors: list[Tensor], needs: int = Need.EVERYTHING, together: bool
     else:
         for tensor in tensors:
             table.add(0, tensor, needs)
-    shares, _scalars = to_host(table.collect(1), [])
-    return shares[0]
+    return collected(table, 1)
+
+
+def collected(table: Table, num_rows: int) -> Moments:
+    """What statistics are finished from."""
+    shares, _scalars = to_host(table.collect(num_rows), [])
+    return Moments(*shares[0])
 
 
 def finish(name: str, moments: Moments) -> float:
     """A statistic of the first row."""
     statistic = STATISTICS[name]
     assert isinstance(statistic, Statistic)
-    return float(statistic.finish(moments)[0])
+    table = torch.stack(moments)
+    nan_where_empty(table)
+    return float(statistic.finish(Moments(*table))[0])
 
 
 def assert_statistics_equal(tensors: list[Tensor], rtol: float = 1e-6, together: bool = False) -> None:
@@ -174,7 +182,7 @@ def test_rows_do_not_mix() -> None:
         else:
             for row, tensor in enumerate(tensors):
                 table.add(row % 30, tensor, Need.EVERYTHING)
-        moments = to_host(table.collect(30), [])[0][0]
+        moments = collected(table, 30)
         for row in range(30):
             mine = torch.cat([tensor for at, tensor in enumerate(tensors) if at % 30 == row])
             assert float(moments.squares[row].sqrt()) == pytest.approx(float(mine.double().norm()), rel=1e-6)
@@ -189,7 +197,7 @@ def test_a_tensor_may_be_overwritten_after_it_was_added() -> None:
         table = Table()
         table.add(0, x, Need.SQUARES)
         x.zero_()
-        assert finish("norm", to_host(table.collect(1), [])[0][0]) == pytest.approx(expected, rel=1e-6)
+        assert finish("norm", collected(table, 1)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_memory_layout_does_not_matter() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
 
 
 class Handle(Protocol):
@@ -27,16 +29,35 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
+        self._modules: list[nn.Module] = []
+        """Those that have a hook of the number below."""
+        self._number = -1
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._handles) + len(self._modules)
 
     def add(self, handle: Handle) -> None:
         """Own a handle from now on."""
         self._handles.append(handle)
 
+    def add_forward(self, module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> None:
+        """Put a hook on that is called with a module, its arguments and its output, after its forward.
+
+        As ``register_forward_hook`` does, whose handle of three weak references takes longer than what such a hook does. One of its
+        numbers is enough for all modules, each of which has hooks by number.
+        """
+        if self._number < 0:
+            self._number = RemovableHandle(OrderedDict()).id
+        if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in module._forward_hooks:
+            self.add(module.register_forward_hook(hook))
+        else:
+            module._forward_hooks[self._number] = hook
+            self._modules.append(module)
+
     def close(self) -> None:
         """Remove every hook."""
+        while self._modules:
+            self._modules.pop()._forward_hooks.pop(self._number, None)
         while self._handles:
             self._handles.pop().remove()
 

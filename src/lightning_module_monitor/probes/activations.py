@@ -29,7 +29,7 @@ class ActivationProbe(BackwardProbe):
     by a hook on the output itself, which unlike a module's backward hook leaves in-place layers alone.
 
     Args:
-        watched: The modules.
+        watched: The modules, of each of which one of ``KINDS`` is wanted.
         observation: Where tensors go.
         output_name: Names further outputs.
         say: Takes a sentence for the user.
@@ -48,8 +48,7 @@ class ActivationProbe(BackwardProbe):
     def attach(self) -> None:
         """Put the hooks on."""
         for watched in self._watched:
-            if not watched.watches.keys().isdisjoint(KINDS):
-                self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+            self._module_hooks.add_forward(watched.site.module, _ForwardHook(self, watched))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""

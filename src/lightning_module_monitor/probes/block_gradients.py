@@ -61,7 +61,7 @@ class BlockGradientProbe(BackwardProbe):
     def attach(self) -> None:
         """Put the hooks on."""
         for block in self._places:
-            self._module_hooks.add(block.register_forward_hook(_ForwardHook(self)))
+            self._module_hooks.add_forward(block, _ForwardHook(self))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""

@@ -64,7 +64,7 @@ class CaptureProbe(BackwardProbe):
     def attach(self) -> None:
         """Put the hooks on."""
         for watched in self._modules:
-            self._module_hooks.add(watched.site.module.register_forward_hook(_ForwardHook(self, watched)))
+            self._module_hooks.add_forward(watched.site.module, _ForwardHook(self, watched))
 
     def see_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is wanted."""

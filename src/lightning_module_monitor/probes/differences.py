@@ -52,7 +52,7 @@ class DifferenceProbe(Probe):
         """Put the hooks on."""
         for watched, twin in self._watched:
             hook = UncopiedHook(functools.partial(self._after_forward, watched, twin))
-            self._hooks.add(watched.site.module.register_forward_hook(hook))
+            self._hooks.add_forward(watched.site.module, hook)
 
     def close(self) -> None:
         """Take every hook off."""

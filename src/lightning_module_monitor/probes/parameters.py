@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
-from lightning_module_monitor.probes.probe import Among, Probe
+from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, updates
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
@@ -25,7 +25,7 @@ from lightning_module_monitor.statistics.watch import Watch
 class ParameterProbe(Probe):
     """Reads parameters at the moments that it is told, under ``torch.no_grad``: of every tensor what is this rank's to count."""
 
-    watched: Mapping[str, Sequence[tuple[ParameterSite, Watch]]]
+    watched: Mapping[str, ParametersOfKind]
     """What is watched, by kind."""
     observation: Observation
     whole_tensors: WholeTensors
@@ -35,7 +35,7 @@ class ParameterProbe(Probe):
 
     def see_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
-        self._observe([(watch, parameter) for _site, watch, parameter in self._wanted("parameter", among)])
+        self._observe_there("parameter", self._there("parameter", among))
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
             for site, watch, parameter in self._wanted("parameter_difference", among):
@@ -47,19 +47,19 @@ class ParameterProbe(Probe):
 
     def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Take in the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        gradients = ((watch, parameter.grad) for _site, watch, parameter in self._wanted(kind, among))
-        pairs = [(watch, gradient) for watch, gradient in gradients if gradient is not None]
+        gradients = [None if parameter is None else parameter.grad for parameter in self._there(kind, among)]
         if scale is None:
-            self._observe(pairs)
+            self._observe_there(kind, gradients)
             return
         # One after the other, as above.
-        for watch, gradient in pairs:
+        for watch, gradient in self._pairs(kind, gradients, range(len(gradients))):
             self._observe([(watch, unscaled(gradient, scale))])
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
         before = self._before.take(among)
-        watches = dict(self.watched.get("update", ()))
+        of_kind = self.watched.get("update", NO_PARAMETERS)
+        watches = dict(zip(of_kind.sites, of_kind.watches, strict=True))
         self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
         self._observe([(watches[site], update) for site, update in updates(before, is_skipped=is_skipped)])
 
@@ -67,12 +67,28 @@ class ParameterProbe(Probe):
         """Forget the copies."""
         self._before.take()
 
+    def _observe_there(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
+        """Take in one tensor of each parameter that is watched for a kind, where there is one."""
+        of_kind = self.watched.get(kind, NO_PARAMETERS)
+        # Whatever is the same on every rank is for the first to count.
+        unread = self.observation.read_all(of_kind.watches, tensors) if self.rank == 0 else range(len(tensors))
+        self._measure(self._pairs(kind, tensors, unread))
+        for watch, tensor in self._pairs(kind, tensors, of_kind.with_functions):
+            self._call_functions(watch, tensor)
+
     def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
-        self.observation.measure_all(self._own(pairs))
+        self._measure(pairs)
         for watch, tensor in pairs:
-            if watch.functions:
-                call = functools.partial(self.observation.call_functions, watch)
-                self.whole_tensors.give(name_of(watch.kind, watch.site), [tensor], call)
+            self._call_functions(watch, tensor)
+
+    def _measure(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
+        if pairs:
+            self.observation.measure_all(self._own(pairs))
+
+    def _call_functions(self, watch: Watch, *tensors: Tensor) -> None:
+        if watch.functions:
+            call = functools.partial(self.observation.call_functions, watch)
+            self.whole_tensors.give(name_of(watch.kind, watch.site), tensors, call)
 
     def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
         parts = []
@@ -99,15 +115,23 @@ class ParameterProbe(Probe):
             if own is not None and of_twin is not None:
                 self.observation.measure_pair(watch, own, of_twin.to(own.device))
             if watch.functions:
-                call = functools.partial(self.observation.call_functions, watch)
-                self.whole_tensors.give(name_of(watch.kind, watch.site), [parameter.detach(), twin.detach().to(parameter.device)], call)
+                self._call_functions(watch, parameter.detach(), twin.detach().to(parameter.device))
         except Exception as error:
             self.observation.fail(watch, parameter, error)
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
-        for site, watch in self.watched.get(kind, ()):
-            parameter = site.tensor()
-            if parameter is None or (among is not None and id(parameter) not in among):
-                continue
-            if parameter.is_floating_point():
+        of_kind = self.watched.get(kind, NO_PARAMETERS)
+        for site, watch, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
+            if parameter is not None and parameter.is_floating_point():
                 yield site, watch, parameter
+
+    def _there(self, kind: str, among: Among) -> list[Tensor | None]:
+        """The parameters that are watched for a kind, as they are now; ``None`` for what is gone, or not among those that are meant."""
+        parameters = [site.tensor() for site in self.watched.get(kind, NO_PARAMETERS).sites]
+        return parameters if among is None else [one if id(one) in among else None for one in parameters]
+
+    def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[Watch, Tensor]]:
+        """What can be measured of some of the tensors, each with what is wanted of it."""
+        watches = self.watched.get(kind, NO_PARAMETERS).watches
+        there = ((watches[place], tensors[place]) for place in places)
+        return [(watch, tensor) for watch, tensor in there if tensor is not None and tensor.is_floating_point()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,6 +38,22 @@ class Watched(Generic[SiteT]):
     def is_of_heads(self) -> bool:
         """Whether any of it is of heads of attention."""
         return any(KINDS[kind].of_heads for kind in self.watches)
+
+
+@dataclass(frozen=True)
+class ParametersOfKind:
+    """Parameters, and what is wanted of each, of one kind."""
+
+    sites: Sequence[ParameterSite]
+    watches: Sequence[Watch]
+
+    @functools.cached_property
+    def with_functions(self) -> list[int]:
+        """Places of those that a function of the user's is to get."""
+        return [place for place, watch in enumerate(self.watches) if watch.functions]
+
+
+NO_PARAMETERS = ParametersOfKind((), ())
 
 
 WatchedModule = Watched[ModuleSite]

@@ -549,22 +549,9 @@ def _size_in_order(num_dimensions: int, sizes: int, strides: int) -> int:
     return num_elements
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", cache=True)
-def take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, desk: int) -> int:
-    """Merge a tensor into a row, if it can be read where it lies: elements, at least one, in order in a CPU's memory.
-
-    Args:
-        tensor: Its identity in Python: the address of the object, which is neither a subclass's nor negated by a flag.
-        offset: Of its first element in its storage, in elements.
-        storage_bytes: Size of that. Not every program leaves it as large as its tensors say.
-        needs: As for :func:`add`.
-        row: Number of the row.
-        desk: Address of ``NUM_WORDS`` int64: addresses of DLPack's function and of ``PyErr_Clear``, of the rows, and of a row that
-            gets the moments of this tensor alone; the rest is written.
-
-    Returns:
-        Whether it was, 0 or 1.
-    """
+@njit
+def _take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, desk: int) -> int:
+    """:func:`take`, for others here."""
     tools = carray(_pointer(desk), (NUM_WORDS,), np.int64)
     if _described(tools[DESCRIBE], tensor, desk + DESCRIPTION * WORD_BYTES) != 0:
         _call(tools[CLEAR_ERROR])
@@ -585,3 +572,37 @@ def take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, des
     alone = carray(_pointer(tools[LATEST]), (NUM_FIELDS,), np.float64)
     _add(elements, element_format, num_elements, features, needs, own, alone)
     return 1
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64)", cache=True)
+def take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, desk: int) -> int:
+    """Merge a tensor into a row, if it can be read where it lies: elements, at least one, in order in a CPU's memory.
+
+    Args:
+        tensor: Its identity in Python: the address of the object, which is neither a subclass's nor negated by a flag.
+        offset: Of its first element in its storage, in elements.
+        storage_bytes: Size of that. Not every program leaves it as large as its tensors say.
+        needs: As for :func:`add`.
+        row: Number of the row.
+        desk: Address of ``NUM_WORDS`` int64: addresses of DLPack's function and of ``PyErr_Clear``, of the rows, and of a row that
+            gets the moments of this tensor alone; the rest is written.
+
+    Returns:
+        Whether it was, 0 or 1.
+    """
+    return _take(tensor, offset, storage_bytes, needs, row, desk)  # type: ignore[no-any-return]  # numba's
+
+
+@njit("void(int64[:, ::1], int64[::1], int64[::1], int64[::1], int64)", cache=True)
+def take_all(tensors: np.ndarray, needs: np.ndarray, rows: np.ndarray, taken: np.ndarray, desk: int) -> None:
+    """:func:`take` of several tensors.
+
+    Args:
+        tensors: Identities, offsets and sizes of storages, shape ``(3, tensors)``.
+        needs: Of each.
+        rows: For each.
+        taken: Gets for each whether it was merged.
+        desk: As for :func:`take`.
+    """
+    for i in range(len(taken)):
+        taken[i] = _take(tensors[0, i], tensors[1, i], tensors[2, i], needs[i], rows[i], desk)

@@ -148,12 +148,18 @@ def joined(parts: Iterable[Moments]) -> Moments:
     return Moments(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
 
 
-def merged(shares: Sequence[Moments], num_rows: int, device: torch.device) -> Moments:
-    """Shares of the same rows, all on one device, together; where nothing but empty tensors was seen there is no share."""
+def merged(shares: Sequence[Tensor], num_rows: int, device: torch.device) -> Tensor:
+    """Shares of the same rows, all on one device, together; where nothing but empty tensors was seen there is no share.
+
+    Args:
+        shares: Each of shape ``(fields, num_rows)``, as is what is returned.
+        num_rows: Number of rows of each.
+        device: Where they are.
+    """
     if len(shares) == 1:
         return shares[0]
-    together = joined([*shares, Moments.of_nothing(num_rows).to(device)])
-    return together.merge(torch.arange(num_rows, device=device).repeat(len(shares) + 1), num_rows)
+    together = joined([*(Moments(*share) for share in shares), Moments.of_nothing(num_rows).to(device)])
+    return torch.stack(together.merge(torch.arange(num_rows, device=device).repeat(len(shares) + 1), num_rows))
 
 
 @dataclass(frozen=True)

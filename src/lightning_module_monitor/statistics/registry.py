@@ -51,12 +51,12 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def _mean(moments: Moments) -> Tensor:
-    return _unless_empty(moments.mean, moments)
+    return moments.mean
 
 
 def _var(moments: Moments) -> Tensor:
     # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
-    return moments.deviations / (moments.elements - 1).clamp(min=0)
+    return moments.deviations / (moments.elements - 1)
 
 
 def _std(moments: Moments) -> Tensor:
@@ -72,11 +72,11 @@ def _rms(moments: Moments) -> Tensor:
 
 
 def _min(moments: Moments) -> Tensor:
-    return _unless_empty(moments.minimum, moments)
+    return moments.minimum
 
 
 def _max(moments: Moments) -> Tensor:
-    return _unless_empty(moments.maximum, moments)
+    return moments.maximum
 
 
 def _abs_mean(moments: Moments) -> Tensor:
@@ -84,7 +84,7 @@ def _abs_mean(moments: Moments) -> Tensor:
 
 
 def _abs_max(moments: Moments) -> Tensor:
-    return _unless_empty(torch.maximum(moments.maximum, -moments.minimum), moments)
+    return torch.maximum(moments.maximum, -moments.minimum)
 
 
 def _zero_fraction(moments: Moments) -> Tensor:
@@ -110,10 +110,6 @@ def _ratio(moments: Moments, base: Moments) -> Tensor:
 def _cosine(current: Moments, reference: Moments, product: Moments) -> Tensor:
     # Rounding must not make it more than one can be.
     return (product.mean * product.elements / (_norm(current) * _norm(reference))).clamp(-1.0, 1.0)
-
-
-def _unless_empty(values: Tensor, moments: Moments) -> Tensor:
-    return torch.where(moments.elements > 0, values, torch.nan)
 
 
 STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.moments import Moments
+from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
 
@@ -27,6 +27,21 @@ class Targets(NamedTuple):
     """First row by the identity of a watch."""
     pairs: np.ndarray
     """Row and number of a term, int64, shape ``(any, 2)``."""
+
+
+class Block(NamedTuple):
+    """Watches of which the kernel can read one tensor each, all in one call."""
+
+    of: Sequence[Watch]
+    """These, and those that want more than moments."""
+    places: list[int]
+    """Which of them it is."""
+    first: list[tuple[int, int]]
+    """Identity and first row of each."""
+    rows: np.ndarray
+    """The first rows again, int64."""
+    needs: np.ndarray
+    """What is needed of each, bits of ``Need``, int64."""
 
 
 class Rows:
@@ -44,6 +59,8 @@ class Rows:
         """What was seen in the last step, and how that was finished."""
         self._targets: dict[int, tuple[Wishes, Targets]] = {}
         """By the identity of the wishes."""
+        self._blocks: dict[int, Block] = {}
+        """By the identity of the watches."""
         for watch in seen:
             self.first(watch)
 
@@ -67,6 +84,17 @@ class Rows:
             pairs = [(first[id(watch)] + row, place) for place, of_one in enumerate(wishes) for watch, row in of_one]
             known = self._targets[id(wishes)] = wishes, Targets(first, np.array(pairs, dtype=np.int64).reshape(-1, 2))
         return known[1]
+
+    def block(self, watches: Sequence[Watch]) -> Block:
+        """Those of some watches that want no more than moments; of the same object they are looked up once."""
+        known = self._blocks.get(id(watches))
+        if known is None:
+            places = [place for place, watch in enumerate(watches) if 0 < watch.needs < Need.HISTOGRAM]
+            first = [(id(watches[place]), self.first(watches[place])) for place in places]
+            needs = np.array([watches[place].needs for place in places], dtype=np.int64)
+            known = Block(watches, places, first, np.array([row for _watch, row in first], dtype=np.int64), needs)
+            self._blocks[id(watches)] = known
+        return known
 
     def form(self, seen: list[int]) -> Form:
         """How those watches are finished that are seen in a step, which have these first rows."""
@@ -104,19 +132,37 @@ class Form:
                 alike[tuple(watch.statistics)].append((watch, row))
         self._groups = [_group(members) for members in alike.values()]
 
-    def finish(self, moments: Moments) -> dict[str, float]:
+    def finish(self, table: Tensor) -> dict[str, float]:
         """Statistics by key.
 
         Args:
-            moments: Of all rows, on the host.
+            table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
         """
-        table = torch.stack(_with_whole_tokens(moments, self._one_token))
+        if len(self._one_token):
+            table = torch.stack(_with_whole_tokens(Moments(*table), self._one_token))
+        nan_where_empty(table)
         values: dict[str, float] = {}
         for group in self._groups:
             parts = [Moments(*table[:, index]) for index in group.parts]
             columns = torch.stack([one.finish(*_taken_by(one, parts)) for one in group.statistics], dim=1)
             values.update(zip(group.keys, columns.flatten().tolist(), strict=True))
         return values
+
+
+def nan_where_empty(table: Tensor) -> None:
+    """Of an empty tensor mean, spread and extremes are NaN for statistics, and not what merging starts from.
+
+    Args:
+        table: As for :meth:`Form.finish`; it is written into.
+    """
+    fields = table.numpy()
+    empty = fields[0] == 0
+    if empty.any():
+        fields[np.ix_(_OF_ELEMENTS, empty)] = np.nan
+
+
+_OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "maximum", "minimum")]
+"""The moments that there are none of without an element."""
 
 
 def _group(members: Sequence[Wish]) -> _Group:
@@ -131,8 +177,6 @@ def _group(members: Sequence[Wish]) -> _Group:
 
 def _with_whole_tokens(moments: Moments, index: Tensor) -> Moments:
     """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
-    if not len(index):
-        return moments
     norm = moments.squares[index].sqrt()
     return moments._replace(
         tokens=moments.tokens.index_fill(0, index, 1.0),

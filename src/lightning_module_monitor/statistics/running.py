@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
@@ -225,6 +226,33 @@ class RunningRows:
             return False  # it is sparse, or wrapped by a transform of torch.func
         return bool(self._take(id(tensor), offset, storage_bytes, needs, row, self._desk_address))
 
+    def take_all(self, rows: np.ndarray, tensors: Sequence[object], needs: np.ndarray) -> np.ndarray:
+        """:meth:`take` of many things at once, each for a row of its own.
+
+        Args:
+            rows: Numbers of the rows, int64.
+            tensors: As many things.
+            needs: What is needed of each, int64.
+
+        Returns:
+            Of each whether it was added, int64. Where one is not plain, or has no place in memory, none is.
+        """
+        taken = np.zeros(len(tensors), dtype=np.int64)
+        # By functions of C alone, as much as that can be: it is what takes time.
+        if not self._can_look or not len(rows) or not set(map(type, tensors)).issubset(PLAIN):
+            return taken
+        plain = cast("Sequence[Tensor]", tensors)
+        try:
+            offsets, sizes = [*map(Tensor.storage_offset, plain)], [storage.nbytes() for storage in map(Tensor.untyped_storage, plain)]
+        except RuntimeError:
+            return taken
+        if any(map(Tensor.is_neg, plain)):
+            return taken
+        if rows.max() >= self._capacity:
+            self._grow(int(rows.max()))
+        _kernel().take_all(np.array([[*map(id, plain)], offsets, sizes], dtype=np.int64), needs, rows, taken, self._desk_address)
+        return taken
+
     def _take_slowly(self, row: int, tensor: object, needs: int) -> bool:
         place = readable_address(tensor, ELEMENT_FORMATS)
         if not place:
@@ -280,11 +308,11 @@ class RunningRows:
             self._grow(highest)
         _kernel().merge_many(totals, rows, self._rows)
 
-    def moments(self, num_rows: int) -> Moments:
-        """The first ``num_rows`` rows; those that nothing was added to are the moments of an empty tensor."""
+    def moments(self, num_rows: int) -> Tensor:
+        """The first ``num_rows`` rows, shape ``(NUM_FIELDS, num_rows)``; one that nothing was added to has moments of an empty tensor."""
         if num_rows > self._capacity:
             self._grow(num_rows - 1)
-        return Moments(*torch.from_numpy(self._rows[:num_rows].T.copy()))
+        return torch.from_numpy(self._rows[:num_rows].T.copy())
 
     def _grow(self, row: int) -> None:
         self._hold(np.concatenate([self._rows, _identity(max(self._capacity, row + 1 - self._capacity))]), self._latest)

@@ -121,17 +121,19 @@ class Table:
         """Count in a row's histogram the elements of a tensor that count, of one dimension, by a boolean tensor of its shape."""
         self._histograms.add_counted(row, tensor, counting)
 
-    def collect(self, num_rows: int) -> list[Moments]:
+    def collect(self, num_rows: int) -> list[Tensor]:
         """Finish what waits.
 
         Args:
             num_rows: Number of rows of the result; those that nothing was added to are the moments of an empty tensor.
 
         Returns:
-            Shares of every row, to be merged, float64, each still on its device.
+            Shares of every row, to be merged: the fields of ``Moments`` one below the other, shape ``(fields, num_rows)``, float64,
+            each still on its device.
         """
         running = [] if self.running is None else [self.running.moments(num_rows)]
-        return running + self._lanes.collect(num_rows) + [_merged(parts, num_rows) for parts in self._finished.values()]
+        others = self._lanes.collect(num_rows) + [_merged(parts, num_rows) for parts in self._finished.values()]
+        return running + [torch.stack(share) for share in others]
 
     def collect_histograms(self, rows: Sequence[int]) -> list[Tensor]:
         """The counts of rows that histograms were asked for.
@@ -152,29 +154,29 @@ def _merged(parts: Sequence[tuple[list[int], Tensor]], num_rows: int) -> Moments
     return Moments(*torch.cat([moments for _rows, moments in parts], dim=1)).merge(index, num_rows)
 
 
-def to_host(shares: Sequence[Moments], others: Sequence[Tensor]) -> tuple[list[Moments], Tensor]:
+def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Copy everything that a step found to the host, with one transfer per device.
 
     Args:
-        shares: Moments of shape ``(rows,)``, each on its device.
+        shares: What :meth:`Table.collect` gives.
         others: Float64 tensors of any shape, on any device.
 
     Returns:
-        The moments, and the elements of the others, one tensor after the other, as one of shape ``(elements,)``, float64, both
+        The shares, and the elements of the others, one tensor after the other, as one of shape ``(elements,)``, float64, both
         on the CPU.
     """
     parcels: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     places = []
-    for tensor in [*(torch.stack(share) for share in shares), *others]:
+    for tensor in [*shares, *others]:
         parcels[tensor.device].append(tensor.reshape(-1))
         places.append((tensor.device, tensor.numel()))
-    arrived = {device: transfer(torch.cat(parts)) for device, parts in parcels.items()}
+    arrived = {device: transfer(parts[0] if len(parts) == 1 else torch.cat(parts)) for device, parts in parcels.items()}
     starts = dict.fromkeys(arrived, 0)
     unpacked = []
     for device, size in places:
         unpacked.append(arrived[device][starts[device] : starts[device] + size])
         starts[device] += size
-    moments = [Moments(*part.view(len(Moments._fields), -1)) for part in unpacked[: len(shares)]]
+    moments = [part.view(share.shape) for part, share in zip(unpacked, shares, strict=False)]
     return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *unpacked[len(shares) :]])
 
 
