@@ -40,8 +40,8 @@ class Observation:
 
     def __init__(self, on_trouble: Trouble, rows: Rows | None = None) -> None:
         self._on_trouble = on_trouble
-        self._table = Table()
         self._numbers = Rows() if rows is None else rows
+        self._table = Table(len(self._numbers.watches))
         self._rows: dict[int, int] = {}
         """First row of what was seen, by the identity of its watch."""
         self._results: dict[str, tuple[Watch, str, Results]] = {}
@@ -228,15 +228,16 @@ class Observation:
         running = self._taking().running_rows_for(tensors[there[0]]) if there and block.places else None
         if running is None:
             return there
+        running.reserve(len(self._numbers.watches))
         chosen = [at for at, place in enumerate(block.places) if tensors[place] is not None]
         rows, needs = (block.rows, block.needs) if len(chosen) == len(block.rows) else (block.rows[chosen], block.needs[chosen])
         taken = running.take_all(rows, [tensors[block.places[at]] for at in chosen], needs)
-        read = list(itertools.compress(chosen, taken))
-        self._rows.update(block.first[at] for at in read)
-        if len(read) == len(there):
+        if taken.all() and len(chosen) == len(watches):
+            self._rows.update(block.first)
             return []
-        done = {block.places[at] for at in read}
-        return [place for place in there if place not in done]
+        read = {block.places[at] for at in itertools.compress(chosen, taken)}
+        self._rows.update((id(watches[place]), block.first[id(watches[place])]) for place in read)
+        return [place for place in there if place not in read]
 
     def call_functions(self, watch: Watch, *tensors: Tensor) -> None:
         """Give a tensor, or both of a pair, to the functions, and to nothing else."""
@@ -332,10 +333,12 @@ class Observation:
             values[key] = arrived[start] if end == start + 1 and part.weights != [0] else part.merge(others[start:end])
             start = end
         end = len(others) - len(units) * MAX_UNITS
-        rows = others[start:end].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
-        arrived_units = others[end:].view(-1, MAX_UNITS)
-        values |= _of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True))
-        self._set_histograms((self._numbers.watches[i], row) for i, row in zip(counted, rows, strict=True))
+        if units:
+            arrived_units = others[end:].view(-1, MAX_UNITS)
+            values |= _of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True))
+        if counted:
+            rows = others[start:end].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
+            self._set_histograms((self._numbers.watches[i], row) for i, row in zip(counted, rows, strict=True))
         values.update(dict.fromkeys(self._failed, float("nan")))
         return values
 

@@ -36,8 +36,8 @@ class Block(NamedTuple):
     """These, and those that want more than moments."""
     places: list[int]
     """Which of them it is."""
-    first: list[tuple[int, int]]
-    """Identity and first row of each."""
+    first: dict[int, int]
+    """First row by the identity of each."""
     rows: np.ndarray
     """The first rows again, int64."""
     needs: np.ndarray
@@ -90,9 +90,10 @@ class Rows:
         known = self._blocks.get(id(watches))
         if known is None:
             places = [place for place, watch in enumerate(watches) if 0 < watch.needs < Need.HISTOGRAM]
-            first = [(id(watches[place]), self.first(watches[place])) for place in places]
-            needs = np.array([watches[place].needs for place in places], dtype=np.int64)
-            known = Block(watches, places, first, np.array([row for _watch, row in first], dtype=np.int64), needs)
+            measured = [watches[place] for place in places]
+            rows = np.array([self.first(watch) for watch in measured], dtype=np.int64)
+            needs = np.array([watch.needs for watch in measured], dtype=np.int64)
+            known = Block(watches, places, dict(zip(map(id, measured), rows.tolist(), strict=True)), rows, needs)
             self._blocks[id(watches)] = known
         return known
 
@@ -108,8 +109,8 @@ class _Group:
     """Watches with the same statistics, which are finished together."""
 
     statistics: Sequence[Statistic]
-    parts: Sequence[Tensor]
-    """Of each of a watch's rows, those of all watches; int64, shape ``(watches,)``."""
+    parts: Sequence[Tensor | slice]
+    """Of each of a watch's rows, those of all watches: int64, shape ``(watches,)``, or where they lie in a row the whole of it."""
     keys: Sequence[str]
     """Of every statistic of the first watch, of the second, and so on."""
 
@@ -156,9 +157,8 @@ def nan_where_empty(table: Tensor) -> None:
         table: As for :meth:`Form.finish`; it is written into.
     """
     fields = table.numpy()
-    empty = fields[0] == 0
-    if empty.any():
-        fields[np.ix_(_OF_ELEMENTS, empty)] = np.nan
+    if np.count_nonzero(fields[0]) < fields.shape[1]:
+        fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan
 
 
 _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "maximum", "minimum")]
@@ -167,12 +167,18 @@ _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "
 
 def _group(members: Sequence[Wish]) -> _Group:
     first = members[0][0]
-    index = torch.tensor([row for _watch, row in members], device="cpu")
+    rows = [row for _watch, row in members]
     return _Group(
         tuple(first.statistics.values()),
-        [index + part for part in range(first.num_rows)],
+        [_index([row + part for row in rows]) for part in range(first.num_rows)],
         [*itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)],
     )
+
+
+def _index(rows: list[int]) -> Tensor | slice:
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))  # nothing is gathered
+    return torch.tensor(rows, device="cpu")
 
 
 def _with_whole_tokens(moments: Moments, index: Tensor) -> Moments:

@@ -180,10 +180,13 @@ class RunningRows:
 
     Takes the same calls as :class:`~lightning_module_monitor.statistics.lanes.Lanes`, for tensors that :func:`takes` is
     true of.
+
+    Args:
+        num_rows: How many there will be, as far as is known.
     """
 
-    def __init__(self) -> None:
-        self._hold(_identity(FIRST_CAPACITY), np.empty(NUM_FIELDS))
+    def __init__(self, num_rows: int = 0) -> None:
+        self._hold(_identity(max(num_rows, FIRST_CAPACITY)), np.empty(NUM_FIELDS))
 
     def _hold(self, rows: np.ndarray, latest: np.ndarray) -> None:
         compiled = _kernel()
@@ -226,11 +229,16 @@ class RunningRows:
             return False  # it is sparse, or wrapped by a transform of torch.func
         return bool(self._take(id(tensor), offset, storage_bytes, needs, row, self._desk_address))
 
+    def reserve(self, num_rows: int) -> None:
+        """Have as many rows at least."""
+        if num_rows > self._capacity:
+            self._grow(num_rows - 1)
+
     def take_all(self, rows: np.ndarray, tensors: Sequence[object], needs: np.ndarray) -> np.ndarray:
         """:meth:`take` of many things at once, each for a row of its own.
 
         Args:
-            rows: Numbers of the rows, int64.
+            rows: Numbers of the rows, int64, all below what was last given to :meth:`reserve`.
             tensors: As many things.
             needs: What is needed of each, int64.
 
@@ -248,8 +256,6 @@ class RunningRows:
             return taken
         if any(map(Tensor.is_neg, plain)):
             return taken
-        if rows.max() >= self._capacity:
-            self._grow(int(rows.max()))
         _kernel().take_all(np.array([[*map(id, plain)], offsets, sizes], dtype=np.int64), needs, rows, taken, self._desk_address)
         return taken
 
@@ -310,8 +316,7 @@ class RunningRows:
 
     def moments(self, num_rows: int) -> Tensor:
         """The first ``num_rows`` rows, shape ``(NUM_FIELDS, num_rows)``; one that nothing was added to has moments of an empty tensor."""
-        if num_rows > self._capacity:
-            self._grow(num_rows - 1)
+        self.reserve(num_rows)
         return torch.from_numpy(self._rows[:num_rows].T.copy())
 
     def _grow(self, row: int) -> None:
