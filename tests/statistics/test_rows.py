@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics import running
+from lightning_module_monitor.statistics import dlpack, running
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.rows import Rows
@@ -81,3 +82,42 @@ def test_totals_of_terms_go_into_every_row_that_wishes_for_them() -> None:
             "activation/x/ratio": pytest.approx(0.5),
             "activation/y/norm": pytest.approx(18**0.5),
         }
+
+
+def test_tensors_of_known_watches_are_read_by_one_call() -> None:
+    """Those that are there: what is not read is named, for others to measure, and the values are as if nothing had been read."""
+    watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), Watch("activation", "h")]
+    rows = Rows()
+    for missing in ([], [0, 3], [5], [], [*range(7)]):
+        tensors = [None if place in missing else torch.randn(40, 3) for place in range(7)]
+        tensors[5] = None if 5 in missing else torch.randn(40).double()
+        quick, slow = (Observation(lambda *_trouble: None, one) for one in (rows, None))
+        unread = quick.read_all(watches, tensors)
+        # A histogram, another precision, and nothing that is wanted.
+        expected = [4, 5, 6] if running.kernel() is not None and dlpack.description_function() else range(7)
+        assert unread == [place for place in expected if place not in missing]
+        pairs = [(one, tensor) for one, tensor in zip(watches, tensors, strict=True) if tensor is not None]
+        quick.measure_all([(watches[place], tensor) for place in unread if (tensor := tensors[place]) is not None])
+        slow.measure_all(pairs)
+        values, own_values = quick.collect(), slow.collect()
+        assert values == {key: pytest.approx(value, rel=1e-9, nan_ok=True) for key, value in own_values.items()}
+        assert {key.split("/")[1] for key in values} == {"abcdfgh"[place] for place in range(6) if place not in missing}
+
+
+def test_of_an_empty_tensor_there_is_no_mean() -> None:
+    """And of others there is: it is told from theirs by nothing but its number of elements."""
+    for shapes in ([(0, 3), (2, 3)], [(2, 3), (0,)], [(0,), (0,)]):
+        observation = Observation(lambda *_trouble: None)
+        tensors = [torch.full(shape, 2.0) for shape in shapes]
+        for place, tensor in enumerate(tensors):
+            observation.observe(watch("xy"[place], "mean", "std", "norm", "min", "abs_max"), tensor)
+        values = observation.collect()
+        for place, tensor in enumerate(tensors):
+            found = {key.split("/")[2]: value for key, value in values.items() if key.split("/")[1] == "xy"[place]}
+            if not tensor.numel():
+                # A site of which nothing but empty tensors was seen is seen.
+                assert found.pop("norm") == 0.0
+                assert len(found) == 4
+                assert all(math.isnan(value) for value in found.values())
+            else:
+                assert found == {"mean": 2.0, "std": 0.0, "norm": pytest.approx(24**0.5), "min": 2.0, "abs_max": 2.0}

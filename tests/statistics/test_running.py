@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 import torch
 from helpers.textbook import PLAIN, histogram, textbook
@@ -181,6 +182,39 @@ def test_hard_numbers_in_half_precision(dtype: torch.dtype) -> None:
         assert_textbook(Moments(*rows.moments(1)), tensor)
 
 
+SOME = {
+    "all": (
+        Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE | Need.SQUARES | Need.EXTREMES | Need.ZEROS,
+        ["mean", "std", "norm", "min", "zero_fraction"],
+    ),
+    "sums": (Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE | Need.SQUARES, ["mean", "std", "abs_mean", "rms"]),
+    "deviations": (Need.DEVIATIONS, ["std", "var"]),
+    "order": (Need.EXTREMES | Need.ZEROS | Need.NONFINITE, ["min", "max", "abs_max", "zero_fraction", "nonfinite_count"]),
+    "order and squares": (Need.EXTREMES | Need.SQUARES, ["min", "max", "norm"]),
+    "squares": (Need.SQUARES, ["norm"]),
+}
+"""What loops over vectors there are, with statistics that each is for."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("some", SOME)
+def test_what_vectors_leave_over_counts_too(some: str, dtype: torch.dtype) -> None:
+    """Any number of elements, the last one the largest or the smallest, and not aligned to anything."""
+    needs, names = SOME[some]
+    numbers = normal(5000).to(dtype)
+    for size in [*range(1, 52), 4095, 4096, 4097, 4096 + 16, 4096 + 33]:
+        for last in (9.0, -9.0):
+            tensor = numbers[7 : 7 + size].clone()
+            tensor[-1] = last
+            shifted = torch.cat([numbers[:3], tensor])[3:]
+            rows = RunningRows()
+            rows.add(0, shifted, needs)
+            found = finished(Moments(*rows.moments(1)))
+            for name in names:
+                expected = textbook(name, tensor)
+                assert found[name] == pytest.approx(expected, rel=1e-12, abs=1e-13, nan_ok=True), (size, name)
+
+
 TOKENS = [(3, 5000), (1, 9000), (2, 4096), (5, 4097), (700, 13), (4097, 1), (33, 7), (1, 1, 2), (2,)]
 
 
@@ -342,6 +376,27 @@ def test_what_can_be_read_is_taken(looks: bool) -> None:
     for place, tensor in enumerate(tensors):
         assert_textbook(moments, tensor.detach(), start + place)
     assert_textbook(moments, tensors[-1])
+
+
+def test_what_can_be_read_is_taken_all_at_once(looks: bool) -> None:
+    """What cannot be read is said not to be, and keeps no other from being read; nor is what has no place in memory."""
+    good, bad = list(readable().values()), unreadable()
+    for names in (["double", "integer", "complex", "out of order", "repeated", "empty", "meta", "given back", "zeros without memory"], []):
+        tensors = [*good, *(bad[name] for name in names), normal(90, 11)]
+        rows = RunningRows()
+        rows.reserve(300 + len(tensors))
+        numbers = np.arange(300, 300 + len(tensors))[::-1].copy()
+        taken = rows.take_all(numbers, tensors, np.full(len(tensors), Need.EVERYTHING))
+        assert taken.tolist() == ([1] * len(good) + [0] * len(names) + [1] if looks else [0] * len(tensors))
+        moments = Moments(*rows.moments(300 + len(tensors)))
+        for row, tensor, is_taken in zip(numbers, tensors, taken, strict=True):
+            assert float(moments.elements[row]) == (tensor.numel() if is_taken and isinstance(tensor, Tensor) else 0)
+            if is_taken and isinstance(tensor, Tensor):
+                assert_textbook(moments, tensor.detach(), int(row))
+    for name in ("nothing", "number", "sparse", "subclass", "negated by a flag, in order", "without a shape", "outlived vmap", "fake"):
+        rows = RunningRows()
+        assert not rows.take_all(np.arange(2), [normal(5), bad[name]], np.full(2, Need.EVERYTHING)).any(), name
+        assert Moments(*rows.moments(2)).elements.tolist() == [0, 0]
 
 
 def test_half_precision_has_an_address_where_it_is_asked_for() -> None:
