@@ -49,7 +49,7 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
             "values": 7 * (129 + 128 + 128),
         }
     # The compiled kernel needs none of torch's operations for a tensor; those that are left finish the whole table.
-    assert int(ours["dispatches"]) < 100
+    assert int(ours["dispatches"]) < 20
     assert {name: int(floor[name]) for name in ("transfers", "host reads", "values")} == {
         "transfers": 1,
         "host reads": 0,
@@ -70,6 +70,27 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         assert found, text
         assert float(found[1]) < 2e-6
     assert re.search(r"transfers 1, target 1: met; host reads 0, target 0: met", text)
+
+
+def test_a_target_is_judged_by_differences_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slows a round down as a whole changes nothing; a figure in brackets has more, the less the rounds agree."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overhead = importlib.import_module("overhead")
+    slow = [0.0, 5.0, 1.0, 0.0, 9.0, 2.0, 0.5, 7.0]
+    seconds = {name: [one + added for one in slow] for name, added in (("plain", 8.0), ("ours", 10.0), ("floor", 9.0))}
+    result = overhead.Result(overhead.WORKLOADS["W2"], {**seconds, "torch-module-monitor": [one + 28.0 for one in slow]})
+    result.counts = {name: overhead.Counts(1, 0, 1, 7) for name in seconds}
+    line = overhead.target_line(result)
+    assert "ours 2.00 (2.00 to 2.00) of floor, target at most 1.5: MISSED" in line
+    assert "ours 0.10 (0.10 to 0.10) of torch-module-monitor, target at most 0.125: met" in line
+    assert "idle" not in line
+    assert "RCC" not in line
+    noisy = overhead.Result(
+        result.workload, {**seconds, "ours": [one + 10.0 + noise for one, noise in zip(slow, [-1, 1] * 4, strict=True)]}
+    )
+    noisy.counts = result.counts
+    assert "ours 2.00 (1.00 to 3.00) of floor" in overhead.target_line(noisy)
+    assert [one.name for one in overhead.choose_variants(skip_peers=True, only=["floor"])] == ["plain", "floor"]
 
 
 def test_half_precision_needs_no_more_operations_than_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,5 +158,5 @@ def test_python_does_little_for_a_site() -> None:
     assert (found["ours"] - found["plain"]) / num_sites < MOST_CALLS, found
 
 
-MOST_CALLS = 28
+MOST_CALLS = 15
 """Of a site; 2026-11-21."""
