@@ -13,6 +13,7 @@ those of float16 are first widened to float32, exactly, into a buffer that stays
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -222,10 +223,20 @@ def _loaded(builder: Any, address: Any, lanes: int, element_format: int) -> Any:
 
 
 def _ask_for(builder: Any, address: Any) -> None:  # noqa: ANN401  # as above
-    """Have what is at an address fetched, to be read: soon and more than once, as data. It need not be there."""
+    """Have what is some way behind an address fetched, to be read: soon and more than once, as data. It need not be there."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte] + [number] * 3))
-    builder.call(prefetch, [builder.inttoptr(address, byte), number(0), number(3), number(1)])
+    ahead = builder.inttoptr(builder.add(address, address.type(BYTES_AHEAD)), byte)
+    builder.call(prefetch, [ahead, number(0), number(3), number(1)])
+
+
+def _over_vectors(builder: Any, num_vectors: Any, nothing: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:  # noqa: ANN401  # as above
+    """What totals have become after a loop: ``step`` gets the number of a vector and the totals so far, and gives those with it."""
+    cells = [cgutils.alloca_once_value(builder, total) for total in nothing]
+    with cgutils.for_range(builder, num_vectors) as loop:
+        for cell, total in zip(cells, step(loop.index, [builder.load(cell) for cell in cells]), strict=True):
+            builder.store(total, cell)
+    return [builder.load(cell) for cell in cells]
 
 
 def _with_vector(builder: Any, bits: Any, totals: list[Any], center: Any, needs: int) -> list[Any]:  # noqa: ANN401  # as above
@@ -256,15 +267,15 @@ def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: A
         start, num_vectors, center, totals = arguments
         before = [builder.extract_value(totals, place) for place in range(len(REDUCTIONS))]
         nothing = [ir.Constant(ir.VectorType(one.type, lanes), value) for one, value in zip(before, _NOTHING, strict=True)]
-        cells, centers = [cgutils.alloca_once_value(builder, vector) for vector in nothing], _spread(builder, center, lanes)
-        with cgutils.for_range(builder, num_vectors) as loop:
-            address = builder.add(start, builder.mul(loop.index, start.type(vector_bytes)))
-            _ask_for(builder, builder.add(address, address.type(BYTES_AHEAD)))
-            bits, sofar = _loaded(builder, address, lanes, element_format), [builder.load(cell) for cell in cells]
-            for cell, total in zip(cells, _with_vector(builder, bits, sofar, centers, needs), strict=True):
-                builder.store(total, cell)
-        for place, (name, total, cell) in enumerate(zip(REDUCTIONS, before, cells, strict=True)):
-            totals = builder.insert_value(totals, _joined(builder, name, total, builder.load(cell)), place)
+        centers = _spread(builder, center, lanes)
+
+        def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+            address = builder.add(start, builder.mul(place, start.type(vector_bytes)))
+            _ask_for(builder, address)
+            return _with_vector(builder, _loaded(builder, address, lanes, element_format), sofar, centers, needs)
+
+        for place, vector in enumerate(_over_vectors(builder, num_vectors, nothing, step)):
+            totals = builder.insert_value(totals, _joined(builder, REDUCTIONS[place], before[place], vector), place)
         return totals
 
     @intrinsic

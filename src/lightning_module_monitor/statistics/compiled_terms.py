@@ -9,9 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
-from lightning_module_monitor.statistics.compiled import ANY_ORDER, ELEMENT_BYTES, ELEMENTS, NUM_FIELDS, SQUARES, _pointer
+from lightning_module_monitor.statistics.compiled import (
+    ANY_ORDER,
+    ELEMENT_BYTES,
+    ELEMENTS,
+    NUM_FIELDS,
+    SQUARES,
+    _ask_for,
+    _in_wide_vectors,
+    _joined,
+    _over_vectors,
+    _pointer,
+)
 
 QUICK_CHUNK_ELEMENTS = 1024
 """Of each of the three tensors that a layer's terms are made of, and of three shifts: they are in the first-level cache together."""
@@ -22,50 +35,78 @@ LEAST_QUICK = 1e-27
 # The forms of a difference that are measured by one loop, of three tensors at most: `own`, `other` and `third`. The first three
 # have a shift.
 OWN_SHIFTED, OWN_OTHER_SHIFTED, THIRD_SHIFTED, OWN, OWN_OTHER, OTHER_THIRD, THIRD = range(7)
+NUM_TENSORS = 3
 NUM_SHIFTED = 3
 NUM_FORMS = 7
 
-
-@njit(fastmath=ANY_ORDER)
-def _squares_of_two(own: np.ndarray, other: np.ndarray, totals: np.ndarray) -> None:
-    """Sums in float32 of the forms that are made of ``own`` and ``other`` alone."""
-    of_own = of_own_other = np.float32(0.0)
-    for i in range(own.size):
-        of_own += own[i] * own[i]
-        difference = own[i] - other[i]
-        of_own_other += difference * difference
-    totals[OWN], totals[OWN_OTHER] = of_own, of_own_other
+LINE_BYTES = 64
+"""What memory is asked for at a time."""
 
 
-@njit(fastmath=ANY_ORDER)
-def _squares_of_three(  # machine code
-    own: np.ndarray,
-    other: np.ndarray,
-    third: np.ndarray,
-    own_shift: np.ndarray,
-    difference_shift: np.ndarray,
-    third_shift: np.ndarray,
-    totals: np.ndarray,
-) -> None:
-    """Sums in float32 of all forms."""
-    of_own = of_own_shifted = of_own_other = of_own_other_shifted = of_other_third = of_third = of_third_shifted = np.float32(0.0)
-    for i in range(own.size):
-        of_own += own[i] * own[i]
-        shifted = own[i] - own_shift[i]
-        of_own_shifted += shifted * shifted
-        difference = own[i] - other[i]
-        of_own_other += difference * difference
-        shifted = difference - difference_shift[i]
-        of_own_other_shifted += shifted * shifted
-        difference = other[i] - third[i]
-        of_other_third += difference * difference
-        of_third += third[i] * third[i]
-        shifted = third[i] - third_shift[i]
-        of_third_shifted += shifted * shifted
-    totals[OWN], totals[OWN_SHIFTED] = of_own, of_own_shifted
-    totals[OWN_OTHER], totals[OWN_OTHER_SHIFTED] = of_own_other, of_own_other_shifted
-    totals[OTHER_THIRD] = of_other_third
-    totals[THIRD], totals[THIRD_SHIFTED] = of_third, of_third_shifted
+LANES = 32
+"""Of a loop, which has as many sums of each form: so that none rounds away more than a few units of 1e-7."""
+
+
+def _squares_loop(lanes: int, *, of_three: bool) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
+    """What adds the squares of all forms, or of those that are made of ``own`` and ``other`` alone, to their sums in float32.
+
+    It gets the addresses of three tensors, of the shift of the three forms that have one, of the sums, and a number of vectors.
+    """
+    float32, vector = ir.FloatType(), ir.VectorType(ir.FloatType(), lanes)
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # numba's protocol
+        *addresses, sums, num_vectors = arguments
+
+        def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+            start = builder.mul(place, place.type(lanes * ELEMENT_BYTES))
+            at = [builder.add(address, start) for address in addresses]
+            for line in range(0, lanes * ELEMENT_BYTES, LINE_BYTES):
+                for address in at[:NUM_TENSORS] if of_three else at[:2]:
+                    _ask_for(builder, builder.add(address, address.type(line)))
+            read = [builder.load(builder.inttoptr(address, vector.as_pointer()), align=ELEMENT_BYTES) for address in at]
+            own, other, third, *shifts = read
+            between = builder.fsub(own, other)
+            values = {OWN: own, OWN_OTHER: between}
+            if of_three:
+                values |= {OTHER_THIRD: builder.fsub(other, third), THIRD: third}
+                shifted = {OWN_SHIFTED: own, OWN_OTHER_SHIFTED: between, THIRD_SHIFTED: third}
+                values |= {form: builder.fsub(value, shifts[form]) for form, value in shifted.items()}
+            squares = {form: builder.fmul(value, value, flags=["contract"]) for form, value in values.items()}
+            return [
+                builder.fadd(total, squares[form], flags=["contract"]) if form in squares else total for form, total in enumerate(sofar)
+            ]
+
+        totals = _over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * NUM_FORMS, step)
+        for form, total in enumerate(totals):
+            cell = builder.inttoptr(builder.add(sums, sums.type(form * ELEMENT_BYTES)), float32.as_pointer())
+            builder.store(_joined(builder, "fadd", builder.load(cell), total), cell)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def add(_context: Any, _own: Any, _other: Any, _third: Any, _one: Any, _two: Any, _three: Any, _sums: Any, _vectors: Any) -> Any:  # noqa: ANN401  # as above
+        return types.none(*[types.int64] * (NUM_TENSORS + NUM_SHIFTED + 2)), generate
+
+    return add
+
+
+_two, _two_of_rest = _squares_loop(LANES, of_three=False), _squares_loop(1, of_three=False)
+_three, _three_of_rest = _squares_loop(LANES, of_three=True), _squares_loop(1, of_three=True)
+
+
+@njit
+def _squares(own: int, other: int, third: int, shift: int, shift_bytes: int, size: int, sums: np.ndarray) -> None:  # machine code
+    """Sums in float32 of all forms of so many elements at three addresses, the last 0 where only forms of the first two are wanted."""
+    _in_wide_vectors()
+    sums[:] = np.float32(0.0)
+    vectors, rest = size // LANES, size % LANES
+    done = vectors * LANES * ELEMENT_BYTES
+    shift1, shift2 = shift + shift_bytes, shift + 2 * shift_bytes
+    if third == 0:
+        _two(own, other, own, own, own, own, sums.ctypes.data, vectors)
+        _two_of_rest(own + done, other + done, own, own, own, own, sums.ctypes.data, rest)
+    else:
+        _three(own, other, third, shift, shift1, shift2, sums.ctypes.data, vectors)
+        _three_of_rest(own + done, other + done, third + done, shift + done, shift1 + done, shift2 + done, sums.ctypes.data, rest)
 
 
 @njit(fastmath=ANY_ORDER)
@@ -82,6 +123,12 @@ def _wide_squares(own: np.ndarray, other: np.ndarray, shift: np.ndarray) -> floa
 def _elements(address: int, start: int, size: int, zeros: np.ndarray) -> np.ndarray:
     """So many of a tensor's float32 elements, or zeros where the address is 0."""
     return zeros[:size] if address == 0 else carray(_pointer(address + start * ELEMENT_BYTES), (size,), np.float32)
+
+
+@njit
+def _place(address: int, start: int, zeros: np.ndarray) -> int:
+    """Where an element of a tensor is, or that of zeros in its place."""
+    return zeros.ctypes.data if address == 0 else address + start * ELEMENT_BYTES
 
 
 @njit
@@ -152,22 +199,17 @@ def _add_squares(differences: np.ndarray, members: np.ndarray, tensors: Any, num
         end = min(first + period, num_elements)
         for start in range(first, end, QUICK_CHUNK_ELEMENTS):
             place, size = start - first, min(QUICK_CHUNK_ELEMENTS, end - start)
-            own, other = _elements(tensors[0], start, size, zeros), _elements(tensors[1], start, size, zeros)
-            if tensors[2] == 0 and not has_shift:
-                _squares_of_two(own, other, quick)
-            else:
-                third = _elements(tensors[2], start, size, zeros)
-                # Row by row: a part of two rows is not known to lie in order.
-                shift0, shift1, shift2 = shifts[0][place:], shifts[1][place:], shifts[2][place:]
-                _squares_of_three(own, other, third, shift0, shift1, shift2, quick)
+            own, other, third = _place(tensors[0], start, zeros), _place(tensors[1], start, zeros), _place(tensors[2], start, zeros)
+            of_two = tensors[2] == 0 and not has_shift
+            _squares(own, other, 0 if of_two else third, shifts.ctypes.data + place * ELEMENT_BYTES, shifts.strides[0], size, quick)
             for form in range(NUM_FORMS):
                 i = members[form]
                 if i >= 0 and LEAST_QUICK < quick[form] < np.inf:
                     totals[i, SQUARES] += quick[form]
                 elif i >= 0:
                     # A square may have left float32, upwards or downwards.
-                    own, other = _elements(differences[i, 0], start, size, zeros), _elements(differences[i, 1], start, size, zeros)
-                    totals[i, SQUARES] += _wide_squares(own, other, shifts[form][place:] if form < NUM_SHIFTED else zeros)
+                    one, less = _elements(differences[i, 0], start, size, zeros), _elements(differences[i, 1], start, size, zeros)
+                    totals[i, SQUARES] += _wide_squares(one, less, shifts[form][place:] if form < NUM_SHIFTED else zeros)
 
 
 @njit
