@@ -13,15 +13,24 @@ those of float16 are first widened to float32, exactly, into a buffer that stays
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, config, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from lightning_module_monitor.statistics.compiled_vectors import (
+    ANY_ORDER,
+    ask_for,
+    called,
+    float_of,
+    in_wide_vectors,
+    joined,
+    over_vectors,
+    pointer,
+    spread,
+)
 
 if config.DISABLE_JIT:
     raise RuntimeError("NUMBA_DISABLE_JIT is set")
@@ -61,65 +70,19 @@ ONE_EXPONENT = np.uint32(1 << 23)
 FLOAT16_LIFT = np.uint32((127 - 15) << 23)
 LEAST_NORMAL_FLOAT16 = np.float32(2.0**-14)
 
-ANY_ORDER = {"reassoc", "contract"}
-"""Sums may be taken in any order, four or eight at a time. NaN, infinity and signed zero keep their meaning."""
-
-
-@intrinsic
-def _pointer(_context: Any, _address: Any) -> Any:  # noqa: ANN401  # numba's protocol: it is given types, and gives code
-    """The pointer that an address is."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _float_of(_context: Any, _bits: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
-    """The float32 that has these bits, a uint32."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def _bits_of(_context: Any, _float: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
-    """The bits of a float32, an int32."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # as above
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def _in_wide_vectors(_context: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
-    """Has the function that it is called in use vectors of 512 bits, where the processor has them: LLVM would take half of that."""
-
-    def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:  # noqa: ANN401  # as above
-        with suppress(TypeError):  # where they are no set any more, they stay as they are
-            # As a set's: their own `add` does not know attributes of a target.
-            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return target.get_dummy_value()
-
-    return types.none(), generate
-
 
 @njit
 def _widen_bfloat16(halves: np.ndarray, wide: np.ndarray) -> None:
     """A bfloat16 is the upper half of a float32."""
-    _in_wide_vectors()
+    in_wide_vectors()
     for i in range(halves.size):
-        wide[i] = _float_of(np.uint32(np.uint32(halves[i]) << np.uint32(16)))
+        wide[i] = float_of(np.uint32(np.uint32(halves[i]) << np.uint32(16)))
 
 
 @njit
 def _widen_float16(halves: np.ndarray, wide: np.ndarray) -> None:
     """By integers: the instruction for it is not one of every processor's, and without it numba would end the process."""
-    _in_wide_vectors()
+    in_wide_vectors()
     for i in range(halves.size):
         half = np.uint32(halves[i])
         exponent = np.uint32(half & FLOAT16_EXPONENT)
@@ -128,7 +91,7 @@ def _widen_float16(halves: np.ndarray, wide: np.ndarray) -> None:
         magnitude = np.uint32(np.uint32(np.uint32(half & FLOAT16_MAGNITUDE) << FLOAT16_SHIFT) + lifted)
         # Zero and subnormal numbers lack the leading one that a normal number of the next exponent has: it is given, and taken.
         is_small = exponent == np.uint32(0)
-        value = _float_of(np.uint32(magnitude + (ONE_EXPONENT if is_small else np.uint32(0))))
+        value = float_of(np.uint32(magnitude + (ONE_EXPONENT if is_small else np.uint32(0))))
         value = np.float32(value - (LEAST_NORMAL_FLOAT16 if is_small else np.float32(0.0)))
         wide[i] = -value if half > FLOAT16_MAGNITUDE else value
 
@@ -137,8 +100,8 @@ def _widen_float16(halves: np.ndarray, wide: np.ndarray) -> None:
 def _chunk(address: int, start: int, size: int, element_format: int, wide: np.ndarray) -> np.ndarray:
     """Elements of a tensor in float32: where they lie, or in ``wide``, of at least ``size``, until the next chunk is."""
     if element_format == FLOAT32:
-        return carray(_pointer(address + start * ELEMENT_BYTES), (size,), np.float32)  # type: ignore[no-any-return]  # numba's
-    halves = carray(_pointer(address + start * HALF_BYTES), (size,), np.uint16)
+        return carray(pointer(address + start * ELEMENT_BYTES), (size,), np.float32)  # type: ignore[no-any-return]  # numba's
+    halves = carray(pointer(address + start * HALF_BYTES), (size,), np.uint16)
     chunk = wide[:size]
     if element_format == BFLOAT16:
         _widen_bfloat16(halves, chunk)
@@ -155,7 +118,7 @@ def _room(num_elements: int, element_format: int) -> np.ndarray:
 
 @njit(fastmath=ANY_ORDER)
 def _squares_in(one: float, own: np.ndarray) -> float:
-    _in_wide_vectors()
+    in_wide_vectors()
     total = one - one
     for i in range(own.size):
         value = own[i] * one
@@ -165,9 +128,6 @@ def _squares_in(one: float, own: np.ndarray) -> float:
 
 LANES = 16
 """Elements that a loop of vectors takes at a time: a line of the cache."""
-BYTES_AHEAD = 4096
-"""How far ahead of itself such a loop asks memory for more: one that computes as much does not make the processor do so in time."""
-
 NUM_SUMS = 3
 REDUCTIONS = ("fadd", "fadd", "fadd", "smax", "smin", "umax", "add")
 """How LLVM calls what makes one total of several. Totals are the sums of elements' deviations from a center, of the squares of these,
@@ -178,18 +138,11 @@ _NOTHING = (0.0, 0.0, 0.0, LEAST, MAGNITUDE_BITS, np.int32(0), np.int32(0))
 TOTALS = types.Tuple((*[types.float64] * NUM_SUMS, *[types.int32] * 4))
 
 
-def _called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:  # noqa: ANN401  # llvmlite is not annotated, here and below
-    """The result of one of LLVM's own functions, which for sums may take any order."""
-    of_function = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.declare_intrinsic(name, fnty=of_function)
-    return builder.call(function, arguments, fastmath=["reassoc"] if "fadd" in name else [])
-
-
 def _summed(builder: Any, totals: list[Any], values: Any, center: Any) -> list[Any]:  # noqa: ANN401  # as above
     """Sums with one vector of float64 more."""
     deviations = builder.fsub(values, center)
     squares = builder.fmul(deviations, deviations, flags=["contract"])
-    magnitudes = _called(builder, f"llvm.fabs.v{values.type.count}f64", values.type, values)
+    magnitudes = called(builder, f"llvm.fabs.v{values.type.count}f64", values.type, values)
     return [builder.fadd(total, one, flags=["contract"]) for total, one in zip(totals, (deviations, squares, magnitudes), strict=True)]
 
 
@@ -201,15 +154,8 @@ def _ordered(builder: Any, totals: list[Any], bits: Any) -> list[Any]:  # noqa: 
     magnitudes = builder.and_(bits, ir.Constant(bits.type, int(MAGNITUDE_BITS)))
     is_zero = builder.icmp_signed("==", magnitudes, ir.Constant(bits.type, 0))
     names = [f"llvm.{name}.v{bits.type.count}i32" for name in REDUCTIONS[NUM_SUMS:-1]]
-    extremes = [_called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=False)]
+    extremes = [called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=False)]
     return [*extremes, builder.add(totals[-1], builder.zext(is_zero, bits.type))]
-
-
-def _spread(builder: Any, value: Any, lanes: int) -> Any:  # noqa: ANN401  # as above
-    """A vector of which every lane is one value."""
-    vector, index = ir.VectorType(value.type, lanes), ir.IntType(32)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, index(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(index, lanes), 0))
 
 
 def _loaded(builder: Any, address: Any, lanes: int, element_format: int) -> Any:  # noqa: ANN401  # as above
@@ -220,23 +166,6 @@ def _loaded(builder: Any, address: Any, lanes: int, element_format: int) -> Any:
     halves = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(16), lanes).as_pointer()), align=HALF_BYTES)
     # A bfloat16 is the upper half of a float32.
     return builder.shl(builder.zext(halves, bits), ir.Constant(bits, 16))
-
-
-def _ask_for(builder: Any, address: Any) -> None:  # noqa: ANN401  # as above
-    """Have what is some way behind an address fetched, to be read: soon and more than once, as data. It need not be there."""
-    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte] + [number] * 3))
-    ahead = builder.inttoptr(builder.add(address, address.type(BYTES_AHEAD)), byte)
-    builder.call(prefetch, [ahead, number(0), number(3), number(1)])
-
-
-def _over_vectors(builder: Any, num_vectors: Any, nothing: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:  # noqa: ANN401  # as above
-    """What totals have become after a loop: ``step`` gets the number of a vector and the totals so far, and gives those with it."""
-    cells = [cgutils.alloca_once_value(builder, total) for total in nothing]
-    with cgutils.for_range(builder, num_vectors) as loop:
-        for cell, total in zip(cells, step(loop.index, [builder.load(cell) for cell in cells]), strict=True):
-            builder.store(total, cell)
-    return [builder.load(cell) for cell in cells]
 
 
 def _with_vector(builder: Any, bits: Any, totals: list[Any], center: Any, needs: int) -> list[Any]:  # noqa: ANN401  # as above
@@ -250,15 +179,6 @@ def _with_vector(builder: Any, bits: Any, totals: list[Any], center: Any, needs:
     return [*sums, *order]
 
 
-def _joined(builder: Any, name: str, total: Any, vector: Any) -> Any:  # noqa: ANN401  # as above
-    """A total with all lanes of a vector, by the reduction of this name."""
-    kind = f"v{vector.type.count}{vector.type.element.intrinsic_name}"
-    if name == "fadd":
-        return _called(builder, f"llvm.vector.reduce.fadd.{kind}", total.type, total, vector)
-    of_lanes = _called(builder, f"llvm.vector.reduce.{name}.{kind}", total.type, vector)
-    return builder.add(total, of_lanes) if name == "add" else _called(builder, f"llvm.{name}.i32", total.type, total, of_lanes)
-
-
 def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
     """What adds elements to totals, from an address on so many vectors of so many lanes."""
     vector_bytes = lanes * (ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES)
@@ -267,15 +187,15 @@ def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: A
         start, num_vectors, center, totals = arguments
         before = [builder.extract_value(totals, place) for place in range(len(REDUCTIONS))]
         nothing = [ir.Constant(ir.VectorType(one.type, lanes), value) for one, value in zip(before, _NOTHING, strict=True)]
-        centers = _spread(builder, center, lanes)
+        centers = spread(builder, center, lanes)
 
         def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
             address = builder.add(start, builder.mul(place, start.type(vector_bytes)))
-            _ask_for(builder, address)
+            ask_for(builder, address)
             return _with_vector(builder, _loaded(builder, address, lanes, element_format), sofar, centers, needs)
 
-        for place, vector in enumerate(_over_vectors(builder, num_vectors, nothing, step)):
-            totals = builder.insert_value(totals, _joined(builder, REDUCTIONS[place], before[place], vector), place)
+        for place, vector in enumerate(over_vectors(builder, num_vectors, nothing, step)):
+            totals = builder.insert_value(totals, joined(builder, REDUCTIONS[place], before[place], vector), place)
         return totals
 
     @intrinsic
@@ -292,7 +212,7 @@ def _reader(needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's 
 
     @njit
     def read(address: int, size: int, center: float) -> Any:  # noqa: ANN401  # a tuple of numbers
-        _in_wide_vectors()
+        in_wide_vectors()
         in_vectors = size - size % LANES
         return rest(address + in_vectors * element_bytes, size % LANES, center, vectors(address, in_vectors // LANES, center, _NOTHING))
 
@@ -358,9 +278,9 @@ def _merge(other: np.ndarray, row: np.ndarray) -> None:
 def _element(address: int, place: int, element_format: int) -> np.float32:
     """One element of float32 or bfloat16."""
     if element_format == FLOAT32:
-        return carray(_pointer(address), (place + 1,), np.float32)[place]  # type: ignore[no-any-return]  # numba's
-    half = carray(_pointer(address), (place + 1,), np.uint16)[place]
-    return _float_of(np.uint32(np.uint32(half) << np.uint32(16)))  # type: ignore[no-any-return]  # numba's
+        return carray(pointer(address), (place + 1,), np.float32)[place]  # type: ignore[no-any-return]  # numba's
+    half = carray(pointer(address), (place + 1,), np.uint16)[place]
+    return float_of(np.uint32(np.uint32(half) << np.uint32(16)))  # type: ignore[no-any-return]  # numba's
 
 
 @njit
@@ -381,8 +301,8 @@ def _tell_order(largest: int, smallest: int, most_negative: int, chunk_row: np.n
     """Extremes, from what the bits of a chunk tell, and whether any element is not finite."""
     has_nan = largest > INFINITY or most_negative > SIGN + INFINITY
     # Of negative floats only, the largest has the smallest bits.
-    chunk_row[MAXIMUM] = np.nan if has_nan else _float_of(np.uint32(largest if largest >= 0 else smallest))
-    chunk_row[MINIMUM] = np.nan if has_nan else _float_of(np.uint32(most_negative if most_negative >= SIGN else smallest))
+    chunk_row[MAXIMUM] = np.nan if has_nan else float_of(np.uint32(largest if largest >= 0 else smallest))
+    chunk_row[MINIMUM] = np.nan if has_nan else float_of(np.uint32(most_negative if most_negative >= SIGN else smallest))
     return largest >= INFINITY or most_negative >= SIGN + INFINITY
 
 
@@ -434,7 +354,7 @@ def _measure_tokens(chunk: np.ndarray, start: int, features: int, squares: float
     while place < chunk.size:
         size = min(missing, chunk.size - place)
         # Not a slice, whose owner is counted: that takes longer than to read a short token.
-        squares += _squares_in(1.0, carray(_pointer(address + place * ELEMENT_BYTES), (size,), np.float32))
+        squares += _squares_in(1.0, carray(pointer(address + place * ELEMENT_BYTES), (size,), np.float32))
         place += size
         missing -= size
         if missing == 0:
@@ -477,7 +397,7 @@ def add(address: int, element_format: int, num_elements: int, features: int, nee
         row: Address of the row: ``len(Moments._fields)`` float64.
         latest: Address of as many that get the moments of this tensor alone.
     """
-    own, alone = carray(_pointer(row), (NUM_FIELDS,), np.float64), carray(_pointer(latest), (NUM_FIELDS,), np.float64)
+    own, alone = carray(pointer(row), (NUM_FIELDS,), np.float64), carray(pointer(latest), (NUM_FIELDS,), np.float64)
     _add(address, element_format, num_elements, features, needs, own, alone)
 
 
@@ -553,8 +473,8 @@ def _size_in_order(num_dimensions: int, sizes: int, strides: int) -> int:
     """Number of elements that lie one after the other; 0 if they do not."""
     num_elements = 1
     for dimension in range(num_dimensions - 1, -1, -1):
-        size = carray(_pointer(sizes), (num_dimensions,), np.int64)[dimension]
-        if size != 1 and (strides == 0 or carray(_pointer(strides), (num_dimensions,), np.int64)[dimension] != num_elements):
+        size = carray(pointer(sizes), (num_dimensions,), np.int64)[dimension]
+        if size != 1 and (strides == 0 or carray(pointer(strides), (num_dimensions,), np.int64)[dimension] != num_elements):
             return 0
         num_elements *= size
     return num_elements
@@ -563,7 +483,7 @@ def _size_in_order(num_dimensions: int, sizes: int, strides: int) -> int:
 @njit
 def _take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, desk: int) -> int:
     """:func:`take`, for others here."""
-    tools = carray(_pointer(desk), (NUM_WORDS,), np.int64)
+    tools = carray(pointer(desk), (NUM_WORDS,), np.int64)
     if _described(tools[DESCRIBE], tensor, desk + DESCRIPTION * WORD_BYTES) != 0:
         _call(tools[CLEAR_ERROR])
         return 0
@@ -578,9 +498,9 @@ def _take(tensor: int, offset: int, storage_bytes: int, needs: int, row: int, de
     # part of it. To read it all the same would end the process.
     if elements == offset * element_bytes or (offset + num_elements) * element_bytes > storage_bytes:
         return 0
-    features = carray(_pointer(sizes), (num_dimensions,), np.int64)[num_dimensions - 1] if num_dimensions else 1
-    own = carray(_pointer(tools[ROWS] + row * NUM_FIELDS * WORD_BYTES), (NUM_FIELDS,), np.float64)
-    alone = carray(_pointer(tools[LATEST]), (NUM_FIELDS,), np.float64)
+    features = carray(pointer(sizes), (num_dimensions,), np.int64)[num_dimensions - 1] if num_dimensions else 1
+    own = carray(pointer(tools[ROWS] + row * NUM_FIELDS * WORD_BYTES), (NUM_FIELDS,), np.float64)
+    alone = carray(pointer(tools[LATEST]), (NUM_FIELDS,), np.float64)
     _add(elements, element_format, num_elements, features, needs, own, alone)
     return 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from lightning_module_monitor.statistics.compiled import ANY_ORDER, ELEMENT_BYTES, ELEMENTS, NUM_FIELDS, SQUARES, _pointer
+from lightning_module_monitor.statistics.compiled import ELEMENT_BYTES, ELEMENTS, NUM_FIELDS, SQUARES
 from lightning_module_monitor.statistics.compiled_terms import (
     BIAS,
     INPUT,
@@ -24,6 +24,7 @@ from lightning_module_monitor.statistics.compiled_terms import (
     WEIGHT,
     _subtract,
 )
+from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, pointer
 
 # What is measured of a token: the input, its change, and what they are normalized to; the update with the change of the bias, and
 # without it; the propagating update.
@@ -198,8 +199,8 @@ def add_normalized(  # machine code
         epsilon: What is added to the mean square before its root is divided by.
         totals: Address of a row for each term.
     """
-    places = carray(_pointer(parts), (NUM_PARTS,), np.int64)
-    weight = carray(_pointer(places[REFERENCE_WEIGHT]), (features,), np.float32)
+    places = carray(pointer(parts), (NUM_PARTS,), np.int64)
+    weight = carray(pointer(places[REFERENCE_WEIGHT]), (features,), np.float32)
     weight_change, bias_change = np.empty(features, np.float32), np.empty(features, np.float32)
     _subtract(places[WEIGHT], places[REFERENCE_WEIGHT], weight_change)
     _subtract(places[BIAS], places[REFERENCE_BIAS], bias_change)
@@ -210,12 +211,12 @@ def add_normalized(  # machine code
     sums, quick, squares = np.zeros(NUM_FORMS), np.zeros(NUM_FORMS, np.float32), np.zeros(NUM_FORMS)
     for token in range(num_tokens):
         start = token * features * ELEMENT_BYTES
-        own = carray(_pointer(places[INPUT] + start), (features,), np.float32)
-        other = own if places[REFERENCE_INPUT] == 0 else carray(_pointer(places[REFERENCE_INPUT] + start), (features,), np.float32)
+        own = carray(pointer(places[INPUT] + start), (features,), np.float32)
+        other = own if places[REFERENCE_INPUT] == 0 else carray(pointer(places[REFERENCE_INPUT] + start), (features,), np.float32)
         _measure(own, other, places[REFERENCE_INPUT] != 0, is_centered, epsilon, weights, is_zero, quick, squares)
         sums += squares
-    of_terms = carray(_pointer(forms), (num_terms,), np.int64)
-    rows = carray(_pointer(totals), (num_terms, NUM_FIELDS), np.float64)
+    of_terms = carray(pointer(forms), (num_terms,), np.int64)
+    rows = carray(pointer(totals), (num_terms, NUM_FIELDS), np.float64)
     for i in range(num_terms):
         rows[i, ELEMENTS] += num_tokens * features
         rows[i, SQUARES] += sums[of_terms[i]]

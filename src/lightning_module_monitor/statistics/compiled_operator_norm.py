@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from lightning_module_monitor.statistics.compiled import ANY_ORDER, ELEMENT_BYTES, MAGNITUDE_BITS, _bits_of, _float_of, _pointer
+from lightning_module_monitor.statistics.compiled import ELEMENT_BYTES, MAGNITUDE_BITS
+from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, bits_of, float_of, pointer
 
 ROWS = 8
 """So many rows of a matrix are multiplied at a time."""
@@ -36,7 +37,7 @@ SHARE = np.float32(0.9 * 2.0**-31)
 
 @njit
 def _floats(address: int, size: int) -> np.ndarray:
-    return carray(_pointer(address), (size,), np.float32)  # type: ignore[no-any-return]  # numba's
+    return carray(pointer(address), (size,), np.float32)  # type: ignore[no-any-return]  # numba's
 
 
 @njit(fastmath=ANY_ORDER)
@@ -127,7 +128,7 @@ def _copy(address: int, target: int, size: int) -> Any:  # noqa: ANN401  # an in
     for i in range(size):
         element = own[i]
         written[i] = element
-        largest = max(largest, np.int32(_bits_of(element) & MAGNITUDE_BITS))
+        largest = max(largest, np.int32(bits_of(element) & MAGNITUDE_BITS))
     return largest
 
 
@@ -139,7 +140,7 @@ def _subtract(address: int, other: int, target: int, size: int) -> Any:  # noqa:
     for i in range(size):
         element = own[i] - taken[i]
         written[i] = element
-        largest = max(largest, np.int32(_bits_of(element) & MAGNITUDE_BITS))
+        largest = max(largest, np.int32(bits_of(element) & MAGNITUDE_BITS))
     return largest
 
 
@@ -159,7 +160,7 @@ def _begin(address: int, other: int, matrix: int, num_rows: int, columns: int, f
         else:
             magnitude = _subtract(address + offset, other + offset, rows, size * columns)
         if magnitude > largest:
-            largest, before, scale = magnitude, scale, _float_of(np.uint32(max(magnitude, LEAST_NORMAL)))
+            largest, before, scale = magnitude, scale, float_of(np.uint32(max(magnitude, LEAST_NORMAL)))
             inverse = np.float32(np.float32(1.0) / scale)
             _multiply(total, np.float32(before * inverse), columns)
         if size == ROWS:

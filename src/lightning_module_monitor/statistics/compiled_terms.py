@@ -13,18 +13,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from lightning_module_monitor.statistics.compiled import (
-    ANY_ORDER,
-    ELEMENT_BYTES,
-    ELEMENTS,
-    NUM_FIELDS,
-    SQUARES,
-    _ask_for,
-    _in_wide_vectors,
-    _joined,
-    _over_vectors,
-    _pointer,
-)
+from lightning_module_monitor.statistics.compiled import ELEMENT_BYTES, ELEMENTS, NUM_FIELDS, SQUARES
+from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, ask_for, in_wide_vectors, joined, over_vectors, pointer
 
 QUICK_CHUNK_ELEMENTS = 1024
 """Of each of the three tensors that a layer's terms are made of, and of three shifts: they are in the first-level cache together."""
@@ -62,7 +52,7 @@ def _squares_loop(lanes: int, *, of_three: bool) -> Any:  # noqa: ANN401  # numb
             at = [builder.add(address, start) for address in addresses]
             for line in range(0, lanes * ELEMENT_BYTES, LINE_BYTES):
                 for address in at[:NUM_TENSORS] if of_three else at[:2]:
-                    _ask_for(builder, builder.add(address, address.type(line)))
+                    ask_for(builder, builder.add(address, address.type(line)))
             read = [builder.load(builder.inttoptr(address, vector.as_pointer()), align=ELEMENT_BYTES) for address in at]
             own, other, third, *shifts = read
             between = builder.fsub(own, other)
@@ -76,10 +66,10 @@ def _squares_loop(lanes: int, *, of_three: bool) -> Any:  # noqa: ANN401  # numb
                 builder.fadd(total, squares[form], flags=["contract"]) if form in squares else total for form, total in enumerate(sofar)
             ]
 
-        totals = _over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * NUM_FORMS, step)
+        totals = over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * NUM_FORMS, step)
         for form, total in enumerate(totals):
             cell = builder.inttoptr(builder.add(sums, sums.type(form * ELEMENT_BYTES)), float32.as_pointer())
-            builder.store(_joined(builder, "fadd", builder.load(cell), total), cell)
+            builder.store(joined(builder, "fadd", builder.load(cell), total), cell)
         return target.get_dummy_value()
 
     @intrinsic
@@ -96,7 +86,7 @@ _three, _three_of_rest = _squares_loop(LANES, of_three=True), _squares_loop(1, o
 @njit
 def _squares(own: int, other: int, third: int, shift: int, shift_bytes: int, size: int, sums: np.ndarray) -> None:  # machine code
     """Sums in float32 of all forms of so many elements at three addresses, the last 0 where only forms of the first two are wanted."""
-    _in_wide_vectors()
+    in_wide_vectors()
     sums[:] = np.float32(0.0)
     vectors, rest = size // LANES, size % LANES
     done = vectors * LANES * ELEMENT_BYTES
@@ -122,7 +112,7 @@ def _wide_squares(own: np.ndarray, other: np.ndarray, shift: np.ndarray) -> floa
 @njit
 def _elements(address: int, start: int, size: int, zeros: np.ndarray) -> np.ndarray:
     """So many of a tensor's float32 elements, or zeros where the address is 0."""
-    return zeros[:size] if address == 0 else carray(_pointer(address + start * ELEMENT_BYTES), (size,), np.float32)
+    return zeros[:size] if address == 0 else carray(pointer(address + start * ELEMENT_BYTES), (size,), np.float32)
 
 
 @njit
@@ -193,7 +183,7 @@ def _add_squares(differences: np.ndarray, members: np.ndarray, tensors: Any, num
         if members[form] >= 0:
             has_shift = True
             for start in range(0, period, features):
-                shifts[form, start : start + features] = carray(_pointer(differences[members[form], 2]), (features,), np.float32)
+                shifts[form, start : start + features] = carray(pointer(differences[members[form], 2]), (features,), np.float32)
     quick = np.zeros(NUM_FORMS, np.float32)
     for first in range(0, num_elements, period):
         end = min(first + period, num_elements)
@@ -258,8 +248,8 @@ def _subtract(address: int, other: int, difference: np.ndarray) -> None:
     """Write the difference of two short tensors; zeros where there are none."""
     difference[:] = 0.0
     if address != 0:
-        own = carray(_pointer(address), (difference.size,), np.float32)
-        subtracted = carray(_pointer(other), (difference.size,), np.float32)
+        own = carray(pointer(address), (difference.size,), np.float32)
+        subtracted = carray(pointer(other), (difference.size,), np.float32)
         for i in range(difference.size):
             difference[i] = own[i] - subtracted[i]
 
@@ -281,11 +271,11 @@ def add_terms(  # machine code
         totals: Address of a row for each term: ``len(Moments._fields)`` float64.
     """
     num_terms = num_of_output + num_of_input
-    places = carray(_pointer(parts), (NUM_PARTS,), np.int64)
-    made_of = carray(_pointer(recipe), (num_terms, 3), np.int64)
-    rows = carray(_pointer(totals), (num_terms, NUM_FIELDS), np.float64)
+    places = carray(pointer(parts), (NUM_PARTS,), np.int64)
+    made_of = carray(pointer(recipe), (num_terms, 3), np.int64)
+    rows = carray(pointer(totals), (num_terms, NUM_FIELDS), np.float64)
     if places[BIAS_CHANGE] != 0:
-        _subtract(places[BIAS], places[REFERENCE_BIAS], carray(_pointer(places[BIAS_CHANGE]), (out_features,), np.float32))
+        _subtract(places[BIAS], places[REFERENCE_BIAS], carray(pointer(places[BIAS_CHANGE]), (out_features,), np.float32))
     differences = np.empty((num_terms, 3), np.int64)
     for i in range(num_terms):
         for part in range(3):
