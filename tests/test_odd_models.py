@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ def test_parameters_that_cannot_be_read_are_nan_and_not_zero() -> None:
         record = monitor.end_step()
     assert record is not None
     assert record.values["activation/0/norm"] > 0
-    assert all(math.isnan(value) for key, value in record.values.items() if key.startswith("parameter/"))
+    of_parameters = {key: math.isnan(value) for key, value in record.values.items() if key.startswith("parameter/")}
+    assert len(of_parameters) == 6
+    assert all(is_nan == ("absent" in key) for key, is_nan in of_parameters.items())
     assert record.values["monitor/errors"] == 1
 
 
@@ -304,20 +307,39 @@ def test_memory_that_is_not_there_is_not_read(make: Any, norm: float, num_errors
     assert record.values["monitor/errors"] == num_errors
 
 
-def test_a_parameter_whose_memory_was_given_back_ends_nothing() -> None:
-    """Of the parameters of that moment none is known; the rest of the step is."""
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
-    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter"], statistics="norm")]) as monitor:
+@pytest.mark.parametrize("what", ["parameter", "gradient", "gradient of a scaled loss", "update", "update, afterwards"])
+def test_a_parameter_whose_memory_was_given_back_fails_alone(what: str) -> None:
+    """To read or to copy it would end the process. The other parameters have their values, and it is said which has none."""
+    kind, scale = re.findall(r"\w+", what)[0], 8.0 if "scaled" in what else None
+    net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 400), nn.Linear(400, 2))
+    rule = Rule(kinds=kind, sites=".*weight", statistics=["norm", "hist"], functions={"length": torch.linalg.vector_norm})
+    with ModuleMonitor(rules=[rule], capture={"kinds": kind, "sites": ".*weight", "steps": 0}) as monitor:
         monitor.set_module(net)
         monitor.begin_step(0)
-        net(torch.ones(2, 4))
-        net[1].weight.untyped_storage().resize_(0)
+        net(torch.ones(2, 4)).sum().backward()
+        weights = [net[place].weight for place in range(3)]
+        watched = [weight.grad if kind == "gradient" else weight for weight in weights]
+        expected = [tensor.detach().clone() / (scale or 1.0) for tensor in watched]
+        if "afterwards" not in what:
+            watched[1].untyped_storage().resize_(0)
+        monitor.monitor_gradients(scale=scale)
         monitor.monitor_parameters()
+        for place in (0, 2):
+            weights[place].data.mul_(2.0)  # so that the update is what it was
+        watched[1].untyped_storage().resize_(0)
+        monitor.monitor_updates()
         record = monitor.end_step()
     assert record is not None
-    assert record.values["activation/1/norm"] > 0
-    assert math.isnan(record.values["parameter/1.weight/norm"])
-    assert record.values["monitor/errors"] == 1
+    for place in (0, 2):
+        norm = expected[place].double().norm().item()
+        assert record.values[f"{kind}/{place}.weight/norm"] == pytest.approx(norm, rel=1e-6)
+        assert record.values[f"{kind}/{place}.weight/length"] == pytest.approx(norm, rel=1e-4)
+        assert record.histograms[f"{kind}/{place}.weight/hist"].row.sum() == expected[place].numel()
+    assert math.isnan(record.values[f"{kind}/1.weight/norm"])
+    assert math.isnan(record.values[f"{kind}/1.weight/length"])
+    assert f"{kind}/1.weight/hist" not in record.histograms
+    assert {one.site for one in record.tensors} == {"0.weight", "2.weight"}
+    assert record.values["monitor/errors"] >= 2
 
 
 class Splits(nn.Module):

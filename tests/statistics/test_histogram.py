@@ -224,8 +224,8 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
     for watch in watches:
         observation.observe(watch, torch.ones(3))
     observation.fail(bad, torch.ones(3), ValueError("on purpose"))
-    with pytest.raises(ValueError, match="meta"):
-        observation.observe_all([(bad_too, torch.ones(3, device="meta"))])
+    observation.observe_all([(bad_too, torch.ones(3, device="meta"))])
+    assert observation.num_errors == 2
     values, found = observation.collect(), observation.histograms
     assert found == {"activation/good/hist": histogram(torch.ones(3))}
     assert values["activation/good/mean"] == 1.0

@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
 from lightning_module_monitor.statistics import compiled, dlpack, running
+from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.statistics.moments import Moments, Need
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.running import RunningRows, takes
+from lightning_module_monitor.statistics.running import RunningRows, in_memory, takes
 from lightning_module_monitor.statistics.watch import Watch
 
 
@@ -477,6 +479,18 @@ def test_what_does_not_lie_in_memory_as_it_seems_has_no_address_to_read() -> Non
         warnings.filterwarnings("ignore", ".*torch.jit.trace.* is deprecated", DeprecationWarning)
         torch.jit.trace(noted, torch.ones(3), check_trace=False)
     assert addresses == [0, 0, 0]
+
+
+def test_operations_of_torch_get_nothing_whose_memory_was_given_back() -> None:
+    """They would read on; of any other tensor they know themselves what to do."""
+    others = unreadable()
+    for name in ("given back", "given back in part", "part of what was given back"):
+        tensor = others.pop(name)
+        assert isinstance(tensor, Tensor)
+        for read in (in_memory, Magnitudes().add, lambda one: unscaled(one, torch.tensor(2.0))):
+            with pytest.raises(ValueError, match="its memory was given back"):
+                read(tensor)
+    assert all(in_memory(one) is one for one in others.values() if isinstance(one, Tensor))
 
 
 def test_what_does_not_lie_in_memory_as_it_seems_is_not_taken(looks: bool) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, n
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
-from lightning_module_monitor.probes.updates import Copies, updates
+from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.running import in_memory
 
 
 class CaptureProbe(BackwardProbe):
@@ -69,20 +71,26 @@ class CaptureProbe(BackwardProbe):
     def see_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is wanted."""
         for site, parameter in self._wanted("parameter", among):
-            self._keep_whole("parameter", site, parameter)
+            with self._reporting("parameter", site):
+                self._keep_whole("parameter", site, parameter)
         for site, parameter in self._wanted("update", among):
-            self._before.keep(site, parameter)
+            with self._reporting("update", site):
+                self._before.keep(site, parameter)
 
     def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             if parameter.grad is not None:
-                self._keep_whole(kind, site, unscaled(parameter.grad, scale))
+                with self._reporting(kind, site):
+                    self._keep_whole(kind, site, unscaled(parameter.grad, scale))
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
-        for site, update in updates(self._before.take(among), is_skipped=is_skipped):
-            self._keep_whole("update", site, update)
+        for site, copy in self._before.take(among):
+            with self._reporting("update", site):
+                difference = update(site, copy, is_skipped=is_skipped)
+                if difference is not None:
+                    self._keep_whole("update", site, difference)
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -163,6 +171,16 @@ class CaptureProbe(BackwardProbe):
     def _keep_whole(self, kind: str, site: ParameterSite, tensor: Tensor) -> None:
         self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
+    @contextmanager
+    def _reporting(self, kind: str, site: ParameterSite) -> Iterator[None]:
+        """Within the block an error keeps nothing else from being copied."""
+        try:
+            yield
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._report(name_of(kind, site.name, FOR_THE_FILE), error)
+
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
         self._kept.append(RawTensor(kind, name, call, _copy(tensor)))
 
@@ -201,4 +219,4 @@ def _copy(tensor: Tensor) -> Tensor:
     """
     tensor = unwrapped(tensor).detach()
     tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return tensor.clone() if tensor.layout is torch.strided else tensor.to_dense()
+    return in_memory(tensor).clone() if tensor.layout is torch.strided else tensor.to_dense()

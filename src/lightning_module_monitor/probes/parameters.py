@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.probes.updates import Copies, updates
+from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.moments import Need
@@ -42,8 +44,9 @@ class ParameterProbe(Probe):
                 twin = self.reference.parameter(site)
                 if twin is not None:
                     self._see_difference(watch, parameter, twin)
-        for site, _watch, parameter in self._wanted("update", among):
-            self._before.keep(site, parameter)
+        for site, watch, parameter in self._wanted("update", among):
+            with self._failing(watch, parameter):
+                self._before.keep(site, parameter)
 
     def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Take in the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
@@ -53,7 +56,8 @@ class ParameterProbe(Probe):
             return
         # One after the other, as above.
         for watch, gradient in self._pairs(kind, gradients, range(len(gradients))):
-            self._observe([(watch, unscaled(gradient, scale))])
+            with self._failing(watch, gradient):
+                self._observe([(watch, unscaled(gradient, scale))])
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
@@ -61,7 +65,12 @@ class ParameterProbe(Probe):
         of_kind = self.watched.get("update", NO_PARAMETERS)
         watches = dict(zip(of_kind.sites, of_kind.watches, strict=True))
         self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
-        self._observe([(watches[site], update) for site, update in updates(before, is_skipped=is_skipped)])
+        seen: list[tuple[Watch, Tensor]] = []
+        for site, copy in before:
+            with self._failing(watches[site], copy):
+                difference = update(site, copy, is_skipped=is_skipped)
+                seen += [] if difference is None else [(watches[site], difference)]
+        self._observe(seen)
 
     def close(self) -> None:
         """Forget the copies."""
@@ -110,14 +119,22 @@ class ParameterProbe(Probe):
         return parts
 
     def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
-        try:
+        with self._failing(watch, parameter):
             own, of_twin = own_part(parameter.detach(), self.rank), own_part(twin.detach(), self.rank)
             if own is not None and of_twin is not None:
                 self.observation.measure_pair(watch, own, of_twin.to(own.device))
             if watch.functions:
                 self._call_functions(watch, parameter.detach(), twin.detach().to(parameter.device))
+
+    @contextmanager
+    def _failing(self, watch: Watch, seen: Tensor) -> Iterator[None]:
+        """Within the block an error is one of this watch alone."""
+        try:
+            yield
+        except MonitorError:
+            raise
         except Exception as error:
-            self.observation.fail(watch, parameter, error)
+            self.observation.fail(watch, seen, error)
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)

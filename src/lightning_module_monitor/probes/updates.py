@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.probes.probe import Among
+from lightning_module_monitor.statistics.running import in_memory
 
 
 class Copies:
@@ -19,7 +18,7 @@ class Copies:
 
     def keep(self, site: ParameterSite, parameter: Tensor) -> None:
         """Copy a parameter; the copy of before, if there is one, is forgotten."""
-        copy = parameter.detach()
+        copy = in_memory(parameter).detach()
         self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
 
     def take(self, among: Among = None) -> list[tuple[ParameterSite, Tensor]]:
@@ -30,17 +29,21 @@ class Copies:
         return taken
 
 
-def updates(before: Iterable[tuple[ParameterSite, Tensor]], *, is_skipped: bool = False) -> Iterator[tuple[ParameterSite, Tensor]]:
-    """Parameters now minus their copies of before, in whose place they are computed.
+def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> Tensor | None:
+    """A parameter now minus its copy of before, in whose place it is computed; ``None`` if the parameter is gone.
 
     Args:
+        site: The parameter.
         before: What :meth:`Copies.take` gave.
-        is_skipped: Whether the optimizer left them where they were: then it is zeros, whatever anybody else did.
+        is_skipped: Whether the optimizer left it where it was: then it is zeros, whatever anybody else did.
+
+    Raises:
+        ValueError: If the parameter's memory was given back.
     """
-    for site, copy in before:
-        parameter = site.tensor()
-        if parameter is not None:
-            yield site, copy.zero_() if is_skipped else difference(parameter.detach(), copy)
+    parameter = site.tensor()
+    if parameter is None:
+        return None
+    return before.zero_() if is_skipped else difference(in_memory(parameter).detach(), before)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:

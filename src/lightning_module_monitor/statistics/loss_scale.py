@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.statistics.running import in_memory
+
 
 def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """A gradient divided by the scale of its loss, without a host read.
@@ -19,6 +21,6 @@ def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """
     if scale is None:
         return gradient
-    gradient = gradient.detach()
+    gradient = in_memory(gradient).detach()
     wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.float()
     return wide / scale.to(gradient.device)

@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.running import compiled_magnitude, readable_address
+from lightning_module_monitor.statistics.running import compiled_magnitude, in_memory, readable_address
 from lightning_module_monitor.statistics.table import transfer
 
 INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -51,7 +51,7 @@ class Magnitudes:
             self._has_nonfinite |= bits >= INFINITY[dtype]
             self._numbers.append((dtype, bits))
         else:
-            least, largest = torch.aminmax(tensor.detach())
+            least, largest = torch.aminmax(in_memory(tensor).detach())
             self._has_tensors = True
             self._numbers.append((least, largest))
         return len(self._numbers) - 1

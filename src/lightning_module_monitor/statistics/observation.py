@@ -21,7 +21,7 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.rows import Form, Rows, Wishes
-from lightning_module_monitor.statistics.running import PLAIN, has_memory, readable_address
+from lightning_module_monitor.statistics.running import in_memory, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -185,10 +185,7 @@ class Observation:
                 self._taking().add(row + PRODUCT, current.double() * reference, Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
-        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper.
-
-        If one of them cannot be read, none of their values is known.
-        """
+        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
         seen = list(pairs)
         self.measure_all(seen)
         for watch, tensor in seen:
@@ -196,20 +193,22 @@ class Observation:
 
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
-        seen = list(pairs)
         table, others = self._taking(), []
-        try:
-            for watch, tensor in seen:
-                needs = watch.needs
-                if not needs:
-                    continue
-                row = self._rows[id(watch)] = self._numbers.first(watch)
+        for watch, tensor in pairs:
+            needs = watch.needs
+            if not needs:
+                continue
+            row = self._rows[id(watch)] = self._numbers.first(watch)
+            try:
                 running = (table.running or table.running_rows_for(tensor)) if needs < Need.HISTOGRAM else None
                 if running is None or not running.take(row, tensor, needs):
-                    others.append((row, _strided(tensor), needs))
-            table.add_all(others)
+                    others.append((watch, (row, _strided(tensor), needs)))
+            except Exception as error:
+                self.fail(watch, tensor, error)
+        try:
+            table.add_all(other for _watch, other in others)
         except Exception:
-            for watch, _tensor in seen:
+            for watch, _other in others:
                 self._give_up(watch)
             raise
 
@@ -241,8 +240,7 @@ class Observation:
 
     def call_functions(self, watch: Watch, *tensors: Tensor) -> None:
         """Give a tensor, or both of a pair, to the functions, and to nothing else."""
-        if watch.functions:
-            self._call_functions(watch, *(_strided(tensor) for tensor in tensors))
+        self._call_functions(watch, *tensors)
 
     def observe_rows(self, watches: Sequence[Watch], values: Tensor, counts: Tensor) -> None:
         """Take in a short tensor for each of several watches, of which not every element has to count.
@@ -420,7 +418,7 @@ class Observation:
                 with undisturbed(tensors[0].device):
                     # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
                     # while the layer after this one overwrites the original.
-                    copies = [tensor.detach().clone() for tensor in tensors]
+                    copies = [_strided(tensor).detach().clone() for tensor in tensors]
                     if isinstance(function.function, Metric):
                         self._update_metric(watch, function.function, function.name, copies)
                     else:
@@ -545,6 +543,4 @@ def _strided(tensor: Tensor) -> Tensor:
         return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
-    if type(tensor) in PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor):
-        raise ValueError("its memory was given back")
-    return tensor
+    return in_memory(tensor)

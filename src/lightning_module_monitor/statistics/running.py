@@ -115,8 +115,19 @@ def num_features(tensor: Tensor, needs: int) -> int:
     return tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether all elements lie in the tensor's storage: a program that streams weights may have shrunk it."""
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, to be read by operations of torch, which would end the process where a program has given its memory back.
+
+    Raises:
+        ValueError: If not all of its elements lie in its storage: a program that streams weights may have shrunk it.
+    """
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_memory(tensor):
+        raise ValueError("its memory was given back")
+    return tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         last = tensor.numel()
     else:
