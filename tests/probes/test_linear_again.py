@@ -66,6 +66,38 @@ def test_its_memory_is_of_no_default_and_of_no_mode() -> None:
     assert torch.equal(found, module(2 * x))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_is_changed_between_calls_is_run_as_it_is(bias: bool) -> None:
+    """Values in place, other memory, rows cut off where they are, another parameter; memory given back and filled again."""
+    again, module, x = LinearAgain(), nn.Linear(8, 6, bias), torch.randn(3, 8)
+
+    def change_values() -> None:
+        module.weight.data.mul_(2.0)
+
+    def change_memory() -> None:
+        module.weight.data = torch.randn(6, 8)
+
+    def cut_rows() -> None:
+        for one in module.parameters():
+            one.data = one.data[:4]
+
+    def replace() -> None:
+        module.weight = nn.Parameter(torch.randn(4, 8))
+
+    def stream() -> None:
+        memory = module.weight.untyped_storage()
+        memory.resize_(0)
+        assert again(module, (x,)) is None
+        memory.resize_(4 * 8 * 4)
+        module.weight.data.fill_(0.5)
+
+    for change in (change_values, change_memory, cut_rows, replace, stream):
+        change()
+        found = again(module, (x,))
+        assert found is not None
+        assert torch.equal(found, module(x)), change.__name__
+
+
 class Doubled(nn.Linear):
     """Not what it is derived from."""
 
@@ -78,6 +110,13 @@ def hooked() -> nn.Module:
     """With a hook that changes the output."""
     module = nn.Linear(4, 4)
     module.register_forward_hook(lambda _module, _args, output: output + 1)
+    return module
+
+
+def with_parameter(name: str, *shape: int) -> nn.Module:
+    """With a parameter of another shape, which such a layer takes, too."""
+    module = nn.Linear(4, 4, bias=name == "bias")
+    setattr(module, name, nn.Parameter(torch.randn(shape)))
     return module
 
 
@@ -94,6 +133,9 @@ OTHERS = {
     "a forward of its own": lambda: (overridden(), torch.ones(2, 4)),
     "parametrized": lambda: (parametrizations.weight_norm(nn.Linear(4, 4)), torch.ones(2, 4)),
     "another precision": lambda: (nn.Linear(4, 4).double(), torch.ones(2, 4).double()),
+    "a weight that is a vector": lambda: (with_parameter("weight", 4), torch.ones(2, 4)),
+    "a bias for each token": lambda: (with_parameter("bias", 3, 4), torch.ones(2, 3, 4)),
+    "one number as bias": lambda: (with_parameter("bias"), torch.ones(2, 4)),
     "one vector": lambda: (nn.Linear(4, 4), torch.ones(4)),
     "not in order": lambda: (nn.Linear(4, 4), torch.ones(4, 2).t()),
     "an input that does not fit": lambda: (nn.Linear(4, 4), torch.ones(2, 3)),

@@ -62,14 +62,19 @@ class LinearAgain:
         if len(args) != 1 or not _is_plain(module) or torch.is_autocast_enabled("cpu"):
             return None
         x, weight, bias = args[0], module._parameters["weight"], module._parameters["bias"]
-        if weight is None or not readable_address(x) or (bias is not None and not readable_address(bias)):
+        if weight is None or weight.dim() != 2 or not readable_address(x):
+            return None
+        # A bias of another shape is added to other things, or by another operation.
+        if bias is not None and (bias.shape != weight.shape[:1] or not readable_address(bias)):
             return None
         # What a transform of torch.func makes is wrapped, and what is prepared is not.
         place = 0 if torch._C._are_functorch_transforms_active() else readable_address(weight)
         if not place or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[1]:
             return None
         known = self._prepared.get(module)
-        if known is None or known.weight is not weight or known.place != place or known.shape != x.shape:
+        is_known = known is not None and known.weight is weight and known.place == place and known.shape == x.shape
+        # Rows may have been cut off a weight, which is where it was.
+        if known is None or not is_known or known.rows.shape[1] != len(weight):
             known = self._prepared[module] = self._prepare(weight, place, x.shape)
         with torch.no_grad():
             tokens = x if x.dim() == 2 else x.view(-1, x.shape[-1])
