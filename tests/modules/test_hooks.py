@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ def test_a_set_is_used_again_after_it_was_closed() -> None:
         hooks.close()
     module(torch.ones(1))
     assert called == [1, 1, 1]
+
+
+def test_hooks_that_were_put_aside_come_back_without_ours() -> None:
+    """Somebody runs a module without its hooks, as the step ends, and gives it all of them back."""
+    module, hooks = nn.Identity(), HookSet()
+    module.register_forward_hook(lambda *_args: None)
+    hooks.add_forward(module, UncopiedHook(lambda *_args: None))
+    aside, module._forward_hooks = module._forward_hooks, OrderedDict()
+    hooks.close()
+    module._forward_hooks = aside
+    assert len(module._forward_hooks) == 1
 
 
 def test_a_module_that_registers_hooks_its_own_way_is_left_to_it() -> None:

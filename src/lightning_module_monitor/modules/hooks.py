@@ -29,12 +29,12 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
-        self._modules: list[nn.Module] = []
-        """Those that have a hook of the number below."""
+        self._tables: list[dict[int, Callable[..., Any]]] = []
+        """Hooks of modules, by number: those that have one of the number below. A module may have others by the time this is closed."""
         self._number = -1
 
     def __len__(self) -> int:
-        return len(self._handles) + len(self._modules)
+        return len(self._handles) + len(self._tables)
 
     def add(self, handle: Handle) -> None:
         """Own a handle from now on."""
@@ -48,16 +48,17 @@ class HookSet:
         """
         if self._number < 0:
             self._number = RemovableHandle(OrderedDict()).id
-        if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in module._forward_hooks:
+        table = module._forward_hooks
+        if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in table:
             self.add(module.register_forward_hook(hook))
         else:
-            module._forward_hooks[self._number] = hook
-            self._modules.append(module)
+            table[self._number] = hook
+            self._tables.append(table)
 
     def close(self) -> None:
         """Remove every hook."""
-        while self._modules:
-            self._modules.pop()._forward_hooks.pop(self._number, None)
+        while self._tables:
+            self._tables.pop().pop(self._number, None)
         while self._handles:
             self._handles.pop().remove()
 
