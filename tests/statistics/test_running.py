@@ -118,6 +118,8 @@ HARD = {
     "large mean": normal(100, 100) * 1e-2 + 1e4,
     "an outlier at first": with_first(1, 1e6),
     "outliers at first": with_first(64, -1e5),
+    "outliers where the center is sought": torch.cat([with_first(1, 1e6).flatten(), torch.tensor([-1e6, 1e6])]),
+    "a chunk between outliers": torch.cat([torch.tensor([3e38]), normal(4094), torch.tensor([3e38])]),
     "zeros at first": with_first(500, 0.0),
     "huge": normal(100, 100) * 1e37,
     "squares leave float32": normal(100, 100) * 1e25,

@@ -62,6 +62,9 @@ INFINITY = 0x7F800000
 """The bits of float32's infinity: a magnitude of at least this is not finite."""
 SIGN = 1 << 31
 
+FAR = 32
+"""Sums of squares about a center that are so many times those about the mean have lost digits."""
+
 FLOAT16_MAGNITUDE = np.uint32(0x7FFF)
 FLOAT16_EXPONENT = np.uint32(0x7C00)
 FLOAT16_SHIFT = np.uint32(23 - 10)
@@ -287,8 +290,7 @@ def _element(address: int, place: int, element_format: int) -> np.float32:
 def _center(address: int, size: int, element_format: int) -> float:
     """What sums of a chunk are taken about: the element in the middle of three.
 
-    An element lies at most sqrt(size) standard deviations from the mean, so that of float64's sixteen digits the sums lose four at worst,
-    however large the mean is. The first alone may be the one that is so far away.
+    About zero they would lose digits to a large mean. One element alone may be the one that is far away from all others.
     """
     first, second = _element(address, 0, element_format), _element(address, size // 2, element_format)
     third = _element(address, size - 1, element_format)
@@ -323,8 +325,14 @@ def _measure_chunk(address: int, size: int, element_format: int, needs: int, wid
     _clear(chunk_row)
     chunk_row[ELEMENTS] = size
     if needs & (NEED_SUMS | NEED_ORDER):
-        center = _center(address, size, element_format)
-        residual, deviations, magnitude, largest, smallest, unsigned, zeros = _totals(address, size, element_format, needs, center)
+        center, shift = _center(address, size, element_format), 0.0
+        for _time in range(2):
+            center += shift
+            residual, deviations, magnitude, largest, smallest, unsigned, zeros = _totals(address, size, element_format, needs, center)
+            shift = residual / size
+            # Two of the three that it is sought among may be outliers: then most of the squares is their distance from the mean.
+            if not deviations - residual * shift < deviations / FAR:
+                break
         if needs & NEED_SUMS:
             _tell_sums(residual, deviations, magnitude, center, chunk_row)
         if needs & NEED_ORDER:
