@@ -23,4 +23,5 @@ NUM_BLOCKS = 4
 def keep_freed_memory() -> None:
     """Have what is freed kept, in a program whose ``malloc`` is glibc's and was not told otherwise; elsewhere nothing happens."""
     with suppress(RuntimeError):  # where there is no room for blocks that nobody writes to, it is not for this to say so
-        _ = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(NUM_BLOCKS)]
+        # No tensors, which torch fills where it is to be deterministic.
+        _ = [torch.UntypedStorage(BLOCK_BYTES, device="cpu") for _ in range(NUM_BLOCKS)]
