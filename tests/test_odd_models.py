@@ -16,7 +16,7 @@ import torch
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
-from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, RefinedCoordinateCheck, Rule, load_store
 
 RULES = [Rule(kinds=["activation", "activation_gradient"], statistics=["rms", "max"])]
 
@@ -340,6 +340,45 @@ def test_a_parameter_whose_memory_was_given_back_fails_alone(what: str) -> None:
     assert f"{kind}/1.weight/hist" not in record.histograms
     assert {one.site for one in record.tensors} == {"0.weight", "2.weight"}
     assert record.values["monitor/errors"] >= 2
+
+
+def test_weights_that_are_there_while_their_module_runs_end_nothing() -> None:
+    """A program that streams weights takes them away before anything can be compared with them: what needs them is not known."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    reference, aside = copy.deepcopy(net), {}
+
+    def bring(module: nn.Module, _args: object) -> None:
+        for one in module.parameters():
+            if one in aside:
+                one.untyped_storage().resize_(4 * one.numel())
+                one.data.copy_(aside.pop(one))
+
+    def take_away(module: nn.Module, _args: object, _output: object) -> None:
+        for one in module.parameters():
+            aside[one] = one.detach().clone()
+            one.untyped_storage().resize_(0)
+
+    for module in net:
+        module.register_forward_pre_hook(bring)
+        module.register_forward_hook(take_away)
+    expected = reference(torch.ones(2, 4)).detach()
+    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter_difference"], statistics="norm")]) as monitor, torch.no_grad():
+        monitor.set_module(net)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor)
+        for step in range(2):
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(torch.ones(2, 4))
+            assert torch.equal(net(torch.ones(2, 4)), expected)
+            monitor.monitor_parameters()
+            record = monitor.end_step()
+            assert record is not None
+            assert record.values["activation/_root_/norm"] == pytest.approx(expected.double().norm().item(), rel=1e-6)
+            of_weights = [key for key in record.values if key.startswith(("rcc_output", "rcc_operator", "parameter_difference"))]
+            assert all(math.isnan(record.values[key]) for key in of_weights if step == 1 or "operator" not in key)
+            assert {key.split("/")[1] for key in of_weights} >= {"0", "1", "2", "0.weight", "2.bias"}
+            assert record.values["monitor/errors"] > 0
 
 
 class Splits(nn.Module):

@@ -344,8 +344,11 @@ class CoordinateCheckProbe(Probe):
             watches[site] = watch
             if "reference" in names:
                 references[site] = functools.partial(unit.layer.weight, unit.twin)
-            if "update" in names:
-                updates[site] = Difference(unit.layer.weight(unit.watched.site.module), unit.layer.weight(unit.twin))
+            try:
+                if "update" in names:
+                    updates[site] = Difference(unit.layer.weight(unit.watched.site.module), unit.layer.weight(unit.twin))
+            except Exception as error:
+                self._observation.fail(watch, unit.watched.site.module, error)
         for norms, function in ((operator_norms(updates), _UPDATE), (self._operator_norms.of_reference(references), _REFERENCE)):
             for site, norm in norms.items():
                 self._observation.add_result(watches[site], function, norm, 1)

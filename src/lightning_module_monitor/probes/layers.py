@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.random_states import unchanged_random_states
+from lightning_module_monitor.statistics.running import in_memory
 
 AnyModule = Any
 """A module of the type that a layer describes, with that type's attributes."""
@@ -241,10 +242,14 @@ def _weight(module: AnyModule) -> Tensor:
 
 
 def _read(module: AnyModule, name: str) -> Tensor | None:
-    """A weight or bias, detached. A parametrized one is computed anew, by a copy: buffers would move (spectral norm), and hooks see it."""
+    """A weight or bias, detached. A parametrized one is computed anew, by a copy: buffers would move (spectral norm), and hooks see it.
+
+    Raises:
+        ValueError: If its memory was given back.
+    """
     plain = module._parameters.get(name)
     if plain is not None:
-        return plain.detach()  # type: ignore[no-any-return]  # AnyModule
+        return in_memory(plain).detach()
     if not is_parametrized(module, name):
         tensor: Tensor | None = getattr(module, name, None)
         return None if tensor is None else tensor.detach()
