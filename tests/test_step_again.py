@@ -53,6 +53,14 @@ def test_what_lies_in_one_memory_counts_once(monkeypatch: pytest.MonkeyPatch) ->
     assert alive(parts(), 0, monkeypatch) == [True] * 4
 
 
+def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
+    """Torch would read on, and end the process."""
+    model = Classifier("mlp")
+    next(model.parameters()).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="its memory was given back"):
+        step_again._twin(model)
+
+
 def bad_sample(at: int) -> DataLoader[Any]:
     """Eight samples, of which one is not finite."""
     x = torch.ones(8, 6)

@@ -22,6 +22,7 @@ from lightning_module_monitor.modules.copies import (
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.processes import share_values_of_first
+from lightning_module_monitor.statistics.running import in_memory
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 INIT, MODULE = "init", "module"
@@ -130,7 +131,10 @@ class ReferenceOfRun:
             live = monitor.watched_module() if monitor.has_module() else pl_module.get_submodule(self._within or "")
         except AttributeError:
             return None
-        return None if lazy_tensors(live) else {name: tensor.clone() for name, tensor in tensors_of(live).items()}
+        if lazy_tensors(live):
+            return None
+        _check_memory(live)
+        return {name: tensor.clone() for name, tensor in tensors_of(live).items()}
 
     def _made(self, monitor: ModuleMonitor) -> nn.Module:
         """A sibling of what is watched."""
@@ -143,6 +147,7 @@ class ReferenceOfRun:
         if self._within is None and not isinstance(live, LightningModule):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
+        _check_memory(live)
         reference = frozen_copy(live, self._within or "")
         if isinstance(self.source, str) and self.source != INIT:
             load_weights(reference, self.source, self._within)
@@ -174,3 +179,17 @@ class ReferenceOfRun:
         fresh = "a new initialization, which is the first run's only if the seed is the same"
         what = "the checkpoint's weights" if self._initial is None and self._module is None else fresh
         self._messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Check that all tensors of a module that is to be copied have memory: torch would read on, and end the process.
+
+    Raises:
+        ConfigError: If one has not; names it.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        try:
+            in_memory(tensor)
+        except ValueError as error:
+            cure = "Bring it back before the fit, or give a module as the reference"
+            raise ConfigError(f"reference is a copy of the model, and {name} cannot be copied ({error}). {cure}.") from error

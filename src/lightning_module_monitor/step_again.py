@@ -24,6 +24,7 @@ from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
+from lightning_module_monitor.statistics.running import in_memory
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
@@ -239,6 +240,8 @@ def _twin(pl_module: LightningModule) -> LightningModule:
     # What a forward pass has left at a module is part of a graph, and torch copies no such tensor.
     values = [value for part in pl_module.modules() for value in vars(part).values()]
     left = {id(tensor): tensor for value in values for _path, tensor in named_tensors(value) if not tensor.is_leaf}
+    for tensor in (*pl_module.parameters(), *pl_module.buffers(), *left.values()):
+        in_memory(tensor)
     twin = copy.deepcopy(pl_module, {key: tensor.detach().clone() for key, tensor in left.items()})
     shared = set(pl_module.modules()) & set(twin.modules())
     if shared:
