@@ -112,6 +112,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "type that is not there": (rule(types=["torch.nn.Linea"]), ("rules[0].types 'torch.nn.Linea'", "nearest: 'Linear'")),
     "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
     "type of which there is none": (rule(types="torch.nn.Conv2d"), ("rules[0]", "types", "Conv2d", "expected at least one")),
+    "leaf_modules is no boolean": (rule(leaf_modules=3), ("rules[0].leaf_modules is 3", "expected true or false")),
     "no types": (rule(types=[]), ("rules[0].types is empty", "expected")),
     "aggregate": (
         rule(functions={"f": size}, aggregate="averge"),
@@ -235,6 +236,7 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
         "name of a function",
         "name used twice",
     ),
+    "leaf_modules is no boolean",
     *("cadence of a rule", "every 0 steps", "no steps", "stage", "prefix with a blank", "module", "callback_metrics match no key"),
     *("progress_bar alone", "max_logged_keys", "max_overhead in percent"),
     *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
@@ -431,6 +433,7 @@ def test_what_parts_of_tensors_do_not_tell_is_refused(record_property: Callable[
         ({"rules": []}, "rules is empty"),
         ({"rules": [Rule(kinds="activation", statistics=[["rms"]])]}, "rules[0].statistics ['rms'] is not a statistic"),  # type: ignore[list-item]
         ({"stages": [["train"]]}, "stages ['train'] is not a stage"),
+        ({"stages": []}, "stages is empty, and nothing would be watched; expected one or several of train, validate"),
     ],
 )
 def test_empty_and_nested_lists_are_refused(options: Options, message: str, tmp_path: Path) -> None:

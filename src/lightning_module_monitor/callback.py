@@ -702,6 +702,8 @@ def _step(trainer: Trainer) -> int:
 
 
 def _parse_stages(stages: str | Sequence[str] | None) -> frozenset[str]:
+    if stages is not None and not as_tuple(stages):
+        raise ConfigError(f"stages is empty, and nothing would be watched; expected one or several of {', '.join(STAGES)}.")
     for stage in as_tuple(stages):
         if not isinstance(stage, str) or stage not in STAGES:
             raise ConfigError(f"stages {stage!r} is not a stage; expected {', '.join(STAGES)}{nearest(str(stage), STAGES)}")

@@ -176,6 +176,8 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
     has_values = [kind for kind in kinds if KINDS[kind].values]
     if has_values and len(kinds) > 1:
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
+    if not isinstance(rule.leaf_modules, bool):
+        raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
     statistics, histograms, functions, units = (_parse_values if has_values else _parse_statistics)(rule, label, kinds)
     return ParsedRule(
         label=label,

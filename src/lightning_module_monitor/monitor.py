@@ -726,6 +726,7 @@ class ModuleMonitor:
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
+        self._leave_out_what_is_gone()
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
         observation = Observation(self._complaints.of_watch, plan.rows)
         exchange = self._exchange(due, stage)
@@ -747,6 +748,14 @@ class ModuleMonitor:
         attention = AttentionProbe(plan.modules, observation, sites.head_name, self._complaints.say_once)
         self._window.attach(attention, probes)
         self._set_open()
+
+    def _leave_out_what_is_gone(self) -> None:
+        gone = self.wishes.leave_out_what_is_gone()
+        if gone:
+            self._exchanges.clear()
+            shown = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+            why = "what took its place is not watched, and there are no more values of it before the next fit"
+            self._complaints.say_once(f"{shown} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _ranks(self) -> Ranks | None:
         """The processes that train together; ``None`` where this is the only one."""

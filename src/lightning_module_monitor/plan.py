@@ -127,6 +127,8 @@ class Sites:
         names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
         self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
+        self._root = root
+        self._parts = _parts(root)
         self._further_names: dict[tuple[str, Path, str], str] = {}
         self._head_names: dict[tuple[str, str], str] = {}
 
@@ -134,6 +136,21 @@ class Sites:
     def renamed(self) -> dict[str, str]:
         """New name by old name, of what loggers would not have taken."""
         return self._namer.changed
+
+    def leave_out_what_is_gone(self) -> list[str]:
+        """Forget modules that were taken out of the model since its names were read, and their parameters: nobody trains these any more.
+
+        Returns:
+            The names of such modules.
+        """
+        if all(parts.get(name) is part for parts, name, part in self._parts):
+            return []
+        there = set(self._root.modules())
+        gone = [site.name for site in self.modules if site.module not in there]
+        self.modules = [site for site in self.modules if site.module in there]
+        self.parameters = [site for site in self.parameters if site.owner in there]
+        self._parts = _parts(self._root)
+        return gone
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""
@@ -252,6 +269,11 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
 
 def _one_by_one(watch: Watch) -> str:
     return "/".join(filter(None, watch.identity))
+
+
+def _parts(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
+    """Every part of every module: where it stands, under which name, and what it is."""
+    return [(module._modules, name, part) for module in root.modules() for name, part in module._modules.items()]
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:

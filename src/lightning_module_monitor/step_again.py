@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
+from lightning_module_monitor.modules.copies import copies_without_graph
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
 from lightning_module_monitor.modules.outputs import copied, named_tensors
@@ -237,12 +238,10 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _twin(pl_module: LightningModule) -> LightningModule:
-    # What a forward pass has left at a module is part of a graph, and torch copies no such tensor.
-    values = [value for part in pl_module.modules() for value in vars(part).values()]
-    left = {id(tensor): tensor for value in values for _path, tensor in named_tensors(value) if not tensor.is_leaf}
-    for tensor in (*pl_module.parameters(), *pl_module.buffers(), *left.values()):
+    known = copies_without_graph(pl_module)
+    for tensor in (*pl_module.parameters(), *pl_module.buffers()):
         in_memory(tensor)
-    twin = copy.deepcopy(pl_module, {key: tensor.detach().clone() for key, tensor in left.items()})
+    twin = copy.deepcopy(pl_module, known)
     shared = set(pl_module.modules()) & set(twin.modules())
     if shared:
         raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(shared.pop()).__name__} with it")

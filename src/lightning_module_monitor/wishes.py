@@ -121,6 +121,14 @@ class Wishes:
         self._plans.clear()
         self._told_plans.clear()
 
+    def leave_out_what_is_gone(self) -> list[str]:
+        """Forget modules that are no longer in the model, and what was planned with them; gives their names."""
+        gone = self.sites.leave_out_what_is_gone()
+        if gone:
+            self._plans.clear()
+            self._told_plans.clear()
+        return gone
+
     @property
     def sites(self) -> Sites:
         """The names of the model.

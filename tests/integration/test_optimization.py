@@ -13,7 +13,7 @@ from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -467,6 +467,31 @@ def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
         )
     steps, values = store.series(f"gradient/{name}")
     assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == series[f"gradient/{name}"]
+
+
+class Replaces(Callback):
+    """A new last layer, and a new optimizer, for the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.get_submodule("model").add_module("2", nn.Linear(8, 3))
+            trainer.optimizers = [pl_module.configure_optimizers()]  # type: ignore[list-item]
+
+
+def test_a_module_that_is_replaced_has_no_more_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The parameters that nobody trains any more are not passed off as those in their place; it is said once, and the others go on."""
+    layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], reference="init", rcc=True)
+    records = KeepRecords(callback)
+    run = trainer(tmp_path, [callback, records, Replaces()], max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+    run.fit(Classifier(layers, torch.optim.SGD, lr=0.1), loader(), loader(8))
+    series = records.series()
+    for kind in KINDS:
+        of_parameters = ".weight" if kind in ("parameter", "gradient", "update") else ""
+        assert list(series[f"{kind}/model.2{of_parameters}/norm"]) == [0, 1]
+        assert list(series[f"{kind}/model.0{of_parameters}/norm"]) == [0, 1, 2, 3]
+    assert set(series["monitor/errors"].values()) == {0.0}
+    assert caplog.text.count("model.2 was taken out of the model while it trains") == 1
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])

@@ -432,13 +432,16 @@ def parametrized(name: str) -> nn.Module:
         layers = layers.apply(lambda one: parametrizations.spectral_norm(one) if isinstance(one, nn.Linear) else one)
     elif name == "weight norm":
         parametrizations.weight_norm(layers[0])
+    elif name == "weight norm by a hook":
+        nn.utils.weight_norm(layers[0])
     else:
         parametrize.register_parametrization(layers[0], name.removeprefix("noisy "), Noise())
     return layers
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.parametrize("name", ["spectral norm", "weight norm", "noisy weight", "noisy bias"])
+@pytest.mark.parametrize("name", ["spectral norm", "weight norm", "weight norm by a hook", "noisy weight", "noisy bias"])
 def test_a_parametrized_weight_is_read_and_nothing_moves(
     name: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -447,7 +450,7 @@ def test_a_parametrized_weight_is_read_and_nothing_moves(
     for monitored in (False, True):
         seed()
         live, keep = Classifier(parametrized(name)), KeepLosses()
-        norm = torch.linalg.matrix_norm(copy.deepcopy(live.model)[2].weight, 2).item()  # type: ignore[index, union-attr]
+        norm = torch.linalg.matrix_norm(copy.deepcopy(live.model[2]).weight, 2).item()  # type: ignore[index, union-attr]
         callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
         records = KeepRecords(callback)
         trainer(tmp_path, [callback, keep, records] if monitored else [keep], max_steps=4).fit(live, loader(), loader(8))
@@ -466,6 +469,26 @@ def test_a_parametrized_weight_is_read_and_nothing_moves(
     assert first["rcc_operator_norm/model.2/reference"] == pytest.approx(norm, rel=0.05)
     assert "the reference has not run" not in caplog.text  # a weight that is read is no further call of its parametrization
     assert "more often than the model" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore::DeprecationWarning")
+def test_a_part_in_torchscript_is_copied(tmp_path: Path) -> None:
+    """Its copy is as frozen as all the rest: what surrounds it differs from step 1 on, by the distance from the initialization."""
+    seed()
+    live = Classifier(nn.Sequential(nn.Linear(6, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 3)))
+    start = live.model[2].weight.detach().clone()  # type: ignore[index, union-attr]
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, on_error="raise")
+    records = KeepRecords(callback)
+    before: list[float] = []
+
+    class Distance(Callback):
+        def on_before_optimizer_step(self, *_args: Any) -> None:
+            before.append(float((live.model[2].weight.detach().double() - start.double()).norm()))  # type: ignore[index, union-attr]
+
+    trainer(tmp_path, [callback, records, Distance()], max_steps=3).fit(live, loader(), loader(8))
+    values = [record.values for record in records.records]
+    assert [one["activation_difference/model/norm"] > 0 for one in values] == [False, True, True]
+    assert [one["parameter_difference/model.2.weight/norm"] for one in values] == pytest.approx(before, rel=1e-6)
 
 
 def patched() -> nn.Module:
@@ -500,7 +523,8 @@ def test_a_patched_forward_of_the_reference_is_its_own(module: str | None, tmp_p
 
 class CannotBeCopied(Classifier):
     def __init__(self) -> None:
-        super().__init__("mlp")
+        super().__init__(parametrized("weight norm"))
+        self.model[0].lock = threading.Lock()  # type: ignore[index]
         self.last = self.model(torch.zeros(1, 6))
 
 
@@ -550,7 +574,11 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
         Classifier,
         "reference is a Linear, and has no training_step; expected a",
     ),
-    "deepcopy fails": ({"reference": "init"}, CannotBeCopied, r"reference is a copy of the model, and last cannot be copied .*Take it off"),
+    "deepcopy fails": (
+        {"reference": "init"},
+        CannotBeCopied,
+        r"reference is a copy of the model, and model.0.lock cannot be copied .*Take it off",
+    ),
     "a weight without memory": (
         {"reference": "init"},
         given_back,

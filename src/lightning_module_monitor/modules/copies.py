@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.modules.outputs import named_tensors
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -37,9 +39,11 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         where = ".".join(filter(None, (name, lazy[0])))
         cure = "Run a batch through the model before the fit, or in its setup or configure_model"
         raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
-    memo: dict[int, Any] = {}
+    memo = copies_without_graph(module)
     try:
-        twin = copy.deepcopy(module, memo)
+        # A copy of what is in TorchScript is a computed tensor, and cannot be frozen, where there is a graph.
+        with torch.no_grad():
+            twin = copy.deepcopy(module, memo)
         for part in module.modules():
             for attribute, value in vars(part).items():
                 if isinstance(value, types.FunctionType) and value.__closure__:
@@ -58,6 +62,19 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
     return twin.requires_grad_(False)
+
+
+def copies_without_graph(module: nn.Module) -> dict[int, Any]:
+    """What ``deepcopy`` is to take for the computed tensors that modules keep, of which torch copies none.
+
+    A forward pass has left them there, or they are a weight that ``weight_norm`` makes of its factors.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            with suppress(Exception):  # what cannot be taken apart, as it holds itself, may be copied all the same
+                memo.update({id(one): one.detach().clone() for _path, one in named_tensors(value) if not one.is_leaf})
+    return memo
 
 
 def parameter_copy(module: nn.Module) -> nn.Module:
@@ -171,14 +188,16 @@ def _belongs(hook: object, own: set[nn.Module]) -> bool:
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
     """Where the attribute is that cannot be copied."""
+    known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
     for name, part in module.named_modules():
         # What a copy is made of: a LightningModule leaves its trainer out.
-        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+        has_state = hasattr(part, "__getstate__") and not is_parametrized(part)  # of which torch refuses to tell it
+        state = part.__getstate__() if has_state else vars(part)
         for attribute, value in state.items() if isinstance(state, dict) else ():
             members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
             for member, one in members:
                 try:
-                    copy.deepcopy(one, {id(other): other for other in module.modules()})
+                    copy.deepcopy(one, dict(known))
                 except Exception:
                     return ".".join(filter(None, (name, member)))
     return None
