@@ -15,7 +15,7 @@ from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
-from lightning_module_monitor.modules.names import ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
+from lightning_module_monitor.modules.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
 from lightning_module_monitor.probes import activations, checked_modules
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
@@ -272,8 +272,9 @@ def _one_by_one(watch: Watch) -> str:
 
 
 def _parts(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
-    """Every part of every module: where it stands, under which name, and what it is."""
-    return [(module._modules, name, part) for module in root.modules() for name, part in module._modules.items()]
+    """Every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays as it is."""
+    around = (module._modules for module in root.modules() if not isinstance(module, UNWATCHED))
+    return [(parts, name, part) for parts in around for name, part in parts.items()]
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:
