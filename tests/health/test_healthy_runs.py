@@ -14,8 +14,9 @@ import pytest
 import torch
 from helpers.training import Classifier, loader, seed, trainer
 from lightning.pytorch import seed_everything
+from torch import nn
 
-from lightning_module_monitor import Health, ModuleMonitorCallback
+from lightning_module_monitor import Health, ModuleMonitorCallback, Rule
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Health(nonfinite="always", watch="all")
@@ -112,4 +113,16 @@ def test_a_mask_of_infinities_is_no_fault(tmp_path: Path) -> None:
 
     callback = ModuleMonitorCallback(1, health=EVERYTHING)
     trainer(tmp_path, [callback], max_steps=5).fit(Classifier(Masked()), loader(), loader(8))
+    assert callback.findings == []
+
+
+def test_a_bias_in_front_of_a_normalization_has_not_vanished(tmp_path: Path) -> None:
+    """BatchNorm takes off what such a bias adds: its gradient is what rounding leaves, whatever rules of the user's record of it."""
+    seed()
+    layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="gradient", statistics="rms")], health=Health(watch="vanishing"))
+    trainer(tmp_path, [callback], max_steps=4).fit(Classifier(layers), loader(), loader(8))
+    assert callback.last_record is not None
+    bias, weight = (callback.last_record.values[f"gradient/model.0.{name}/rms"] for name in ("bias", "weight"))
+    assert 0 < bias < 1e-6 * weight
     assert callback.findings == []

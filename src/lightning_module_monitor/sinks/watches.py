@@ -36,8 +36,12 @@ class BuiltInWatch:
 
 
 def relative_to_largest(values: Mapping[str, float]) -> dict[str, Figure]:
-    """Every value over the largest of them. Zeros are left out: what gets no gradient at all is not one that has faded."""
-    finite = {key: value for key, value in values.items() if value > 0 and math.isfinite(value)}
+    """Every value of a weight over the largest of them. Zeros are left out: what gets no gradient at all is not one that has faded.
+
+    So are biases, for in front of BatchNorm one gets no more than what rounding leaves.
+    """
+    of_weights = {key: value for key, value in values.items() if "weight" in Key.parse(key).site}
+    finite = {key: value for key, value in of_weights.items() if value > 0 and math.isfinite(value)}
     largest = max(finite.values(), default=0.0)
     in_order = sorted(finite.items(), key=lambda item: item[1])
     return {key: Figure(value / largest, key) for key, value in in_order}
