@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -497,10 +498,14 @@ def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
 
 
 def test_what_cannot_be_copied_is_named() -> None:
-    """A tensor of a graph on a submodule, a lock on another."""
+    """A lock on a submodule of a submodule; a tensor of a graph, which a forward pass has left on another, can be."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    model[1][0].last = model[0](torch.ones(1, 2))  # type: ignore[index, union-attr]
-    with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.0\.last cannot be copied \(RuntimeError"):
+    left = model[1].last = model[0](torch.ones(1, 2))  # type: ignore[union-attr]
+    twin = frozen_copy(model)
+    assert torch.equal(twin[1].last, left)  # type: ignore[index, union-attr, arg-type]
+    assert not twin[1].last.requires_grad  # type: ignore[index, union-attr]
+    model[1][0].lock = threading.Lock()  # type: ignore[index, union-attr, assignment]
+    with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.0\.lock cannot be copied \(TypeError"):
         frozen_copy(model)
 
 

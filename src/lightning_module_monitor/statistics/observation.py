@@ -193,8 +193,8 @@ class Observation:
 
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
-        table, others = self._taking(), []
-        for watch, tensor in pairs:
+        seen, table, others = list(pairs), self._taking(), []
+        for watch, tensor in seen:
             needs = watch.needs
             if not needs:
                 continue
@@ -202,13 +202,14 @@ class Observation:
             try:
                 running = (table.running or table.running_rows_for(tensor)) if needs < Need.HISTOGRAM else None
                 if running is None or not running.take(row, tensor, needs):
-                    others.append((watch, (row, _strided(tensor), needs)))
+                    others.append((row, _strided(tensor), needs))
             except Exception as error:
                 self.fail(watch, tensor, error)
         try:
-            table.add_all(other for _watch, other in others)
+            table.add_all(others)
         except Exception:
-            for watch, _other in others:
+            # Nobody knows how far it has come.
+            for watch, _tensor in seen:
                 self._give_up(watch)
             raise
 
