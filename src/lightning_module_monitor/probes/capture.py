@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors, unwrapped
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.probes.backward import BackwardProbe
-from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
@@ -171,15 +171,8 @@ class CaptureProbe(BackwardProbe):
     def _keep_whole(self, kind: str, site: ParameterSite, tensor: Tensor) -> None:
         self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
-    @contextmanager
-    def _reporting(self, kind: str, site: ParameterSite) -> Iterator[None]:
-        """Within the block an error keeps nothing else from being copied."""
-        try:
-            yield
-        except MonitorError:
-            raise
-        except Exception as error:
-            self._report(name_of(kind, site.name, FOR_THE_FILE), error)
+    def _reporting(self, kind: str, site: ParameterSite) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self._report, name_of(kind, site.name, FOR_THE_FILE)))
 
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
         self._kept.append(RawTensor(kind, name, call, _copy(tensor)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
-from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe
+from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
@@ -126,15 +125,8 @@ class ParameterProbe(Probe):
             if watch.functions:
                 self._call_functions(watch, parameter.detach(), twin.detach().to(parameter.device))
 
-    @contextmanager
-    def _failing(self, watch: Watch, seen: Tensor) -> Iterator[None]:
-        """Within the block an error is one of this watch alone."""
-        try:
-            yield
-        except MonitorError:
-            raise
-        except Exception as error:
-            self.observation.fail(watch, seen, error)
+    def _failing(self, watch: Watch, seen: Tensor) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self.observation.fail, watch, seen))
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)

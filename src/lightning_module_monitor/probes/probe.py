@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -61,6 +62,17 @@ WatchedParameter = Watched[ParameterSite]
 
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
+
+
+@contextmanager
+def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
+    """Within the block an error is reported, and keeps nothing else from being seen."""
+    try:
+        yield
+    except MonitorError:
+        raise
+    except Exception as error:
+        report(error)
 
 
 class Probe:

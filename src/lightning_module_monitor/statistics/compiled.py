@@ -141,7 +141,7 @@ _NOTHING = (0.0, 0.0, 0.0, LEAST, MAGNITUDE_BITS, np.int32(0), np.int32(0))
 TOTALS = types.Tuple((*[types.float64] * NUM_SUMS, *[types.int32] * 4))
 
 
-def _summed(builder: Any, totals: list[Any], values: Any, center: Any) -> list[Any]:  # noqa: ANN401  # as above
+def _summed(builder: Any, totals: list[Any], values: Any, center: Any) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
     """Sums with one vector of float64 more."""
     deviations = builder.fsub(values, center)
     squares = builder.fmul(deviations, deviations, flags=["contract"])
