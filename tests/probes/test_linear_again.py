@@ -21,6 +21,12 @@ from lightning_module_monitor.statistics.running import readable_address
 pytestmark = pytest.mark.skipif(running.kernel() is None, reason="needs the compiled kernel")
 
 
+def run(again: LinearAgain, module: nn.Module, x: Tensor) -> Tensor | None:
+    """The layer's output, or None where it must be called."""
+    prepared = again.prepare(module, (x,))
+    return None if prepared is None else prepared.run()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 40), (3, 5, 40), (8, 128, 40)])
 def test_the_numbers_are_those_of_a_call(shape: tuple[int, ...], bias: bool) -> None:
@@ -30,7 +36,7 @@ def test_the_numbers_are_those_of_a_call(shape: tuple[int, ...], bias: bool) -> 
         module = nn.Linear(40, out_features, bias)
         module.register_forward_hook(UncopiedHook(lambda *_args: None))
         x = torch.randn(shape).requires_grad_()
-        found = again(module, (x,))
+        found = run(again, module, x)
         assert found is not None
         assert torch.equal(found, module(x))
         assert not found.requires_grad
@@ -42,11 +48,11 @@ def test_what_a_transform_makes_is_no_memory_for_later(transform: Callable[..., 
     again, module, x = LinearAgain(), nn.Linear(4, 3), torch.ones(2, 4)
 
     def function(y: Tensor) -> Tensor:
-        again(module, (x,))
+        run(again, module, x)
         return y.sum()
 
     transform(function)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
-    found = again(module, (x,))
+    found = run(again, module, x)
     assert found is not None
     assert readable_address(found)
     assert torch.equal(found, module(x))
@@ -58,10 +64,10 @@ def test_its_memory_is_of_no_default_and_of_no_mode() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode(), torch.device("meta"):
-            again(module, (x,))
+            run(again, module, x)
     finally:
         torch.set_default_dtype(torch.float32)
-    found = again(module, (2 * x,))
+    found = run(again, module, 2 * x)
     assert found is not None
     assert torch.equal(found, module(2 * x))
 
@@ -87,13 +93,13 @@ def test_a_layer_that_is_changed_between_calls_is_run_as_it_is(bias: bool) -> No
     def stream() -> None:
         memory = module.weight.untyped_storage()
         memory.resize_(0)
-        assert again(module, (x,)) is None
+        assert again.prepare(module, (x,)) is None
         memory.resize_(4 * 8 * 4)
         module.weight.data.fill_(0.5)
 
     for change in (change_values, change_memory, cut_rows, replace, stream):
         change()
-        found = again(module, (x,))
+        found = run(again, module, x)
         assert found is not None
         assert torch.equal(found, module(x)), change.__name__
 
@@ -148,18 +154,18 @@ OTHERS = {
 def test_what_is_something_else_is_left_to_a_call(name: str) -> None:
     """What else than torch's operation on the layer's own parameters would be run."""
     module, x = OTHERS[name]()
-    assert LinearAgain()(module, (x,)) is None
+    assert LinearAgain().prepare(module, (x,)) is None
 
 
 def test_a_call_under_autocast_or_with_hooks_of_all_modules_is_another_operation() -> None:
     """Both are known to the call alone."""
     again, module, x = LinearAgain(), nn.Linear(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu"):
-        assert again(module, (x,)) is None
+        assert again.prepare(module, (x,)) is None
     handle = nn.modules.module.register_module_forward_hook(lambda _module, _args, output: output + 1)
-    assert again(module, (x,)) is None
+    assert again.prepare(module, (x,)) is None
     handle.remove()
-    assert again(module, (x,)) is not None
+    assert again.prepare(module, (x,)) is not None
 
 
 def test_of_a_reference_that_was_removed_nothing_is_held() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,9 +325,9 @@ def test_an_error_in_the_kernel_leaves_nothing_behind(monkeypatch: pytest.Monkey
     """The other kernel has measured its terms by then."""
     watching = watched(nn.LayerNorm(6), nn.LayerNorm(6), "warn")
     RefinedCoordinateCheck(watching[-1])
-    x = torch.randn(4, 6)
+    x, broken = torch.randn(4, 6), SimpleNamespace(add_normalized=lambda *_args: 1 / 0)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_module_monitor.probes.terms_in_place.compiled_normalized", lambda: 1 / 0)
+        patch.setattr("lightning_module_monitor.probes.terms_in_place.compiled_normalized", lambda: broken)
         _wx, _w0x0, values = one_step(watching, 0, x, x)
     assert values["monitor/errors"] > 0
     nn.init.constant_(watching[0]["fc"].weight, 3.0)

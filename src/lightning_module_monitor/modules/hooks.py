@@ -98,4 +98,9 @@ def runs_forward_alone(module: nn.Module) -> bool:
         return False
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return False
-    return all(isinstance(hook, ForwardHook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    # In loops: a generator takes longer than they do, and this is asked at every call of a layer.
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in hooks.values():
+            if not isinstance(hook, ForwardHook):
+                return False
+    return True

@@ -243,46 +243,64 @@ class CoordinateCheckProbe(Probe):
     ) -> None:
         if not self._is_counted():
             return
+        # Of a model that runs its parts in several threads one at a time has it; the others need none for the longer way.
+        turn = self._linear_again.turn
+        has_turn = turn.acquire(blocking=False)
         try:
-            states = None
-            if unit.may_draw:
-                args, kwargs, states = unit.begun.pop()
-            # The sibling's hooks are to see what those of the model have seen, and not what these have made of it.
-            called = unit.called.pop() if unit.called else (args, kwargs, states)
-            call = self._twins.take(unit.twin, _NAME)
-            if call is None:
-                self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
-            elif in_place is not None and not kwargs and in_place.read(self._linear_again, args, output, call):
-                return
-            with torch.no_grad():
-                again = self._run_again(unit, *called)
-                with _exactly(self._device):
-                    self._observation.observe_for(
-                        [
-                            *self._of_outputs(unit, output, again, call),
-                            *self._of_inputs(unit, named_inputs(args, kwargs), call),
-                        ]
-                    )
+            self._see_call(unit, in_place, args, kwargs, output, self._linear_again if has_turn else None)
         except MonitorError:
             raise
         except Exception as error:
             for kind in KINDS:
                 if kind in unit.watched.watches:
                     self._observation.fail(unit.watched.watches[kind], output, error)
+        finally:
+            if has_turn:
+                turn.release()
+
+    def _see_call(
+        self,
+        unit: Unit,
+        in_place: TermsInPlace | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: object,
+        linear_again: LinearAgain | None,
+    ) -> None:
+        """Take the terms of one call of a module, which got these arguments and gave this output."""
+        states = None
+        if unit.may_draw:
+            args, kwargs, states = unit.begun.pop()
+        # The sibling's hooks are to see what those of the model have seen, and not what these have made of it.
+        called = unit.called.pop() if unit.called else (args, kwargs, states)
+        call = self._twins.take(unit.twin, _NAME)
+        if call is None:
+            self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
+        elif in_place is not None and linear_again is not None and not kwargs and in_place.read(linear_again, args, output, call):
+            return
+        with torch.no_grad():
+            again = self._run_again(unit, linear_again, *called)
+            with _exactly(self._device):
+                self._observation.observe_for(
+                    [
+                        *self._of_outputs(unit, output, again, call),
+                        *self._of_inputs(unit, named_inputs(args, kwargs), call),
+                    ]
+                )
 
     def _is_counted(self) -> bool:
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
         return self.is_open and torch._C._current_graph_task_id() == -1
 
     def _run_again(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any], states: RandomStates | None
+        self, unit: Unit, linear_again: LinearAgain | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], states: RandomStates | None
     ) -> dict[Path, Tensor] | None:
         """The reference's module on the model's input, with the random numbers that the model's module has drawn."""
         if not unit.is_run_again:
             return None
-        plain = None if kwargs or states is not None else self._linear_again(unit.twin, args)
+        plain = None if kwargs or states is not None or linear_again is None else linear_again.prepare(unit.twin, args)
         if plain is not None:
-            return {(): plain}
+            return {(): plain.run()}
         with ExitStack() as stack:
             if states is not None:
                 stack.enter_context(unchanged_random_states(self._device))

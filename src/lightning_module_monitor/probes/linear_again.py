@@ -6,8 +6,9 @@ model runs, the caches belong to its layers, and an operation of torch that does
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,46 @@ class _Prepared:
     """The result, shape ``(tokens, features)``."""
     result: Tensor
     """The same in the shape of the layer's output."""
+    result_place: int
+
+
+class Again(NamedTuple):
+    """A layer and an input of it, both seen to be what they seem.
+
+    Attributes:
+        prepared: What the layer needs.
+        x: The input.
+        bias: The layer's.
+        input_place: Where the input lies in memory.
+        bias_place: Where the bias does, 0 without one.
+    """
+
+    prepared: _Prepared
+    x: Tensor
+    bias: Tensor | None
+    input_place: int
+    bias_place: int
+
+    def run(self) -> Tensor:
+        """The layer's output, without a graph. It is gone when another layer is run again."""
+        # Detached, which is quicker than a mode in which there is no graph.
+        tokens = self.x.detach() if self.x.dim() == 2 else self.x.detach().view(-1, self.x.shape[-1])
+        if self.bias is None:
+            torch.mm(tokens, self.prepared.transposed, out=self.prepared.rows)
+        else:
+            torch.addmm(self.bias.detach(), tokens, self.prepared.transposed, out=self.prepared.rows)
+        return self.prepared.result
 
 
 class LinearAgain:
-    """Does what a plain ``torch.nn.Linear`` does, by the same operation. A result is gone when the next one comes."""
+    """Does what a plain ``torch.nn.Linear`` does, by the same operation, for one at a time.
+
+    Attributes:
+        turn: Whoever has it may run a layer and look at the result. Other threads go on while torch computes.
+    """
 
     def __init__(self) -> None:
+        self.turn = threading.Lock()
         self._memory = _NOTHING
         self._prepared: dict[nn.Module, _Prepared] = {}
 
@@ -52,8 +87,8 @@ class LinearAgain:
         self._memory = _NOTHING
         self._prepared.clear()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
-        """The module's output, without a graph; ``None`` where it must be called: it is no such layer, or the operation another.
+    def prepare(self, module: nn.Module, args: tuple[Any, ...]) -> Again | None:
+        """Get ready; ``None`` where the module must be called: it is no such layer, or the operation another.
 
         Args:
             module: Any.
@@ -62,10 +97,11 @@ class LinearAgain:
         if len(args) != 1 or not _is_plain(module) or torch.is_autocast_enabled("cpu"):
             return None
         x, weight, bias = args[0], module._parameters["weight"], module._parameters["bias"]
-        if weight is None or weight.dim() != 2 or not readable_address(x):
+        input_place, bias_place = readable_address(x), 0 if bias is None else readable_address(bias)
+        if weight is None or weight.dim() != 2 or not input_place:
             return None
         # A bias of another shape is added to other things, or by another operation.
-        if bias is not None and (bias.shape != weight.shape[:1] or not readable_address(bias)):
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias_place):
             return None
         # What a transform of torch.func makes is wrapped, and what is prepared is not.
         place = 0 if torch._C._are_functorch_transforms_active() else readable_address(weight)
@@ -76,13 +112,7 @@ class LinearAgain:
         # Rows may have been cut off a weight, which is where it was.
         if known is None or not is_known or known.rows.shape[1] != len(weight):
             known = self._prepared[module] = self._prepare(weight, place, x.shape)
-        with torch.no_grad():
-            tokens = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-            if bias is None:
-                torch.mm(tokens, known.transposed, out=known.rows)
-            else:
-                torch.addmm(bias, tokens, known.transposed, out=known.rows)
-        return known.result
+        return Again(known, x, bias, input_place, bias_place)
 
     def _prepare(self, weight: Tensor, place: int, shape: torch.Size) -> _Prepared:
         features = len(weight)
@@ -92,13 +122,14 @@ class LinearAgain:
             self._memory = _memory(size)
         with torch.inference_mode(mode=False), torch.no_grad():
             memory = self._memory[:size]
-            return _Prepared(weight, place, weight.t(), shape, memory.view(-1, features), memory.view(*shape[:-1], features))
+            rows, result = memory.view(-1, features), memory.view(*shape[:-1], features)
+            return _Prepared(weight, place, weight.detach().t(), shape, rows, result, result.data_ptr())
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call runs the forward of ``torch.nn.Linear``, its own parameters, and no hooks but the monitor's."""
-    is_linear = type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
-    return is_linear and runs_forward_alone(module)
+    parameters = module._parameters
+    return type(module).forward is nn.Linear.forward and "weight" in parameters and "bias" in parameters and runs_forward_alone(module)
 
 
 def _memory(num_elements: int) -> Tensor:

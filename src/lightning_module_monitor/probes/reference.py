@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, copied, named_tensors
 from lightning_module_monitor.probes.freed_memory import keep_freed_memory
+from lightning_module_monitor.probes.layers import layer_of
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.random_states import unchanged_random_states
 
@@ -143,8 +144,7 @@ def _slow_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one of the reference's modules got and gave in one call: copies of its floating tensors, by path."""
 
     inputs: NamedTensors
@@ -156,6 +156,13 @@ def named_inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Name
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return [((0,), args[0])] if args[0].is_floating_point() else []
     return [(path, tensor) for part in (args, kwargs) for path, tensor in named_tensors(part) if tensor.is_floating_point()]
+
+
+def named_outputs(output: object) -> NamedTensors:
+    """The floating tensors in what a module gave."""
+    if isinstance(output, Tensor):
+        return [((), output)] if output.is_floating_point() else []
+    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
 class ReferenceProbe(Probe):
@@ -175,7 +182,7 @@ class ReferenceProbe(Probe):
         """The reference's modules of which something is wanted: by whom, and whether their inputs are."""
         self._waiting: defaultdict[tuple[nn.Module, str], deque[Call]] = defaultdict(deque)
         self._begun: defaultdict[nn.Module, list[NamedTensors]] = defaultdict(list)
-        """Inputs of calls that are not over yet."""
+        """Inputs of calls that are not over yet, of modules that may overwrite them."""
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """Copy by the identity of the tensor: the tensor, its version, the copy. What one module gives is what the next one gets."""
         self._hooks = HookSet()
@@ -206,10 +213,11 @@ class ReferenceProbe(Probe):
         root = self.reference.module
         self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_run), prepend=True))
         for module, wishes in self._wanted.items():
-            inputs = any(wishes.values())
-            if inputs:
+            inputs, may_overwrite = any(wishes.values()), layer_of(module) is None
+            if inputs and may_overwrite:
                 self._hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
-            self._hooks.add(module.register_forward_hook(UncopiedHook(functools.partial(self._after_forward, inputs))))
+            after = functools.partial(self._after_forward, list(wishes), inputs, may_overwrite)
+            self._hooks.add(module.register_forward_hook(UncopiedHook(after), with_kwargs=True))
         self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_run), always_call=True))
 
     def end_micro_batch(self) -> None:
@@ -268,15 +276,29 @@ class ReferenceProbe(Probe):
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._keeps():
-            self._begun[module].append([(path, self._copy(one)) for path, one in named_inputs(args, kwargs)])
+            self._begun[module].append(self._copied(named_inputs(args, kwargs)))
 
-    def _after_forward(self, has_inputs: bool, module: nn.Module, _args: object, output: object) -> None:
-        if self._keeps():
-            inputs = self._begun[module].pop() if has_inputs else []
-            outputs = [(path, self._copy(one)) for path, one in named_tensors(output) if one.is_floating_point()]
-            call = Call(inputs, outputs)
-            for by in self._wanted[module]:
-                self._waiting[module, by].append(call)
+    def _after_forward(  # torch's protocol, behind what is known of the module
+        self,
+        wanted_by: list[str],
+        has_inputs: bool,
+        may_overwrite: bool,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> None:
+        if not self._keeps():
+            return
+        inputs: NamedTensors = []
+        if has_inputs:
+            inputs = self._begun[module].pop() if may_overwrite else self._copied(named_inputs(args, kwargs))
+        call = Call(inputs, self._copied(named_outputs(output)))
+        for by in wanted_by:
+            self._waiting[module, by].append(call)
+
+    def _copied(self, named: NamedTensors) -> NamedTensors:
+        return [(path, self._copy(tensor)) for path, tensor in named]
 
     def _keeps(self) -> bool:
         return not (self._is_replaying or self.is_suspended)
@@ -287,7 +309,7 @@ class ReferenceProbe(Probe):
         copy = known()
         if copy is not None and original() is tensor and tensor._version == version:
             return copy
-        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(tensor.detach())
+        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(tensor)
         if not tensor.is_inference():  # such a one does not say whether it was overwritten
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
@@ -303,6 +325,8 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
     On a CPU; elsewhere a copy costs little, and is one at once. Of a part of a larger tensor too: the whole would be kept.
     """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     if not is_whole or tensor.is_neg() or tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor.clone()

@@ -6,7 +6,6 @@ compiled kernel finds waits here, row by row, until the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.modules.hooks import runs_forward_alone
 from lightning_module_monitor.probes.layers import TokenNormalization, layer_of
-from lightning_module_monitor.probes.linear_again import LinearAgain
+from lightning_module_monitor.probes.linear_again import Again, LinearAgain
 from lightning_module_monitor.probes.reference import Call
 from lightning_module_monitor.probes.terms import Part, Term, Unit
 from lightning_module_monitor.statistics.moments import Moments, Need
@@ -47,6 +46,7 @@ class TermsInPlace:
         assert unit.layer is not None
         self._unit = unit
         self._normalization = unit.layer.token_normalization(unit.watched.site.module)
+        self._is_linear = self._normalization is None
         bias = unit.twin._parameters.get("bias")
         self._parameters = _parameters(unit, has_weight=self._normalization is not None, has_bias=bias is not None)
         self._parts = np.zeros(len(Part), dtype=np.int64)
@@ -86,19 +86,21 @@ class TermsInPlace:
             return False
         if output.shape[:-1] != x.shape[:-1] or (x0 is not None and x0.shape != x.shape):
             return False
-        located = [(Part.OUTPUT, output), (Part.REFERENCE_OUTPUT, reference), (Part.INPUT, x)]
-        if x0 is not None:
-            located.append((Part.REFERENCE_INPUT, x0))
-        if self._normalization is None and self._unit.is_run_again:
-            # Before anything is located: another thread that runs this module must not come in between.
-            again = run_again(self._unit.twin, args)
-            if again is None or again.shape != output.shape:
+        in_features, out_features = x.shape[-1], output.shape[-1]
+        num_tokens = x.numel() // in_features
+        again = None
+        if self._is_linear and self._unit.is_run_again:
+            again = run_again.prepare(self._unit.twin, args)
+            if again is None or again.prepared.result.shape != output.shape:
                 return False
-            located.append((Part.AGAIN, again))
-        if not (self._is_known() and self._locate(located) and self._locate_parameters(output.shape[-1])):
-            return False
-        self._measure(output, x)
-        return True
+        is_readable = (
+            self._is_known()
+            and self._note_tensors(x, x0, output, reference, again)
+            and self._note_parameters(out_features, 0 if again is None else again.bias_place)
+        )
+        if is_readable:
+            self._measure(again, num_tokens, out_features, in_features)
+        return is_readable
 
     def totals(self) -> tuple[list[list[Wish]], np.ndarray] | None:
         """What was measured since the last time, term by term, and who wishes for it; ``None`` if nothing was."""
@@ -109,42 +111,55 @@ class TermsInPlace:
         self._has_read = False
         return measured
 
-    def _locate(self, tensors: Iterable[tuple[Part, Tensor]]) -> bool:
+    def _note_tensors(self, x: Tensor, x0: Tensor | None, output: Tensor, reference: Tensor, again: Again | None) -> bool:
         """Note where they lie; says whether all of them can be read there."""
-        for part, tensor in tensors:
-            self._parts[part] = place = readable_address(tensor)
-            if not place:
-                return False
-        return True
+        parts = self._parts
+        parts[Part.INPUT] = input_place = readable_address(x) if again is None else again.input_place
+        parts[Part.OUTPUT] = output_place = readable_address(output)
+        parts[Part.REFERENCE_OUTPUT] = reference_place = readable_address(reference)
+        if not (input_place and output_place and reference_place):
+            return False
+        if again is not None:
+            parts[Part.AGAIN] = again.prepared.result_place
+        if x0 is not None:
+            parts[Part.REFERENCE_INPUT] = readable_address(x0)
+        return x0 is None or bool(parts[Part.REFERENCE_INPUT])
 
-    def _locate_parameters(self, features: int) -> bool:
-        """As :meth:`_locate`, for parameters, of which the kernel reads as many elements as an output has features."""
+    def _note_parameters(self, features: int, bias_place: int) -> bool:
+        """As :meth:`_note_tensors`, for parameters, of which the kernel reads as many elements as an output has features.
+
+        Args:
+            features: So many.
+            bias_place: Where the reference's bias is known to lie, if not 0.
+        """
         if len(self._bias_change) not in (0, features):
             return False
         for part, module, name in self._parameters:
             parameter = module._parameters.get(name)
-            self._parts[part] = place = readable_address(parameter)
+            is_located = bias_place and part is Part.REFERENCE_BIAS
+            self._parts[part] = place = bias_place if is_located else readable_address(parameter)
             if not place or parameter is None or parameter.numel() != features:
                 return False
         return True
 
     def _is_known(self) -> bool:
         """Whether all is known that a norm does, the model's and the reference's: the kernel does it by itself."""
-        modules = () if self._normalization is None else (self._unit.watched.site.module, self._unit.twin)
-        return all(map(runs_forward_alone, modules))
+        return self._is_linear or (runs_forward_alone(self._unit.watched.site.module) and runs_forward_alone(self._unit.twin))
 
-    def _measure(self, output: Tensor, x: Tensor) -> None:
-        terms, features = compiled_terms(), x.shape[-1]
+    def _measure(self, again: Again | None, num_tokens: int, out_features: int, in_features: int) -> None:
+        """Run the reference's module, if it is, and measure what was noted."""
+        terms, normalized = compiled_terms(), None if self._normalization is None else compiled_normalized()
         assert terms is not None
-        self._has_read = True
         parts, recipe, forms, totals = self._addresses
-        num_tokens, of_output, of_input = x.numel() // features, self._num_of_output, self._num_of_input
-        terms.add_terms(parts, recipe, of_output, of_input, num_tokens, output.shape[-1], features, totals)
-        if self._normalization is not None:
-            normalized = compiled_normalized()
-            assert normalized is not None
+        of_output, of_input = self._num_of_output, self._num_of_input
+        self._has_read = True
+        if again is not None:
+            # All that Python does is done by now: after the product its code and objects have left the caches.
+            again.run()
+        terms.add_terms(parts, recipe, of_output, of_input, num_tokens, out_features, in_features, totals)
+        if self._normalization is not None and normalized is not None:
             totals += (of_output + of_input) * self._totals.strides[0]
-            normalized.add_normalized(parts, forms, len(self._forms), num_tokens, features, *self._normalization, totals)
+            normalized.add_normalized(parts, forms, len(self._forms), num_tokens, in_features, *self._normalization, totals)
 
 
 def _sorted(unit: Unit, normalization: TokenNormalization | None) -> tuple[list[Term], list[Term], list[tuple[Term, int]]]:
