@@ -16,6 +16,7 @@ from lightning_module_monitor.statistics.compiled import ELEMENT_BYTES, ELEMENTS
 from lightning_module_monitor.statistics.compiled_terms import (
     BIAS,
     INPUT,
+    LANES,
     LEAST_QUICK,
     NUM_PARTS,
     REFERENCE_BIAS,
@@ -24,7 +25,7 @@ from lightning_module_monitor.statistics.compiled_terms import (
     WEIGHT,
     _subtract,
 )
-from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, pointer
+from lightning_module_monitor.statistics.compiled_vectors import in_wide_vectors, pointer, summing_loop
 
 # What is measured of a token: the input, its change, and what they are normalized to; the update with the change of the bias, and
 # without it; the propagating update.
@@ -38,31 +39,85 @@ LEAST_CHANGE = 1e-8
 """Times the square of what is normalized: that of a change which is smaller is made of what float32 has rounded away."""
 
 
-@njit(fastmath=ANY_ORDER)
-def _sum(values: np.ndarray) -> Any:  # noqa: ANN401  # a float32, as numba finds
-    total = np.float32(0.0)
-    for i in range(values.size):
-        total += values[i]
-    return total
+def _both(_builder: Any, read: list[Any], _numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
+    """Two tokens."""
+    return read
 
 
-@njit(fastmath=ANY_ORDER)
-def _squares_about(values: np.ndarray, center: np.float32) -> Any:  # noqa: ANN401  # as above
-    total = np.float32(0.0)
-    for i in range(values.size):
-        deviation = values[i] - center
-        total += deviation * deviation
-    return total
+def _squares_about(builder: Any, read: list[Any], centers: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+    """The squares of two tokens, each about a center of its own."""
+    deviations = [builder.fsub(token, center) for token, center in zip(read, centers, strict=True)]
+    return [builder.fmul(one, one, flags=["contract"]) for one in deviations]
+
+
+def _squares_of_forms(builder: Any, read: list[Any], numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+    """The squares of all forms, of two tokens, of each what is taken from it, and what the rest is multiplied by."""
+    own, other, weight, weight_change, bias_change = read
+    normalized, other_normalized = (
+        builder.fmul(builder.fsub(token, center), factor) for token, center, factor in ((own, *numbers[:2]), (other, *numbers[2:]))
+    )
+    change = builder.fsub(normalized, other_normalized)
+    update = builder.fmul(normalized, weight_change)
+    values = {
+        TOKEN: own,
+        TOKEN_CHANGE: builder.fsub(own, other),
+        NORMALIZED: normalized,
+        NORMALIZED_CHANGE: change,
+        EFFECTIVE: builder.fadd(update, bias_change),
+        EFFECTIVE_ALONE: update,
+        PROPAGATING: builder.fmul(change, weight),
+    }
+    return [builder.fmul(values[form], values[form], flags=["contract"]) for form in range(NUM_FORMS)]
+
+
+_sums, _sums_of_rest = (summing_loop(lanes, 2, 2, _both) for lanes in (LANES, 1))
+_about, _about_of_rest = (summing_loop(lanes, 2, 0, _squares_about) for lanes in (LANES, 1))
+_forms, _forms_of_rest = (summing_loop(lanes, NUM_FORMS, 0, _squares_of_forms) for lanes in (LANES, 1))
+
+
+@njit
+def _token(address: int, features: int) -> np.ndarray:
+    return carray(pointer(address), (features,), np.float32)  # type: ignore[no-any-return]  # numba's
 
 
 @njit(error_model="numpy")
-def _normalization(token: np.ndarray, is_centered: bool, epsilon: float) -> tuple[np.float32, np.float32, bool]:
-    """What is taken from a token, what the rest is divided by, and whether float32 was good enough for them."""
-    center = np.float32(_sum(token) / np.float32(token.size)) if is_centered else np.float32(0.0)
-    squares = _squares_about(token, center)
-    root = np.sqrt(np.float64(squares) / token.size + epsilon)
-    is_good = LEAST_QUICK < squares < np.inf and np.float64(center) ** 2 * token.size <= MAX_CENTER**2 * squares
-    return center, np.float32(root), is_good
+def _centers(own: int, other: int, features: int, quick: np.ndarray) -> tuple[np.float32, np.float32]:
+    """The means of two tokens. ``quick``: to work with."""
+    in_wide_vectors()
+    quick[:2] = np.float32(0.0)
+    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
+    done = vectors * LANES * ELEMENT_BYTES
+    _sums((own, other), (), to, vectors)
+    if rest:
+        _sums_of_rest((own + done, other + done), (), to, rest)
+    return np.float32(quick[0] / np.float32(features)), np.float32(quick[1] / np.float32(features))
+
+
+@njit
+def _deviations(
+    own: int, other: int, features: int, center: np.float32, other_center: np.float32, quick: np.ndarray
+) -> tuple[np.float32, np.float32]:
+    """The sums of squares of two tokens about their centers."""
+    in_wide_vectors()
+    quick[:2] = np.float32(0.0)
+    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
+    done = vectors * LANES * ELEMENT_BYTES
+    _about((own, other), (center, other_center), to, vectors)
+    if rest:
+        _about_of_rest((own + done, other + done), (center, other_center), to, rest)
+    return quick[0], quick[1]
+
+
+@njit(error_model="numpy")
+def _root(squares: np.float32, features: int, epsilon: float) -> np.float32:
+    """What a token is divided by."""
+    return np.float32(np.sqrt(np.float64(squares) / features + epsilon))
+
+
+@njit
+def _is_good(squares: np.float32, center: np.float32, features: int) -> bool:
+    """Whether float32 was good enough for them."""
+    return bool(LEAST_QUICK < squares < np.inf and np.float64(center) ** 2 * features <= MAX_CENTER**2 * squares)
 
 
 @njit
@@ -73,37 +128,24 @@ def _is_same(own: np.ndarray, other: np.ndarray) -> bool:
     return bool(differing == 0)
 
 
-@njit(fastmath=ANY_ORDER)
-def _squares(  # machine code
-    own: np.ndarray,
-    other: np.ndarray,
-    by: tuple[np.float32, np.float32],
-    other_by: tuple[np.float32, np.float32],
-    weights: tuple[np.ndarray, np.ndarray, np.ndarray],
-    totals: np.ndarray,
+@njit
+def _squares(
+    own: int,
+    other: int,
+    features: int,
+    by: tuple[np.float32, np.float32, np.float32, np.float32],
+    weights: tuple[int, int, int],
+    quick: np.ndarray,
 ) -> None:
-    """Sums in float32. ``by``: what is taken from a token, and what the rest is multiplied by."""
-    center, factor = by
-    other_center, other_factor = other_by
+    """Sums in float32 of all forms. ``by``: of each token what is taken from it, and what the rest is multiplied by."""
+    in_wide_vectors()
+    quick[:] = np.float32(0.0)
+    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
+    done = vectors * LANES * ELEMENT_BYTES
     weight, weight_change, bias_change = weights
-    of_own = of_change = of_normalized = of_normalized_change = of_effective = of_effective_alone = of_propagating = np.float32(0.0)
-    for i in range(own.size):
-        of_own += own[i] * own[i]
-        change = own[i] - other[i]
-        of_change += change * change
-        normalized = (own[i] - center) * factor
-        of_normalized += normalized * normalized
-        change = normalized - (other[i] - other_center) * other_factor
-        of_normalized_change += change * change
-        change *= weight[i]
-        of_propagating += change * change
-        update = normalized * weight_change[i]
-        of_effective_alone += update * update
-        update += bias_change[i]
-        of_effective += update * update
-    totals[TOKEN], totals[TOKEN_CHANGE] = of_own, of_change
-    totals[NORMALIZED], totals[NORMALIZED_CHANGE] = of_normalized, of_normalized_change
-    totals[EFFECTIVE], totals[EFFECTIVE_ALONE], totals[PROPAGATING] = of_effective, of_effective_alone, of_propagating
+    _forms((own, other, weight, weight_change, bias_change), by, to, vectors)
+    if rest:
+        _forms_of_rest((own + done, other + done, weight + done, weight_change + done, bias_change + done), by, to, rest)
 
 
 @njit(error_model="numpy")
@@ -126,11 +168,15 @@ def _wide_squares(
     other: np.ndarray,
     is_centered: bool,
     epsilon: float,
-    weights: tuple[np.ndarray, np.ndarray, np.ndarray],
+    weights: tuple[int, int, int],
     totals: np.ndarray,
 ) -> None:
     """Sums in float64."""
-    weight, weight_change, bias_change = weights
+    weight, weight_change, bias_change = (
+        _token(weights[0], own.size),
+        _token(weights[1], own.size),
+        _token(weights[2], own.size),
+    )
     center, factor = _wide_normalization(own, is_centered, epsilon)
     other_center, other_factor = _wide_normalization(other, is_centered, epsilon)
     totals[:] = 0.0
@@ -150,12 +196,13 @@ def _wide_squares(
 
 @njit(error_model="numpy")
 def _measure(
-    own: np.ndarray,
-    other: np.ndarray,
+    own: int,
+    other: int,
+    features: int,
     is_compared: bool,
     is_centered: bool,
     epsilon: float,
-    weights: tuple[np.ndarray, np.ndarray, np.ndarray],
+    weights: tuple[int, int, int],
     is_zero: np.ndarray,
     quick: np.ndarray,
     squares: np.ndarray,
@@ -164,13 +211,15 @@ def _measure(
 
     ``is_zero``: which are zero, whatever the token. ``quick``: float32, to work with. ``squares``: gets the results, float64.
     """
-    one = np.float32(1.0)
-    center, root, is_good = _normalization(own, is_centered, epsilon)
-    other_center, other_root, other_is_good = _normalization(other, is_centered, epsilon)
-    _squares(own, other, (center, one / root), (other_center, one / other_root), weights, quick)
-    is_good = is_good and other_is_good
+    in_wide_vectors()
+    one, zero = np.float32(1.0), np.float32(0.0)
+    center, other_center = _centers(own, other, features, quick) if is_centered else (zero, zero)
+    own_squares, other_squares = _deviations(own, other, features, center, other_center, quick)
+    is_good = _is_good(own_squares, center, features) and _is_good(other_squares, other_center, features)
+    factor, other_factor = one / _root(own_squares, features, epsilon), one / _root(other_squares, features, epsilon)
+    _squares(own, other, features, (center, factor, other_center, other_factor), weights, quick)
     # Of an input that has not changed the changes are zero: exactly so, whatever order the compiler has found for them.
-    is_unchanged = not is_compared or (quick[TOKEN_CHANGE] == 0.0 and _is_same(own, other))
+    is_unchanged = not is_compared or (quick[TOKEN_CHANGE] == 0.0 and _is_same(_token(own, features), _token(other, features)))
     if is_unchanged:
         quick[TOKEN_CHANGE] = quick[NORMALIZED_CHANGE] = quick[PROPAGATING] = np.float32(0.0)
     elif not quick[NORMALIZED_CHANGE] > np.float32(LEAST_CHANGE) * quick[NORMALIZED]:
@@ -180,7 +229,34 @@ def _measure(
         if not (is_zero[form] or (is_unchanged and form in (TOKEN_CHANGE, NORMALIZED_CHANGE, PROPAGATING))):
             is_good = is_good and LEAST_QUICK < quick[form] < np.inf
     if not is_good:
-        _wide_squares(own, other, is_centered, epsilon, weights, squares)
+        _wide_squares(_token(own, features), _token(other, features), is_centered, epsilon, weights, squares)
+
+
+@njit
+def _add_tokens(
+    own: int,
+    other: int,
+    num_tokens: int,
+    features: int,
+    is_centered: bool,
+    epsilon: float,
+    weight: int,
+    weight_change: np.ndarray,
+    bias_change: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Add the squares of tokens to their sums. ``other``: 0 where no change is asked for."""
+    in_wide_vectors()
+    weights = (weight, weight_change.ctypes.data, bias_change.ctypes.data)
+    is_zero = np.zeros(NUM_FORMS, np.bool_)
+    is_zero[EFFECTIVE_ALONE] = not weight_change.any()
+    is_zero[EFFECTIVE] = is_zero[EFFECTIVE_ALONE] and not bias_change.any()
+    quick, squares = np.zeros(NUM_FORMS, np.float32), np.zeros(NUM_FORMS)
+    for token in range(num_tokens):
+        start = token * features * ELEMENT_BYTES
+        compared = own if other == 0 else other
+        _measure(own + start, compared + start, features, other != 0, is_centered, epsilon, weights, is_zero, quick, squares)
+        sums += squares
 
 
 @njit("void(int64, int64, int64, int64, int64, boolean, float64, int64)", cache=True)
@@ -199,22 +275,15 @@ def add_normalized(  # machine code
         epsilon: What is added to the mean square before its root is divided by.
         totals: Address of a row for each term.
     """
+    in_wide_vectors()
     places = carray(pointer(parts), (NUM_PARTS,), np.int64)
-    weight = carray(pointer(places[REFERENCE_WEIGHT]), (features,), np.float32)
     weight_change, bias_change = np.empty(features, np.float32), np.empty(features, np.float32)
     _subtract(places[WEIGHT], places[REFERENCE_WEIGHT], weight_change)
     _subtract(places[BIAS], places[REFERENCE_BIAS], bias_change)
-    weights = (weight, weight_change, bias_change)
-    is_zero = np.zeros(NUM_FORMS, np.bool_)
-    is_zero[EFFECTIVE_ALONE] = not weight_change.any()
-    is_zero[EFFECTIVE] = is_zero[EFFECTIVE_ALONE] and not bias_change.any()
-    sums, quick, squares = np.zeros(NUM_FORMS), np.zeros(NUM_FORMS, np.float32), np.zeros(NUM_FORMS)
-    for token in range(num_tokens):
-        start = token * features * ELEMENT_BYTES
-        own = carray(pointer(places[INPUT] + start), (features,), np.float32)
-        other = own if places[REFERENCE_INPUT] == 0 else carray(pointer(places[REFERENCE_INPUT] + start), (features,), np.float32)
-        _measure(own, other, places[REFERENCE_INPUT] != 0, is_centered, epsilon, weights, is_zero, quick, squares)
-        sums += squares
+    sums = np.zeros(NUM_FORMS)
+    own, other, weight = places[INPUT], places[REFERENCE_INPUT], places[REFERENCE_WEIGHT]
+    # Numba lets an array go behind the last line that names it: the function that gets the changes keeps them.
+    _add_tokens(own, other, num_tokens, features, is_centered, epsilon, weight, weight_change, bias_change, sums)
     of_terms = carray(pointer(forms), (num_terms,), np.int64)
     rows = carray(pointer(totals), (num_terms, NUM_FIELDS), np.float64)
     for i in range(num_terms):

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray, njit
 
 from lightning_module_monitor.statistics.compiled import ELEMENT_BYTES, ELEMENTS, NUM_FIELDS, SQUARES
-from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, ask_for, in_wide_vectors, joined, over_vectors, pointer
+from lightning_module_monitor.statistics.compiled_vectors import ANY_ORDER, Values, in_wide_vectors, pointer, summing_loop
 
 QUICK_CHUNK_ELEMENTS = 1024
 """Of each of the three tensors that a layer's terms are made of, and of three shifts: they are in the first-level cache together."""
@@ -29,58 +27,29 @@ NUM_TENSORS = 3
 NUM_SHIFTED = 3
 NUM_FORMS = 7
 
-LINE_BYTES = 64
-"""What memory is asked for at a time."""
-
-
 LANES = 32
 """Of a loop, which has as many sums of each form: so that none rounds away more than a few units of 1e-7."""
 
 
-def _squares_loop(lanes: int, *, of_three: bool) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
-    """What adds the squares of all forms, or of those that are made of ``own`` and ``other`` alone, to their sums in float32.
+def _squares_of(*, of_three: bool) -> Values:
+    """The squares of all forms, or of those that are made of ``own`` and ``other`` alone."""
 
-    It gets the addresses of three tensors, of the shift of the three forms that have one, of the sums, and a number of vectors.
-    """
-    float32, vector = ir.FloatType(), ir.VectorType(ir.FloatType(), lanes)
+    def squares(builder: Any, read: list[Any], _numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated
+        own, other = read[:2]
+        between = builder.fsub(own, other)
+        values = {OWN: own, OWN_OTHER: between}
+        if of_three:
+            third, *shifts = read[2:]
+            values |= {OTHER_THIRD: builder.fsub(other, third), THIRD: third}
+            shifted = {OWN_SHIFTED: own, OWN_OTHER_SHIFTED: between, THIRD_SHIFTED: third}
+            values |= {form: builder.fsub(value, shifts[form]) for form, value in shifted.items()}
+        return [builder.fmul(values[form], values[form], flags=["contract"]) if form in values else None for form in range(NUM_FORMS)]
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # numba's protocol
-        *addresses, sums, num_vectors = arguments
-
-        def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
-            start = builder.mul(place, place.type(lanes * ELEMENT_BYTES))
-            at = [builder.add(address, start) for address in addresses]
-            for line in range(0, lanes * ELEMENT_BYTES, LINE_BYTES):
-                for address in at[:NUM_TENSORS] if of_three else at[:2]:
-                    ask_for(builder, builder.add(address, address.type(line)))
-            read = [builder.load(builder.inttoptr(address, vector.as_pointer()), align=ELEMENT_BYTES) for address in at]
-            own, other, third, *shifts = read
-            between = builder.fsub(own, other)
-            values = {OWN: own, OWN_OTHER: between}
-            if of_three:
-                values |= {OTHER_THIRD: builder.fsub(other, third), THIRD: third}
-                shifted = {OWN_SHIFTED: own, OWN_OTHER_SHIFTED: between, THIRD_SHIFTED: third}
-                values |= {form: builder.fsub(value, shifts[form]) for form, value in shifted.items()}
-            squares = {form: builder.fmul(value, value, flags=["contract"]) for form, value in values.items()}
-            return [
-                builder.fadd(total, squares[form], flags=["contract"]) if form in squares else total for form, total in enumerate(sofar)
-            ]
-
-        totals = over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * NUM_FORMS, step)
-        for form, total in enumerate(totals):
-            cell = builder.inttoptr(builder.add(sums, sums.type(form * ELEMENT_BYTES)), float32.as_pointer())
-            builder.store(joined(builder, "fadd", builder.load(cell), total), cell)
-        return target.get_dummy_value()
-
-    @intrinsic
-    def add(_context: Any, _own: Any, _other: Any, _third: Any, _one: Any, _two: Any, _three: Any, _sums: Any, _vectors: Any) -> Any:  # noqa: ANN401  # as above
-        return types.none(*[types.int64] * (NUM_TENSORS + NUM_SHIFTED + 2)), generate
-
-    return add
+    return squares
 
 
-_two, _two_of_rest = _squares_loop(LANES, of_three=False), _squares_loop(1, of_three=False)
-_three, _three_of_rest = _squares_loop(LANES, of_three=True), _squares_loop(1, of_three=True)
+_two, _two_of_rest = (summing_loop(lanes, NUM_FORMS, 2, _squares_of(of_three=False)) for lanes in (LANES, 1))
+_three, _three_of_rest = (summing_loop(lanes, NUM_FORMS, NUM_TENSORS, _squares_of(of_three=True)) for lanes in (LANES, 1))
 
 
 @njit
@@ -88,15 +57,15 @@ def _squares(own: int, other: int, third: int, shift: int, shift_bytes: int, siz
     """Sums in float32 of all forms of so many elements at three addresses, the last 0 where only forms of the first two are wanted."""
     in_wide_vectors()
     sums[:] = np.float32(0.0)
-    vectors, rest = size // LANES, size % LANES
+    vectors, rest, to = size // LANES, size % LANES, sums.ctypes.data
     done = vectors * LANES * ELEMENT_BYTES
     shift1, shift2 = shift + shift_bytes, shift + 2 * shift_bytes
     if third == 0:
-        _two(own, other, own, own, own, own, sums.ctypes.data, vectors)
-        _two_of_rest(own + done, other + done, own, own, own, own, sums.ctypes.data, rest)
+        _two((own, other), (), to, vectors)
+        _two_of_rest((own + done, other + done), (), to, rest)
     else:
-        _three(own, other, third, shift, shift1, shift2, sums.ctypes.data, vectors)
-        _three_of_rest(own + done, other + done, third + done, shift + done, shift1 + done, shift2 + done, sums.ctypes.data, rest)
+        _three((own, other, third, shift, shift1, shift2), (), to, vectors)
+        _three_of_rest((own + done, other + done, third + done, shift + done, shift1 + done, shift2 + done), (), to, rest)
 
 
 @njit(fastmath=ANY_ORDER)

@@ -17,6 +17,9 @@ from numba.extending import intrinsic
 ANY_ORDER = {"reassoc", "contract"}
 """Sums may be taken in any order, four or eight at a time. NaN, infinity and signed zero keep their meaning."""
 
+FLOAT32_BYTES = 4
+LINE_BYTES = 64
+"""What memory is asked for at a time."""
 BYTES_AHEAD = 4096
 """How far ahead of itself such a loop asks memory for more: one that computes as much does not make the processor do so in time."""
 
@@ -102,3 +105,51 @@ def joined(builder: Any, name: str, total: Any, vector: Any) -> Any:  # noqa: AN
         return called(builder, f"llvm.vector.reduce.fadd.{kind}", total.type, total, vector)
     of_lanes = called(builder, f"llvm.vector.reduce.{name}.{kind}", total.type, vector)
     return builder.add(total, of_lanes) if name == "add" else called(builder, f"llvm.{name}.i32", total.type, total, of_lanes)
+
+
+Values = Callable[[Any, list[Any], list[Any]], list[Any]]
+"""What a loop adds up: from LLVM's builder, vectors of elements and of numbers to a vector for each sum, ``None`` for nothing."""
+
+
+def summing_loop(lanes: int, num_sums: int, num_asked: int, values: Values) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
+    """What adds to sums in float32 what is made of the elements of tensors, vector by vector.
+
+    It gets addresses of tensors and numbers, tuples of int64 and of float32, the address of the sums, and a number of vectors.
+
+    Args:
+        lanes: Elements of a vector.
+        num_sums: How many there are.
+        num_asked: Of so many tensors, the first, memory is asked for what comes next.
+        values: What is added.
+    """
+    vector = ir.VectorType(ir.FloatType(), lanes)
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
+        starts, given, sums, num_vectors = arguments
+        addresses = [builder.extract_value(starts, place) for place in range(len(signature.args[0]))]
+        numbers = [spread(builder, builder.extract_value(given, place), lanes) for place in range(len(signature.args[1]))]
+
+        def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+            offset = builder.mul(place, place.type(lanes * FLOAT32_BYTES))
+            at = [builder.add(address, offset) for address in addresses]
+            for line in range(0, lanes * FLOAT32_BYTES, LINE_BYTES):
+                for address in at[:num_asked]:
+                    ask_for(builder, builder.add(address, address.type(line)))
+            read = [builder.load(builder.inttoptr(address, vector.as_pointer()), align=FLOAT32_BYTES) for address in at]
+            added = values(builder, read, numbers)
+            return [
+                total if one is None else builder.fadd(total, one, flags=["contract"]) for total, one in zip(sofar, added, strict=True)
+            ]
+
+        totals = over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * num_sums, step)
+        for place, total in enumerate(totals):
+            cell = builder.inttoptr(builder.add(sums, sums.type(place * FLOAT32_BYTES)), ir.FloatType().as_pointer())
+            builder.store(joined(builder, "fadd", builder.load(cell), total), cell)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def add(_context: Any, addresses: Any, numbers: Any, _sums: Any, _num_vectors: Any) -> Any:  # noqa: ANN401  # as above
+        of_numbers = types.UniTuple(types.float32, len(numbers)) if len(numbers) else numbers
+        return types.none(types.UniTuple(types.int64, len(addresses)), of_numbers, types.int64, types.int64), generate
+
+    return add
