@@ -37,6 +37,27 @@ def test_a_forward_hook_is_called_among_the_users_and_taken_off_alone() -> None:
     assert len(module._forward_hooks) == 1
 
 
+def test_a_hook_may_see_keyword_arguments_too() -> None:
+    """As it may by torch's way, and nothing of it is left."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, *, by: float) -> Tensor:
+            return x * by
+
+    module, called, hooks = Scaled(), [], HookSet()
+    hooks.add_forward(module, UncopiedHook(lambda *args: called.append(args[1:])), with_kwargs=True)
+    hooks.add_forward(module, UncopiedHook(lambda *args: called.append(args[1:])))
+    x = torch.ones(1)
+    output = module(x, by=2.0)
+    assert called == [((x,), {"by": 2.0}, output), ((x,), output)]
+    assert len(hooks) == 2
+    hooks.close()
+    module(x, by=2.0)
+    assert len(called) == 2
+    assert not module._forward_hooks
+    assert not module._forward_hooks_with_kwargs
+
+
 def test_no_hook_takes_the_place_of_another() -> None:
     """Two sets, one set twice, and handles of torch's that are made in between."""
     module, called = nn.Identity(), []

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,3 +188,45 @@ def test_of_a_reference_that_was_removed_nothing_is_held() -> None:
         monitor.remove_reference_module()
         gc.collect()
         assert gone() is None
+
+
+class Branches(nn.Module):
+    """Layers side by side, each run by a thread of its own where there are any."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(300, 400) for _branch in range(num))
+        self.pool: ThreadPoolExecutor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of what the layers give."""
+        run = map if self.pool is None else self.pool.map
+        return torch.stack([*run(lambda branch: branch(x), self.branches)]).sum(0)
+
+
+def test_layers_that_run_in_several_threads_do_not_take_each_others_memory() -> None:
+    """One at a time is run again into memory that is kept; while torch computes, other threads go on."""
+    torch.manual_seed(0)
+    model = Branches(4)
+    reference = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    x, x0 = torch.randn(2, 600, 300)
+    with ModuleMonitor() as monitor, ThreadPoolExecutor(4) as pool:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor)
+
+        def values(step: int) -> dict[str, float]:
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(x0)
+            model(x)
+            record = monitor.end_step()
+            assert record is not None
+            return {key: value for key, value in record.values.items() if key.startswith("rcc_")}
+
+        expected = values(0)
+        model.pool = pool
+        for step in range(1, 12):
+            assert values(step) == pytest.approx(expected, rel=1e-6)

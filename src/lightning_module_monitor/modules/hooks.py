@@ -29,8 +29,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
-        self._tables: list[dict[int, Callable[..., Any]]] = []
-        """Hooks of modules, by number: those that have one of the number below. A module may have others by the time this is closed."""
+        self._tables: list[tuple[dict[int, Any], ...]] = []
+        """What modules know of their hooks, by number: those that have one of the number below. They may have others in the end."""
         self._number = -1
 
     def __len__(self) -> int:
@@ -40,25 +40,33 @@ class HookSet:
         """Own a handle from now on."""
         self._handles.append(handle)
 
-    def add_forward(self, module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> None:
+    def add_forward(self, module: nn.Module, hook: Callable[..., None], *, with_kwargs: bool = False) -> None:
         """Put a hook on that is called with a module, its arguments and its output, after its forward.
 
         As ``register_forward_hook`` does, whose handle of three weak references takes longer than what such a hook does. One of its
         numbers is enough for all modules, each of which has hooks by number.
+
+        Args:
+            module: Any.
+            hook: What is called.
+            with_kwargs: Whether it is called with the keyword arguments too, before the output.
         """
         if self._number < 0:
             self._number = RemovableHandle(OrderedDict()).id
         table = module._forward_hooks
         if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in table:
-            self.add(module.register_forward_hook(hook))
-        else:
-            table[self._number] = hook
-            self._tables.append(table)
+            self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
+            return
+        table[self._number] = hook
+        if with_kwargs:
+            module._forward_hooks_with_kwargs[self._number] = True
+        self._tables.append((table, module._forward_hooks_with_kwargs) if with_kwargs else (table,))
 
     def close(self) -> None:
         """Remove every hook."""
         while self._tables:
-            self._tables.pop().pop(self._number, None)
+            for table in self._tables.pop():
+                table.pop(self._number, None)
         while self._handles:
             self._handles.pop().remove()
 

@@ -177,8 +177,8 @@ class CoordinateCheckProbe(Probe):
             if checked.unit.may_draw:
                 before = UncopiedHook(functools.partial(self._before_forward, checked.unit.begun))
                 self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = UncopiedHook(functools.partial(self._after_forward, checked.unit, checked.in_place))
-            self._hooks.add(module.register_forward_hook(after, with_kwargs=True))
+            after = UncopiedHook(functools.partial(self._after_forward, checked))
+            self._hooks.add_forward(module, after, with_kwargs=True)
         try:
             with _exactly(self._device):
                 self._see_weights()
@@ -232,10 +232,9 @@ class CoordinateCheckProbe(Probe):
         if self._is_counted():
             calls.append((*copied((args, kwargs)), RandomStates.now(self._device)))
 
-    def _after_forward(  # torch's protocol, behind the module and how it is read
+    def _after_forward(  # torch's protocol, behind the module
         self,
-        unit: Unit,
-        in_place: TermsInPlace | None,
+        checked: CheckedUnit,
         _module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -247,27 +246,23 @@ class CoordinateCheckProbe(Probe):
         turn = self._linear_again.turn
         has_turn = turn.acquire(blocking=False)
         try:
-            self._see_call(unit, in_place, args, kwargs, output, self._linear_again if has_turn else None)
+            self._see_call(checked, args, kwargs, output, self._linear_again if has_turn else None)
         except MonitorError:
             raise
         except Exception as error:
+            watches = checked.unit.watched.watches
             for kind in KINDS:
-                if kind in unit.watched.watches:
-                    self._observation.fail(unit.watched.watches[kind], output, error)
+                if kind in watches:
+                    self._observation.fail(watches[kind], output, error)
         finally:
             if has_turn:
                 turn.release()
 
     def _see_call(
-        self,
-        unit: Unit,
-        in_place: TermsInPlace | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: object,
-        linear_again: LinearAgain | None,
+        self, checked: CheckedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, linear_again: LinearAgain | None
     ) -> None:
         """Take the terms of one call of a module, which got these arguments and gave this output."""
+        unit, in_place = checked.unit, checked.in_place
         states = None
         if unit.may_draw:
             args, kwargs, states = unit.begun.pop()

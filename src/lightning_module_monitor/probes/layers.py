@@ -231,6 +231,8 @@ _BY_FORWARD: dict[object, Layer] = {
 def layer_of(module: nn.Module) -> Layer | None:
     """How a module acts on its input; ``None`` if it is of no known type, or has no weight."""
     layer = _BY_FORWARD.get(type(module).forward)
+    if layer is None or module._parameters.get("weight") is not None:
+        return layer
     has_weight = is_parametrized(module, "weight") or isinstance(getattr(module, "weight", None), Tensor)
     return layer if has_weight else None
 

@@ -112,10 +112,10 @@ class NonfiniteProbe:
         """Put the hooks on."""
         for number, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
-                self._hooks.add(site.module.register_forward_hook(_LeafHook(self, number), with_kwargs=True))
+                self._hooks.add_forward(site.module, _LeafHook(self, number), with_kwargs=True)
             else:
                 self._hooks.add(site.module.register_forward_pre_hook(_EntryHook(self, number), with_kwargs=True))
-                self._hooks.add(site.module.register_forward_hook(_ExitHook(self, number), with_kwargs=True))
+                self._hooks.add_forward(site.module, _ExitHook(self, number), with_kwargs=True)
 
     def is_attached(self) -> bool:
         """Whether the hooks are on."""

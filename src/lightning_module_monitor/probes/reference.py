@@ -217,7 +217,7 @@ class ReferenceProbe(Probe):
             if inputs and may_overwrite:
                 self._hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
             after = functools.partial(self._after_forward, list(wishes), inputs, may_overwrite)
-            self._hooks.add(module.register_forward_hook(UncopiedHook(after), with_kwargs=True))
+            self._hooks.add_forward(module, UncopiedHook(after), with_kwargs=True)
         self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_run), always_call=True))
 
     def end_micro_batch(self) -> None:
@@ -278,7 +278,7 @@ class ReferenceProbe(Probe):
         if self._keeps():
             self._begun[module].append(self._copied(named_inputs(args, kwargs)))
 
-    def _after_forward(  # torch's protocol, behind what is known of the module
+    def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module
         self,
         wanted_by: list[str],
         has_inputs: bool,

@@ -111,7 +111,7 @@ def _deviations(
 @njit(error_model="numpy")
 def _root(squares: np.float32, features: int, epsilon: float) -> np.float32:
     """What a token is divided by."""
-    return np.float32(np.sqrt(np.float64(squares) / features + epsilon))
+    return np.float32(np.sqrt(np.float64(squares) / features + epsilon))  # type: ignore[no-any-return]  # numba's
 
 
 @njit

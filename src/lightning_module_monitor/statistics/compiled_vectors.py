@@ -137,9 +137,7 @@ def summing_loop(lanes: int, num_sums: int, num_asked: int, values: Values) -> A
                     ask_for(builder, builder.add(address, address.type(line)))
             read = [builder.load(builder.inttoptr(address, vector.as_pointer()), align=FLOAT32_BYTES) for address in at]
             added = values(builder, read, numbers)
-            return [
-                total if one is None else builder.fadd(total, one, flags=["contract"]) for total, one in zip(sofar, added, strict=True)
-            ]
+            return [total if one is None else builder.fadd(total, one, flags=["contract"]) for total, one in zip(sofar, added, strict=True)]
 
         totals = over_vectors(builder, num_vectors, [ir.Constant(vector, 0.0)] * num_sums, step)
         for place, total in enumerate(totals):
