@@ -131,6 +131,8 @@ def _squares_in(one: float, own: np.ndarray) -> float:
 
 LANES = 16
 """Elements that a loop of vectors takes at a time: a line of the cache."""
+HALF_LANES = 32
+"""As many bfloat16."""
 NUM_SUMS = 3
 REDUCTIONS = ("fadd", "fadd", "fadd", "smax", "smin", "umax", "add")
 """How LLVM calls what makes one total of several. Totals are the sums of elements' deviations from a center, of the squares of these,
@@ -141,63 +143,77 @@ _NOTHING = (0.0, 0.0, 0.0, LEAST, MAGNITUDE_BITS, np.int32(0), np.int32(0))
 TOTALS = types.Tuple((*[types.float64] * NUM_SUMS, *[types.int32] * 4))
 
 
-def _summed(builder: Any, totals: list[Any], values: Any, center: Any) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
+def _summed(builder: Any, totals: list[Any], values: Any, center: Any | None) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
     """Sums with one vector of float64 more."""
-    deviations = builder.fsub(values, center)
+    deviations = values if center is None else builder.fsub(values, center)
     squares = builder.fmul(deviations, deviations, flags=["contract"])
     magnitudes = called(builder, f"llvm.fabs.v{values.type.count}f64", values.type, values)
     return [builder.fadd(total, one, flags=["contract"]) for total, one in zip(totals, (deviations, squares, magnitudes), strict=True)]
 
 
 def _ordered(builder: Any, totals: list[Any], bits: Any) -> list[Any]:  # noqa: ANN401  # as above
-    """What bits tell, with one vector of int32 more: positive floats are in the order of their bits, and negative ones in the other.
+    """What bits tell, with one vector of integers more: positive floats are in the order of their bits, and negative ones in the other.
 
     Integers, because a comparison of floats that must mind NaN is no vector instruction.
     """
-    magnitudes = builder.and_(bits, ir.Constant(bits.type, int(MAGNITUDE_BITS)))
+    kind = f"v{bits.type.count}i{bits.type.element.width}"
+    magnitudes = builder.and_(bits, ir.Constant(bits.type, (1 << bits.type.element.width - 1) - 1))
     is_zero = builder.icmp_signed("==", magnitudes, ir.Constant(bits.type, 0))
-    names = [f"llvm.{name}.v{bits.type.count}i32" for name in REDUCTIONS[NUM_SUMS:-1]]
+    names = [f"llvm.{name}.{kind}" for name in REDUCTIONS[NUM_SUMS:-1]]
     extremes = [called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=False)]
     return [*extremes, builder.add(totals[-1], builder.zext(is_zero, bits.type))]
 
 
-def _loaded(builder: Any, address: Any, lanes: int, element_format: int) -> Any:  # noqa: ANN401  # as above
-    """The bits of elements at an address, as those of float32."""
-    bits = ir.VectorType(ir.IntType(32), lanes)
-    if element_format == FLOAT32:
-        return builder.load(builder.inttoptr(address, bits.as_pointer()), align=ELEMENT_BYTES)
-    halves = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(16), lanes).as_pointer()), align=HALF_BYTES)
-    # A bfloat16 is the upper half of a float32.
-    return builder.shl(builder.zext(halves, bits), ir.Constant(bits, 16))
+def _parts(builder: Any, bits: Any) -> list[Any]:  # noqa: ANN401  # as above
+    """The elements of a vector as float64, so many lanes at a time that a processor has registers for their totals.
+
+    A bfloat16 is the upper half of a float32.
+    """
+    lanes, index = min(bits.type.count, LANES), ir.IntType(32)
+    parts = []
+    for start in range(0, bits.type.count, lanes):
+        places = ir.Constant(ir.VectorType(index, lanes), [index(start + lane) for lane in range(lanes)])
+        part = builder.shuffle_vector(bits, ir.Constant(bits.type, ir.Undefined), places)
+        wide = builder.bitcast(_as_float32_bits(builder, part), ir.VectorType(ir.FloatType(), lanes))
+        parts.append(builder.fpext(wide, ir.VectorType(ir.DoubleType(), lanes)))
+    return parts
 
 
-def _with_vector(builder: Any, bits: Any, totals: list[Any], center: Any, needs: int) -> list[Any]:  # noqa: ANN401  # as above
-    """Totals with a vector of elements more."""
-    sums, order = totals[:NUM_SUMS], totals[NUM_SUMS:]
-    if needs & NEED_SUMS:
-        values = builder.bitcast(bits, ir.VectorType(ir.FloatType(), bits.type.count))
-        sums = _summed(builder, sums, builder.fpext(values, center.type), center)
-    if needs & NEED_ORDER:
-        order = _ordered(builder, order, bits)
-    return [*sums, *order]
+def _as_float32_bits(builder: Any, bits: Any) -> Any:  # noqa: ANN401  # as above
+    """Bits of float32 or bfloat16 as those of float32."""
+    wide = ir.VectorType(ir.IntType(32), bits.type.count)
+    return bits if bits.type == wide else builder.shl(builder.zext(bits, wide), ir.Constant(wide, 16))
 
 
-def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
-    """What adds elements to totals, from an address on so many vectors of so many lanes."""
-    vector_bytes = lanes * (ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES)
+def _vector_loop(lanes: int, needs: int, element_format: int, *, is_centered: bool) -> Any:  # noqa: ANN401  # numba's intrinsics are not annotated
+    """What adds elements to totals, from an address on so many vectors of so many lanes; about zero where it is not centered."""
+    element_bytes = ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES
+    bits_of_element = ir.IntType(8 * element_bytes)
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401  # numba's protocol, as above
         start, num_vectors, center, totals = arguments
         before = [builder.extract_value(totals, place) for place in range(len(REDUCTIONS))]
-        nothing = [ir.Constant(ir.VectorType(one.type, lanes), value) for one, value in zip(before, _NOTHING, strict=True)]
-        centers = spread(builder, center, lanes)
+        of_sums = ir.VectorType(ir.DoubleType(), min(lanes, LANES))
+        of_order = ir.VectorType(bits_of_element, lanes)
+        nothing = [ir.Constant(of_sums, value) for value in _NOTHING[:NUM_SUMS]]
+        # Of a bfloat16 the upper half is what there is.
+        nothing += [ir.Constant(of_order, int(value) >> 32 - bits_of_element.width) for value in _NOTHING[NUM_SUMS:]]
+        centers = spread(builder, center, of_sums.count) if is_centered else None
 
         def step(place: Any, sofar: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
-            address = builder.add(start, builder.mul(place, start.type(vector_bytes)))
+            address = builder.add(start, builder.mul(place, start.type(lanes * element_bytes)))
             ask_for(builder, address)
-            return _with_vector(builder, _loaded(builder, address, lanes, element_format), sofar, centers, needs)
+            bits = builder.load(builder.inttoptr(address, of_order.as_pointer()), align=element_bytes)
+            sums, order = sofar[:NUM_SUMS], sofar[NUM_SUMS:]
+            if needs & NEED_SUMS:
+                for values in _parts(builder, bits):
+                    sums = _summed(builder, sums, values, centers)
+            return [*sums, *(_ordered(builder, order, bits) if needs & NEED_ORDER else order)]
 
-        for place, vector in enumerate(over_vectors(builder, num_vectors, nothing, step)):
+        found = over_vectors(builder, num_vectors, nothing, step)
+        counted = builder.zext(found[-1], ir.VectorType(ir.IntType(32), lanes)) if element_format != FLOAT32 else found[-1]
+        found = [*found[:NUM_SUMS], *(_as_float32_bits(builder, one) for one in found[NUM_SUMS:-1]), counted]
+        for place, vector in enumerate(found):
             totals = builder.insert_value(totals, joined(builder, REDUCTIONS[place], before[place], vector), place)
         return totals
 
@@ -208,33 +224,40 @@ def _vector_loop(lanes: int, needs: int, element_format: int) -> Any:  # noqa: A
     return read
 
 
-def _reader(needs: int, element_format: int) -> Any:  # noqa: ANN401  # numba's functions are not annotated
+def _reader(needs: int, element_format: int, *, is_centered: bool = True) -> Any:  # noqa: ANN401  # numba's functions are not annotated
     """What reads elements at an address: the totals that are needed, and of others what ``_NOTHING`` has."""
-    vectors, rest = _vector_loop(LANES, needs, element_format), _vector_loop(1, needs, element_format)
+    lanes = LANES if element_format == FLOAT32 else HALF_LANES
+    vectors, rest = (_vector_loop(one, needs, element_format, is_centered=is_centered) for one in (lanes, 1))
     element_bytes = ELEMENT_BYTES if element_format == FLOAT32 else HALF_BYTES
 
     @njit
     def read(address: int, size: int, center: float) -> Any:  # noqa: ANN401  # a tuple of numbers
         in_wide_vectors()
-        in_vectors = size - size % LANES
-        return rest(address + in_vectors * element_bytes, size % LANES, center, vectors(address, in_vectors // LANES, center, _NOTHING))
+        in_vectors = size - size % lanes
+        return rest(address + in_vectors * element_bytes, size % lanes, center, vectors(address, in_vectors // lanes, center, _NOTHING))
 
     return read
 
 
 _sums, _order, _both = (_reader(needs, FLOAT32) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER))
 _sums_of_bfloat16, _order_of_bfloat16, _both_of_bfloat16 = (
-    _reader(needs, BFLOAT16) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER)
+    _reader(needs, BFLOAT16, is_centered=False) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER)
 )
+_sums_of_bfloat16_about = _reader(NEED_SUMS, BFLOAT16)
 
 
 @njit
 def _totals(address: int, size: int, element_format: int, needs: int, center: float) -> Any:  # noqa: ANN401  # as above
     if needs & NEED_SUMS and needs & NEED_ORDER:
-        return _both(address, size, center) if element_format == FLOAT32 else _both_of_bfloat16(address, size, center)
+        return _both(address, size, center) if element_format == FLOAT32 else _both_of_bfloat16(address, size, 0.0)
     if needs & NEED_SUMS:
-        return _sums(address, size, center) if element_format == FLOAT32 else _sums_of_bfloat16(address, size, center)
-    return _order(address, size, center) if element_format == FLOAT32 else _order_of_bfloat16(address, size, center)
+        return _sums(address, size, center) if element_format == FLOAT32 else _sums_of_bfloat16(address, size, 0.0)
+    return _order(address, size, 0.0) if element_format == FLOAT32 else _order_of_bfloat16(address, size, 0.0)
+
+
+@njit
+def _sums_about(address: int, size: int, element_format: int, center: float) -> Any:  # noqa: ANN401  # as above
+    return _sums(address, size, center) if element_format == FLOAT32 else _sums_of_bfloat16_about(address, size, center)
 
 
 @njit
@@ -278,22 +301,16 @@ def _merge(other: np.ndarray, row: np.ndarray) -> None:
 
 
 @njit
-def _element(address: int, place: int, element_format: int) -> np.float32:
-    """One element of float32 or bfloat16."""
-    if element_format == FLOAT32:
-        return carray(pointer(address), (place + 1,), np.float32)[place]  # type: ignore[no-any-return]  # numba's
-    half = carray(pointer(address), (place + 1,), np.uint16)[place]
-    return float_of(np.uint32(np.uint32(half) << np.uint32(16)))  # type: ignore[no-any-return]  # numba's
-
-
-@njit
 def _center(address: int, size: int, element_format: int) -> float:
-    """What sums of a chunk are taken about: the element in the middle of three.
+    """What sums of a chunk are taken about: of float32 the element in the middle of three.
 
     About zero they would lose digits to a large mean. One element alone may be the one that is far away from all others.
+    The squares of bfloat16 have so few digits that float64 loses none of them.
     """
-    first, second = _element(address, 0, element_format), _element(address, size // 2, element_format)
-    third = _element(address, size - 1, element_format)
+    if element_format == BFLOAT16:
+        return 0.0
+    elements = carray(pointer(address), (size,), np.float32)
+    first, second, third = elements[0], elements[size // 2], elements[size - 1]
     middle = max(min(first, second), min(max(first, second), third))
     return np.float64(middle) if np.isfinite(middle) else 0.0
 
@@ -325,14 +342,13 @@ def _measure_chunk(address: int, size: int, element_format: int, needs: int, wid
     _clear(chunk_row)
     chunk_row[ELEMENTS] = size
     if needs & (NEED_SUMS | NEED_ORDER):
-        center, shift = _center(address, size, element_format), 0.0
-        for _time in range(2):
-            center += shift
-            residual, deviations, magnitude, largest, smallest, unsigned, zeros = _totals(address, size, element_format, needs, center)
-            shift = residual / size
-            # Two of the three that it is sought among may be outliers: then most of the squares is their distance from the mean.
-            if not deviations - residual * shift < deviations / FAR:
-                break
+        center = _center(address, size, element_format)
+        residual, deviations, magnitude, largest, smallest, unsigned, zeros = _totals(address, size, element_format, needs, center)
+        # Two of the three that it is sought among may be outliers: then most of the squares is their distance from the mean.
+        if deviations - residual * (residual / size) < deviations / FAR:
+            center += residual / size
+            about = _sums_about(address, size, element_format, center)
+            residual, deviations = about[0], about[1]
         if needs & NEED_SUMS:
             _tell_sums(residual, deviations, magnitude, center, chunk_row)
         if needs & NEED_ORDER:
