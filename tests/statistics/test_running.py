@@ -55,6 +55,7 @@ def test_the_kernels_numbers_are_those_of_moments_and_needs() -> None:
     assert fields == list(range(compiled.NUM_FIELDS)) == list(range(running.NUM_FIELDS))
     assert compiled.NEED_SQUARES == Need.SQUARES
     assert compiled.NEED_EXTREMES == Need.EXTREMES
+    assert compiled.NEED_ZEROS == Need.ZEROS
     assert compiled.NEED_TOKENS == Need.TOKENS
     assert compiled.NEED_SUMS == Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE
     assert compiled.NEED_ORDER == Need.EXTREMES | Need.ZEROS | Need.NONFINITE

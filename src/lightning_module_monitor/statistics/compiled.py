@@ -53,7 +53,8 @@ NEED_EXTREMES = 1 << 4
 NEED_TOKENS = 1 << 7
 NEED_SUMS = 1 << 0 | 1 << 2 | 1 << 3
 """Mean, deviations, magnitude."""
-NEED_ORDER = NEED_EXTREMES | 1 << 5 | 1 << 6
+NEED_ZEROS = 1 << 5
+NEED_ORDER = NEED_EXTREMES | NEED_ZEROS | 1 << 6
 """Extremes, zeros, non-finite."""
 
 LEAST = np.int32(-(2**31))
@@ -156,12 +157,15 @@ def _ordered(builder: Any, totals: list[Any], bits: Any) -> list[Any]:  # noqa: 
 
     Integers, because a comparison of floats that must mind NaN is no vector instruction.
     """
-    kind = f"v{bits.type.count}i{bits.type.element.width}"
+    names = [f"llvm.{name}.v{bits.type.count}i{bits.type.element.width}" for name in REDUCTIONS[NUM_SUMS:-1]]
+    return [called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=True)]
+
+
+def _with_zeros(builder: Any, count: Any, bits: Any) -> Any:  # noqa: ANN401  # as above
+    """How many elements are zero, with one vector of bits more."""
     magnitudes = builder.and_(bits, ir.Constant(bits.type, (1 << bits.type.element.width - 1) - 1))
     is_zero = builder.icmp_signed("==", magnitudes, ir.Constant(bits.type, 0))
-    names = [f"llvm.{name}.{kind}" for name in REDUCTIONS[NUM_SUMS:-1]]
-    extremes = [called(builder, name, bits.type, total, bits) for name, total in zip(names, totals, strict=False)]
-    return [*extremes, builder.add(totals[-1], builder.zext(is_zero, bits.type))]
+    return builder.add(count, builder.zext(is_zero, bits.type))
 
 
 def _parts(builder: Any, bits: Any) -> list[Any]:  # noqa: ANN401  # as above
@@ -204,11 +208,13 @@ def _vector_loop(lanes: int, needs: int, element_format: int, *, is_centered: bo
             address = builder.add(start, builder.mul(place, start.type(lanes * element_bytes)))
             ask_for(builder, address)
             bits = builder.load(builder.inttoptr(address, of_order.as_pointer()), align=element_bytes)
-            sums, order = sofar[:NUM_SUMS], sofar[NUM_SUMS:]
+            sums, order, zeros = sofar[:NUM_SUMS], sofar[NUM_SUMS:-1], sofar[-1]
             if needs & NEED_SUMS:
                 for values in _parts(builder, bits):
                     sums = _summed(builder, sums, values, centers)
-            return [*sums, *(_ordered(builder, order, bits) if needs & NEED_ORDER else order)]
+            if needs & NEED_ORDER:
+                order = _ordered(builder, order, bits)
+            return [*sums, *order, _with_zeros(builder, zeros, bits) if needs & NEED_ZEROS else zeros]
 
         found = over_vectors(builder, num_vectors, nothing, step)
         counted = builder.zext(found[-1], ir.VectorType(ir.IntType(32), lanes)) if element_format != FLOAT32 else found[-1]
@@ -239,15 +245,20 @@ def _reader(needs: int, element_format: int, *, is_centered: bool = True) -> Any
     return read
 
 
-_sums, _order, _both = (_reader(needs, FLOAT32) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER))
-_sums_of_bfloat16, _order_of_bfloat16, _both_of_bfloat16 = (
-    _reader(needs, BFLOAT16, is_centered=False) for needs in (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER)
+ALL_NEEDS = (NEED_SUMS, NEED_ORDER, NEED_SUMS | NEED_ORDER, NEED_SUMS | NEED_ORDER & ~NEED_ZEROS)
+"""What there is a loop for. Most who want extremes want sums too, and few want to know how many zeros there are."""
+
+_sums, _order, _all, _both = (_reader(needs, FLOAT32) for needs in ALL_NEEDS)
+_sums_of_bfloat16, _order_of_bfloat16, _all_of_bfloat16, _both_of_bfloat16 = (
+    _reader(needs, BFLOAT16, is_centered=False) for needs in ALL_NEEDS
 )
 _sums_of_bfloat16_about = _reader(NEED_SUMS, BFLOAT16)
 
 
 @njit
 def _totals(address: int, size: int, element_format: int, needs: int, center: float) -> Any:  # noqa: ANN401  # as above
+    if needs & NEED_SUMS and needs & NEED_ZEROS:
+        return _all(address, size, center) if element_format == FLOAT32 else _all_of_bfloat16(address, size, 0.0)
     if needs & NEED_SUMS and needs & NEED_ORDER:
         return _both(address, size, center) if element_format == FLOAT32 else _both_of_bfloat16(address, size, 0.0)
     if needs & NEED_SUMS:
