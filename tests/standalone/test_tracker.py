@@ -621,6 +621,21 @@ def test_a_copy_of_a_tracked_module_is_not_tracked() -> None:
     assert torch.equal(clone[0].weight, module[0].weight)
 
 
+def test_a_tracker_does_not_hold_a_module_by_the_hooks_it_has() -> None:
+    """One that somebody's own hook refers to goes when nobody else needs it, although the tracker goes on."""
+    import gc
+    import weakref
+
+    module = nn.Linear(6, 3)
+    module.register_forward_hook(lambda *_args, own=module: None)
+    with track(nn.Linear(6, 3)) as tracker:
+        tracker.register(module, "other")
+        gone = weakref.ref(module)
+        del module
+        gc.collect()
+        assert gone() is None
+
+
 def test_outputs_may_be_freed_before_the_backward_pass() -> None:
     """A tracker that keeps little does not hold an output that nobody else needs."""
     import weakref

@@ -195,7 +195,8 @@ class Tracker:
             name: What to call it.
             grad: Whether to keep gradients, too.
         """
-        self._module_hooks.add_forward(module, _ForwardHook(self, name, grad), with_kwargs=True)
+        # By a handle, which does not keep what it is on: a tracker may outlive the module, whose other hooks may hold it.
+        self._module_hooks.add(module.register_forward_hook(_ForwardHook(self, name, grad), with_kwargs=True))
 
     def register_all(self, module: nn.Module, grad: bool = True, include: NamePattern = None, exclude: NamePattern = None) -> None:
         """Keep what a module and those in it return from now on; arguments as for :func:`track`.
