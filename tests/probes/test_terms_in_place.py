@@ -309,6 +309,33 @@ def test_an_output_of_another_shape_than_the_parameters_is_not_read_beyond_them(
         assert values["monitor/errors"] == 1
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(6, 1), nn.LayerNorm(1)])
+def test_an_output_that_a_hook_makes_a_number_is_compared(layer: Any) -> None:
+    """As that of a layer for a single value: it has no last dimension."""
+    module, reference = copy.deepcopy(layer), copy.deepcopy(layer)
+    for one in (module, reference):
+        nn.init.normal_(one.weight)
+        nn.init.normal_(one.bias)
+        one.register_forward_hook(lambda _module, _args, output: output.squeeze())
+    x, x0 = torch.randn(2, *reference.weight.shape[-1:])
+    found = checked(module, reference, x, x0)
+    assert found["rcc_effective_update/fc/rms"] == pytest.approx(rms(module(x) - reference(x)), rel=1e-5)
+    assert found["rcc_propagating_update/fc/rms"] == pytest.approx(rms(reference(x) - reference(x0)), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_inputs_gives_its_bias() -> None:
+    """There are no numbers in its input to divide anything by."""
+    module, reference = nn.Linear(0, 5), nn.Linear(0, 5)
+    nn.init.normal_(module.bias)
+    nn.init.normal_(reference.bias)
+    x = torch.randn(4, 0)
+    found = checked(module, reference, x, x)
+    assert found["rcc_effective_update/fc/rms"] == pytest.approx(rms(module.bias - reference.bias), rel=1e-6)
+    assert found["rcc_propagating_update/fc/rms"] == 0
+    assert found["monitor/errors"] == 0
+
+
 @pytest.mark.parametrize(("epsilon", "normalized"), [(0.0, float("nan")), (1e-200, 0.0)])
 def test_what_cannot_be_normalized_is_no_error_and_leaves_nothing_behind(epsilon: float, normalized: float) -> None:
     """A token of zeros without an epsilon; the values of the step after are right."""
@@ -382,3 +409,20 @@ def test_a_copy_of_what_was_prepared_is_prepared_anew() -> None:
     assert units.of(sites, reference) is units.of(sites, reference)
     for copied, its_reference in (copy.deepcopy((units, reference)), pickle.loads(pickle.dumps((units, reference)))):
         assert not copied.of(sites, its_reference)  # the original's modules have no sibling there
+
+
+def test_a_monitor_is_copied_while_a_step_is_checked() -> None:
+    """With the model, as by a program that keeps its best state; the step goes on as before."""
+    module, reference = nn.Linear(6, 6), nn.Linear(6, 6)
+    watching = model, before, monitor = watched(module, reference)
+    RefinedCoordinateCheck(monitor)
+    x, x0 = torch.randn(2, 4, 6)
+    _wx, _w0x0, expected_values = one_step(watching, 0, x, x0)
+    monitor.begin_step(1)
+    copy.deepcopy(watching)
+    with monitor.no_monitor():
+        before["fc"](x0)
+    model["fc"](x)
+    record = monitor.end_step()
+    assert record is not None
+    assert record.values == pytest.approx(expected_values, rel=1e-6)

@@ -77,6 +77,10 @@ class LinearAgain:
         self._memory = _NOTHING
         self._prepared: dict[nn.Module, _Prepared] = {}
 
+    def __reduce__(self) -> tuple[type[LinearAgain], tuple[()]]:
+        """A copy has prepared nothing, and nobody has its turn: what is prepared are addresses, and a lock cannot be copied."""
+        return LinearAgain, ()
+
     def release(self) -> None:
         """Give memory back, if it is much."""
         if self._memory.numel() > KEPT_ELEMENTS:

@@ -84,10 +84,10 @@ class TermsInPlace:
         x, reference, x0 = args[0], call.outputs[0][1], call.inputs[0][1] if self._has_change else None
         if not (isinstance(output, Tensor) and isinstance(x, Tensor)) or output.shape != reference.shape:
             return False
-        if output.shape[:-1] != x.shape[:-1] or (x0 is not None and x0.shape != x.shape):
+        # A hook may have made a number of the output.
+        if not output.dim() or output.shape[:-1] != x.shape[:-1] or (x0 is not None and x0.shape != x.shape):
             return False
         in_features, out_features = x.shape[-1], output.shape[-1]
-        num_tokens = x.numel() // in_features
         again = None
         if self._is_linear and self._unit.is_run_again:
             again = run_again.prepare(self._unit.twin, args)
@@ -99,7 +99,7 @@ class TermsInPlace:
             and self._note_parameters(out_features, 0 if again is None else again.bias_place)
         )
         if is_readable:
-            self._measure(again, num_tokens, out_features, in_features)
+            self._measure(again, x.numel() // in_features, out_features, in_features)
         return is_readable
 
     def totals(self) -> tuple[list[list[Wish]], np.ndarray] | None:
