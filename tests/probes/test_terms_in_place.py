@@ -426,3 +426,52 @@ def test_a_monitor_is_copied_while_a_step_is_checked() -> None:
     record = monitor.end_step()
     assert record is not None
     assert record.values == pytest.approx(expected_values, rel=1e-6)
+
+
+class Doubling(nn.Linear):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for twice the input."""
+        return super().forward(x.mul_(2))
+
+
+def doubling(layer: Any) -> nn.Module:
+    """With a forward of its own that writes into its input."""
+    forward = layer.forward
+    layer.forward = lambda x: forward(x.mul_(2))
+    return layer
+
+
+def doubled(layer: nn.Module) -> nn.Module:
+    """With somebody's hook that writes into the input."""
+
+    def write(_module: nn.Module, args: tuple[Tensor], _output: Tensor) -> None:
+        args[0].mul_(2)
+
+    layer.register_forward_hook(write)
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: Doubling(6, 6), lambda: doubling(nn.Linear(6, 6))], ids=["its class", "itself"])
+def test_a_layer_that_overwrites_its_input_does_so_once(make: Any) -> None:
+    """In the model's tensor, and not once more as the reference is run on it; the input is that from before."""
+    watching = watched(make(), make())
+    RefinedCoordinateCheck(watching[-1])
+    x, x0 = torch.ones(4, 6), torch.ones(4, 6)
+    with torch.no_grad():
+        _wx, _w0x0, values = one_step(watching, 0, x, x0)
+    assert torch.equal(x, torch.full((4, 6), 2.0))
+    assert values["rcc_input/fc/rms"] == 1
+    assert values["rcc_input_change/fc/rms"] == 0
+    assert values["rcc_propagating_update/fc/rms"] == 0
+
+
+def test_a_hook_that_overwrites_the_input_does_not_do_so_again() -> None:
+    """The reference's hooks run on a copy of the model's tensor."""
+    watching = watched(doubled(nn.Linear(6, 6)), doubled(nn.Linear(6, 6)))
+    RefinedCoordinateCheck(watching[-1])
+    x = torch.ones(4, 6)
+    with torch.no_grad():
+        one_step(watching, 0, x, torch.ones(4, 6))
+    assert torch.equal(x, torch.full((4, 6), 2.0))

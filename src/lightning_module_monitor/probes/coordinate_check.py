@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, UncopiedHook
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, UncopiedHook, runs_forward_alone
 from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
 from lightning_module_monitor.probes.checked_modules import ALIGNMENT, INPUT_CHANGE, KINDS, OPERATOR_NORM
 from lightning_module_monitor.probes.layers import layer_of
@@ -115,10 +115,10 @@ class CheckedUnit:
 
 
 def _structure(module: nn.Module) -> object:
-    """What the terms of a module are made of: its type, its parameters, and how it normalizes."""
+    """What the terms of a module are made of: its type, its forward, its parameters, and how it normalizes."""
     layer = layer_of(module)
     shapes = [(name, parameter.shape) for name, parameter in module._parameters.items() if parameter is not None]
-    return type(module), shapes, None if layer is None else layer.token_normalization(module)
+    return type(module), "forward" in vars(module), shapes, None if layer is None else layer.token_normalization(module)
 
 
 def _unit(watched: WatchedModule, twin: nn.Module) -> Unit:
@@ -296,6 +296,9 @@ class CoordinateCheckProbe(Probe):
         plain = None if kwargs or states is not None or linear_again is None else linear_again.prepare(unit.twin, args)
         if plain is not None:
             return {(): plain.run()}
+        if unit.may_draw or not runs_forward_alone(unit.twin):
+            # What it writes into its arguments, or a hook of somebody's, it is not to write into the model's.
+            args, kwargs = copied((args, kwargs))
         with ExitStack() as stack:
             if states is not None:
                 stack.enter_context(unchanged_random_states(self._device))

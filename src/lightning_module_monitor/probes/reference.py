@@ -213,7 +213,7 @@ class ReferenceProbe(Probe):
         root = self.reference.module
         self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_run), prepend=True))
         for module, wishes in self._wanted.items():
-            inputs, may_overwrite = any(wishes.values()), layer_of(module) is None
+            inputs, may_overwrite = any(wishes.values()), layer_of(module) is None or "forward" in vars(module)
             if inputs and may_overwrite:
                 self._hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
             after = functools.partial(self._after_forward, list(wishes), inputs, may_overwrite)

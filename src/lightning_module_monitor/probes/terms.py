@@ -80,8 +80,9 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.layer = layer_of(self.watched.site.module)
-        self.may_draw = self.layer is None or is_parametrized(self.twin)
-        """Whether it may draw numbers: it is of no known type, or its weight is computed from others."""
+        has_own_forward = any("forward" in vars(one) for one in (self.watched.site.module, self.twin))
+        self.may_draw = self.layer is None or is_parametrized(self.twin) or has_own_forward
+        """Whether it may draw numbers: it is of no known type, has a ``forward`` of its own, or its weight is computed from others."""
         self.terms_of_output = self.of_output()
         self.terms_of_input = self.of_input()
         self.is_run_again = any(Part.AGAIN in term.parts for term in self.terms_of_output)
