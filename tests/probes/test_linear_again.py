@@ -204,8 +204,8 @@ class Branches(nn.Module):
         return torch.stack([*run(lambda branch: branch(x), self.branches)]).sum(0)
 
 
-def test_layers_that_run_in_several_threads_do_not_take_each_others_memory() -> None:
-    """One at a time is run again into memory that is kept; while torch computes, other threads go on."""
+def test_layers_that_run_in_several_threads_do_not_take_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time is run again into memory that is kept; while torch computes, others go on. Who waits in vain has memory of its own."""
     torch.manual_seed(0)
     model = Branches(4)
     reference = copy.deepcopy(model)
@@ -230,3 +230,10 @@ def test_layers_that_run_in_several_threads_do_not_take_each_others_memory() -> 
         model.pool = pool
         for step in range(1, 12):
             assert values(step) == pytest.approx(expected, rel=1e-6)
+
+        model.pool = None
+        turn = monitor._units.linear_again.turn
+        monkeypatch.setattr("lightning_module_monitor.probes.coordinate_check.MOST_WAITING_SECONDS", 0.01)
+        pool.submit(turn.acquire).result()
+        assert values(12) == pytest.approx(expected, rel=1e-6)
+        assert not turn.acquire(blocking=False)

@@ -47,6 +47,9 @@ _ALIGNED = {"effective": "update", "propagating": "reference"}
 _UPDATE, _REFERENCE = UserFunction("update", float, "mean"), UserFunction("reference", float, "mean")
 """What was computed, as an observation takes it."""
 
+MOST_WAITING_SECONDS = 1.0
+"""For another thread that checks a layer."""
+
 _NOTHING = -1.0
 """Stands for no alignment, where the input is zero or there is no norm of it; not a NaN, which tells of values that are not finite."""
 
@@ -242,9 +245,10 @@ class CoordinateCheckProbe(Probe):
     ) -> None:
         if not self._is_counted():
             return
-        # Of a model that runs its parts in several threads one at a time has it; the others need none for the longer way.
+        # Of a model that runs its parts in several threads one at a time has it. Who waits in vain, because the other waits for a lock
+        # of the program's that is held here, goes the longer way, without memory that both would write.
         turn = self._linear_again.turn
-        has_turn = turn.acquire(blocking=False)
+        has_turn = turn.acquire(timeout=MOST_WAITING_SECONDS)
         try:
             self._see_call(checked, args, kwargs, output, self._linear_again if has_turn else None)
         except MonitorError:

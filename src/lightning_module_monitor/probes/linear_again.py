@@ -69,11 +69,11 @@ class LinearAgain:
     """Does what a plain ``torch.nn.Linear`` does, by the same operation, for one at a time.
 
     Attributes:
-        turn: Whoever has it may run a layer and look at the result. Other threads go on while torch computes.
+        turn: The thread that has it may run a layer and look at the result. Others go on while torch computes.
     """
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
+        self.turn = threading.RLock()
         self._memory = _NOTHING
         self._prepared: dict[nn.Module, _Prepared] = {}
 
