@@ -198,6 +198,26 @@ def test_normalized_inputs_of_any_magnitude(name: str, scale: float, shift: floa
 
 
 @pytest.mark.usefixtures("only_in_place")
+@pytest.mark.parametrize("name", ["layer norm", "layer norm without bias", "rms norm"])
+@pytest.mark.parametrize("change", [1.0, 3e-4, 1e-6])
+@pytest.mark.parametrize("how", ["each", "all by one number", "all by one factor"])
+def test_a_small_change_of_a_normalized_input_keeps_its_digits(name: str, change: float, how: str) -> None:
+    """It is not the difference of two that are near each other, as early in training; nor what is left of a change that is taken out."""
+    module, reference = models(name)
+    x0 = torch.randn(40, FEATURES) + 1
+    x = {"each": x0 + change * torch.randn(40, FEATURES), "all by one number": x0 + change, "all by one factor": x0 * (1 + change)}[how]
+    values = checked(module, reference, x, x0)
+    own, before = applied_to(module, x.double()), applied_to(module, x0.double())
+    right = {
+        "rcc_input_change/fc": x.double() - x0.double(),
+        "rcc_input_change/fc.weight": own - before,
+        "rcc_propagating_update/fc": (own - before) * reference.weight,
+    }
+    for site, term in right.items():
+        # Of a change that is taken out by the norm nothing is left but what float64 rounds away.
+        assert values[f"{site}/rms"] == pytest.approx(rms(term), rel=5e-7, abs=1e-15 * rms(own))
+
+
 def test_values_that_are_not_finite_are_not_hidden() -> None:
     """A single NaN in the input of a norm."""
     module, reference = models("layer norm")

@@ -35,32 +35,47 @@ NUM_FORMS = 7
 MAX_CENTER = 4.0
 """Times the standard deviation: a mean that is larger cannot be taken from a token in float32 without losing digits."""
 
-LEAST_CHANGE = 1e-8
-"""Times the square of what is normalized: that of a change which is smaller is made of what float32 has rounded away."""
+LEAST_CHANGE = 1e-4
+"""Times the square of the token's change, as it is divided: what is left of that where a token has only been scaled is what float32 has
+rounded away."""
+
+BLOCK = 1024
+"""Elements of a token that are summed in float32; blocks are in float64."""
 
 
-def _both(_builder: Any, read: list[Any], _numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
-    """Two tokens."""
-    return read
+def _token_and_change(builder: Any, read: list[Any], _numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # llvmlite is not annotated, here and below
+    """A token, and what it differs by from the other."""
+    own, other = read
+    return [own, builder.fsub(own, other)]
 
 
-def _squares_about(builder: Any, read: list[Any], centers: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
-    """The squares of two tokens, each about a center of its own."""
-    deviations = [builder.fsub(token, center) for token, center in zip(read, centers, strict=True)]
-    return [builder.fmul(one, one, flags=["contract"]) for one in deviations]
+def _about_centers(builder: Any, read: list[Any], numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
+    """The squares of two tokens, each about its center, and their difference, which is made of the tokens' change."""
+    own, other = read
+    center, center_change, other_center = numbers
+    deviation, other_deviation = builder.fsub(own, center), builder.fsub(other, other_center)
+    change = builder.fsub(builder.fsub(own, other), center_change)
+    products = (deviation, deviation), (other_deviation, other_deviation), (change, builder.fadd(deviation, other_deviation))
+    return [builder.fmul(one, by, flags=["contract"]) for one, by in products]
 
 
 def _squares_of_forms(builder: Any, read: list[Any], numbers: list[Any]) -> list[Any]:  # noqa: ANN401  # as above
-    """The squares of all forms, of two tokens, of each what is taken from it, and what the rest is multiplied by."""
+    """The squares of all forms, of two tokens.
+
+    What the normalized token changes by is not the difference of two that are near each other, of which float32 would leave little::
+
+        (x - c) f - (x0 - c0) f0  =  (x - x0 - (c - c0)) f  +  (x0 - c0) (f - f0)
+    """
     own, other, weight, weight_change, bias_change = read
-    normalized, other_normalized = (
-        builder.fmul(builder.fsub(token, center), factor) for token, center, factor in ((own, *numbers[:2]), (other, *numbers[2:]))
-    )
-    change = builder.fsub(normalized, other_normalized)
+    center, factor, center_change, other_center, factor_change = numbers
+    token_change = builder.fsub(own, other)
+    normalized = builder.fmul(builder.fsub(own, center), factor)
+    of_token = builder.fmul(builder.fsub(token_change, center_change), factor)
+    change = builder.fadd(of_token, builder.fmul(builder.fsub(other, other_center), factor_change), flags=["contract"])
     update = builder.fmul(normalized, weight_change)
     values = {
         TOKEN: own,
-        TOKEN_CHANGE: builder.fsub(own, other),
+        TOKEN_CHANGE: token_change,
         NORMALIZED: normalized,
         NORMALIZED_CHANGE: change,
         EFFECTIVE: builder.fadd(update, bias_change),
@@ -70,8 +85,8 @@ def _squares_of_forms(builder: Any, read: list[Any], numbers: list[Any]) -> list
     return [builder.fmul(values[form], values[form], flags=["contract"]) for form in range(NUM_FORMS)]
 
 
-_sums, _sums_of_rest = (summing_loop(lanes, 2, 2, _both) for lanes in (LANES, 1))
-_about, _about_of_rest = (summing_loop(lanes, 2, 0, _squares_about) for lanes in (LANES, 1))
+_changes, _changes_of_rest = (summing_loop(lanes, 2, 2, _token_and_change) for lanes in (LANES, 1))
+_about, _about_of_rest = (summing_loop(lanes, 3, 0, _about_centers) for lanes in (LANES, 1))
 _forms, _forms_of_rest = (summing_loop(lanes, NUM_FORMS, 0, _squares_of_forms) for lanes in (LANES, 1))
 
 
@@ -81,41 +96,48 @@ def _token(address: int, features: int) -> np.ndarray:
 
 
 @njit(error_model="numpy")
-def _centers(own: int, other: int, features: int, quick: np.ndarray) -> tuple[np.float32, np.float32]:
-    """The means of two tokens. ``quick``: to work with."""
+def _centers(own: int, other: int, features: int, quick: np.ndarray, sums: np.ndarray) -> tuple[np.float32, np.float32]:
+    """The mean of a token, and what it differs by from that of the other. ``quick``, ``sums``: to work with, float32 and float64."""
     in_wide_vectors()
-    quick[:2] = np.float32(0.0)
-    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
-    done = vectors * LANES * ELEMENT_BYTES
-    _sums((own, other), (), to, vectors)
-    if rest:
-        _sums_of_rest((own + done, other + done), (), to, rest)
-    return np.float32(quick[0] / np.float32(features)), np.float32(quick[1] / np.float32(features))
+    sums[:] = 0.0
+    for start in range(0, features, BLOCK):
+        quick[:] = np.float32(0.0)
+        size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
+        rest = size % LANES
+        done = first + (size - rest) * ELEMENT_BYTES
+        _changes((own + first, other + first), (), quick.ctypes.data, size // LANES)
+        if rest:
+            _changes_of_rest((own + done, other + done), (), quick.ctypes.data, rest)
+        sums[0] += quick[0]
+        sums[1] += quick[1]
+    return np.float32(sums[0] / features), np.float32(sums[1] / features)
 
 
 @njit
 def _deviations(
-    own: int, other: int, features: int, center: np.float32, other_center: np.float32, quick: np.ndarray
-) -> tuple[np.float32, np.float32]:
-    """The sums of squares of two tokens about their centers."""
+    own: int, other: int, features: int, by: tuple[np.float32, np.float32, np.float32], quick: np.ndarray, sums: np.ndarray
+) -> tuple[float, float, float]:
+    """The sums of squares of two tokens about their centers, and the difference of these.
+
+    ``by``: the center, what it differs by from the other's, and the other's.
+    """
     in_wide_vectors()
-    quick[:2] = np.float32(0.0)
-    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
-    done = vectors * LANES * ELEMENT_BYTES
-    _about((own, other), (center, other_center), to, vectors)
-    if rest:
-        _about_of_rest((own + done, other + done), (center, other_center), to, rest)
-    return quick[0], quick[1]
-
-
-@njit(error_model="numpy")
-def _root(squares: np.float32, features: int, epsilon: float) -> np.float32:
-    """What a token is divided by."""
-    return np.float32(np.sqrt(np.float64(squares) / features + epsilon))  # type: ignore[no-any-return]  # numba's
+    sums[:] = 0.0
+    for start in range(0, features, BLOCK):
+        quick[:] = np.float32(0.0)
+        size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
+        rest = size % LANES
+        done = first + (size - rest) * ELEMENT_BYTES
+        _about((own + first, other + first), by, quick.ctypes.data, size // LANES)
+        if rest:
+            _about_of_rest((own + done, other + done), by, quick.ctypes.data, rest)
+        for place in range(3):
+            sums[place] += quick[place]
+    return sums[0], sums[1], sums[2]
 
 
 @njit
-def _is_good(squares: np.float32, center: np.float32, features: int) -> bool:
+def _is_good(squares: float, center: np.float32, features: int) -> bool:
     """Whether float32 was good enough for them."""
     return bool(LEAST_QUICK < squares < np.inf and np.float64(center) ** 2 * features <= MAX_CENTER**2 * squares)
 
@@ -133,19 +155,27 @@ def _squares(
     own: int,
     other: int,
     features: int,
-    by: tuple[np.float32, np.float32, np.float32, np.float32],
+    by: tuple[np.float32, np.float32, np.float32, np.float32, np.float32],
     weights: tuple[int, int, int],
     quick: np.ndarray,
+    sums: np.ndarray,
 ) -> None:
-    """Sums in float32 of all forms. ``by``: of each token what is taken from it, and what the rest is multiplied by."""
+    """The sums of all forms. ``by``: as :func:`_squares_of_forms` has them."""
     in_wide_vectors()
-    quick[:] = np.float32(0.0)
-    vectors, rest, to = features // LANES, features % LANES, quick.ctypes.data
-    done = vectors * LANES * ELEMENT_BYTES
+    sums[:] = 0.0
     weight, weight_change, bias_change = weights
-    _forms((own, other, weight, weight_change, bias_change), by, to, vectors)
-    if rest:
-        _forms_of_rest((own + done, other + done, weight + done, weight_change + done, bias_change + done), by, to, rest)
+    for start in range(0, features, BLOCK):
+        quick[:] = np.float32(0.0)
+        size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
+        rest = size % LANES
+        done = first + (size - rest) * ELEMENT_BYTES
+        places = (own + first, other + first, weight + first, weight_change + first, bias_change + first)
+        _forms(places, by, quick.ctypes.data, size // LANES)
+        if rest:
+            places = (own + done, other + done, weight + done, weight_change + done, bias_change + done)
+            _forms_of_rest(places, by, quick.ctypes.data, rest)
+        for form in range(NUM_FORMS):
+            sums[form] += quick[form]
 
 
 @njit(error_model="numpy")
@@ -209,25 +239,28 @@ def _measure(
 ) -> None:
     """The squares of one token; in float64 where float32 is not good enough for all of them.
 
-    ``is_zero``: which are zero, whatever the token. ``quick``: float32, to work with. ``squares``: gets the results, float64.
+    ``is_zero``: which are zero, whatever the token. ``quick``: float32, to work with. ``squares``: gets the results, float64, and is
+    worked with until then.
     """
     in_wide_vectors()
-    one, zero = np.float32(1.0), np.float32(0.0)
-    center, other_center = _centers(own, other, features, quick) if is_centered else (zero, zero)
-    own_squares, other_squares = _deviations(own, other, features, center, other_center, quick)
+    zero = np.float32(0.0)
+    center, center_change = _centers(own, other, features, quick, squares) if is_centered else (zero, zero)
+    other_center = np.float32(center - center_change)
+    own_squares, other_squares, difference = _deviations(own, other, features, (center, center_change, other_center), quick, squares)
     is_good = _is_good(own_squares, center, features) and _is_good(other_squares, other_center, features)
-    factor, other_factor = one / _root(own_squares, features, epsilon), one / _root(other_squares, features, epsilon)
-    _squares(own, other, features, (center, factor, other_center, other_factor), weights, quick)
+    root, other_root = np.sqrt(own_squares / features + epsilon), np.sqrt(other_squares / features + epsilon)
+    factor = np.float32(1.0 / root)
+    factor_change = np.float32(-difference / features / (root * other_root * (root + other_root)))
+    _squares(own, other, features, (center, factor, center_change, other_center, factor_change), weights, quick, squares)
     # Of an input that has not changed the changes are zero: exactly so, whatever order the compiler has found for them.
-    is_unchanged = not is_compared or (quick[TOKEN_CHANGE] == 0.0 and _is_same(_token(own, features), _token(other, features)))
+    is_unchanged = not is_compared or (squares[TOKEN_CHANGE] == 0.0 and _is_same(_token(own, features), _token(other, features)))
     if is_unchanged:
-        quick[TOKEN_CHANGE] = quick[NORMALIZED_CHANGE] = quick[PROPAGATING] = np.float32(0.0)
-    elif not quick[NORMALIZED_CHANGE] > np.float32(LEAST_CHANGE) * quick[NORMALIZED]:
+        squares[TOKEN_CHANGE] = squares[NORMALIZED_CHANGE] = squares[PROPAGATING] = 0.0
+    elif not squares[NORMALIZED_CHANGE] > LEAST_CHANGE * squares[TOKEN_CHANGE] * np.float64(factor) ** 2:
         is_good = False
     for form in range(NUM_FORMS):
-        squares[form] = quick[form]
         if not (is_zero[form] or (is_unchanged and form in (TOKEN_CHANGE, NORMALIZED_CHANGE, PROPAGATING))):
-            is_good = is_good and LEAST_QUICK < quick[form] < np.inf
+            is_good = is_good and LEAST_QUICK < squares[form] < np.inf
     if not is_good:
         _wide_squares(_token(own, features), _token(other, features), is_centered, epsilon, weights, squares)
 
