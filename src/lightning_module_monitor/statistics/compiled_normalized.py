@@ -95,45 +95,30 @@ def _token(address: int, features: int) -> np.ndarray:
     return carray(pointer(address), (features,), np.float32)  # type: ignore[no-any-return]  # numba's
 
 
-@njit(error_model="numpy")
-def _centers(own: int, other: int, features: int, quick: np.ndarray, sums: np.ndarray) -> tuple[np.float32, np.float32]:
-    """The mean of a token, and what it differs by from that of the other. ``quick``, ``sums``: to work with, float32 and float64."""
-    in_wide_vectors()
-    sums[:] = 0.0
-    for start in range(0, features, BLOCK):
-        quick[:] = np.float32(0.0)
-        size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
-        rest = size % LANES
-        done = first + (size - rest) * ELEMENT_BYTES
-        _changes((own + first, other + first), (), quick.ctypes.data, size // LANES)
-        if rest:
-            _changes_of_rest((own + done, other + done), (), quick.ctypes.data, rest)
-        sums[0] += quick[0]
-        sums[1] += quick[1]
-    return np.float32(sums[0] / features), np.float32(sums[1] / features)
+def _block_by_block(vectors: Any, rest: Any) -> Any:  # noqa: ANN401  # numba's functions are not annotated
+    """What sums by two loops, of vectors and of single elements, what is made of two tokens."""
+
+    @njit
+    def add(own: int, other: int, features: int, by: Any, quick: np.ndarray, sums: np.ndarray) -> None:  # noqa: ANN401  # a tuple of float32
+        """``by``: what the loops get. ``quick``: float32, to work with. ``sums``: gets the results first, float64."""
+        in_wide_vectors()
+        sums[:] = 0.0
+        for start in range(0, features, BLOCK):
+            quick[:] = np.float32(0.0)
+            size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
+            single = size % LANES
+            done = first + (size - single) * ELEMENT_BYTES
+            vectors((own + first, other + first), by, quick.ctypes.data, size // LANES)
+            if single:
+                rest((own + done, other + done), by, quick.ctypes.data, single)
+            for place in range(quick.size):
+                sums[place] += quick[place]
+
+    return add
 
 
-@njit
-def _deviations(
-    own: int, other: int, features: int, by: tuple[np.float32, np.float32, np.float32], quick: np.ndarray, sums: np.ndarray
-) -> tuple[float, float, float]:
-    """The sums of squares of two tokens about their centers, and the difference of these.
-
-    ``by``: the center, what it differs by from the other's, and the other's.
-    """
-    in_wide_vectors()
-    sums[:] = 0.0
-    for start in range(0, features, BLOCK):
-        quick[:] = np.float32(0.0)
-        size, first = min(BLOCK, features - start), start * ELEMENT_BYTES
-        rest = size % LANES
-        done = first + (size - rest) * ELEMENT_BYTES
-        _about((own + first, other + first), by, quick.ctypes.data, size // LANES)
-        if rest:
-            _about_of_rest((own + done, other + done), by, quick.ctypes.data, rest)
-        for place in range(3):
-            sums[place] += quick[place]
-    return sums[0], sums[1], sums[2]
+_sum_changes = _block_by_block(_changes, _changes_of_rest)
+_sum_deviations = _block_by_block(_about, _about_of_rest)
 
 
 @njit
@@ -243,10 +228,13 @@ def _measure(
     worked with until then.
     """
     in_wide_vectors()
-    zero = np.float32(0.0)
-    center, center_change = _centers(own, other, features, quick, squares) if is_centered else (zero, zero)
+    center = center_change = np.float32(0.0)
+    if is_centered:
+        _sum_changes(own, other, features, (), quick, squares)
+        center, center_change = np.float32(squares[0] / features), np.float32(squares[1] / features)
     other_center = np.float32(center - center_change)
-    own_squares, other_squares, difference = _deviations(own, other, features, (center, center_change, other_center), quick, squares)
+    _sum_deviations(own, other, features, (center, center_change, other_center), quick, squares)
+    own_squares, other_squares, difference = squares[0], squares[1], squares[2]
     is_good = _is_good(own_squares, center, features) and _is_good(other_squares, other_center, features)
     root, other_root = np.sqrt(own_squares / features + epsilon), np.sqrt(other_squares / features + epsilon)
     factor = np.float32(1.0 / root)
