@@ -81,6 +81,8 @@ FLOOR_TARGET = 1.5
 """Most that the seven statistics may add to a plain step, in what the floor adds."""
 PEER_TARGET = 1 / 8
 """The same, in what torch-module-monitor adds."""
+TIMED = (OURS, FLOOR, PEER)
+"""Whose own calls are timed too: all that they do is done in forward hooks and between the parts of a step."""
 ATTENTION_TARGET = 1.0
 """Forward passes of attention, not fused, that watching it may cost."""
 
@@ -256,6 +258,64 @@ class Observer:
         """Leave the model."""
 
 
+class TimedHook:
+    """A forward hook that adds the time it takes to that of its observer."""
+
+    def __init__(self, hook: Callable[..., object], observer: TimedObserver) -> None:
+        self.hook = hook
+        self.observer = observer
+
+    def __call__(self, *args: object) -> object:
+        with self.observer.clock():
+            return self.hook(*args)
+
+
+class TimedObserver(Observer):
+    """Another observer, and the CPU time that its own calls take, those of its forward hooks among them.
+
+    What a hook costs before and after it is called is not in it, nor what the model's own work is slowed down by.
+    """
+
+    def __init__(self, observer: Observer, model: nn.Module) -> None:
+        self.observer = observer
+        self.model = model
+        self.seconds = 0.0
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Count what is done within."""
+        start = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds += time.process_time() - start
+
+    def _hooks(self) -> Iterator[tuple[dict[int, Any], int, Any]]:
+        for module in self.model.modules():
+            yield from ((module._forward_hooks, number, hook) for number, hook in list(module._forward_hooks.items()))
+
+    def begin(self, step: int) -> None:
+        with self.clock():
+            self.observer.begin(step)
+        for hooks, number, hook in self._hooks():
+            hooks[number] = TimedHook(hook, self)
+
+    def before_forward(self, inputs: Tensor) -> None:
+        with self.clock():
+            self.observer.before_forward(inputs)
+
+    def before_update(self) -> None:
+        with self.clock():
+            self.observer.before_update()
+
+    def end(self) -> int:
+        with self.clock():
+            num_values = self.observer.end()
+        for hooks, number, hook in self._hooks():
+            hooks[number] = hook.hook
+        return num_values
+
+
 class Engine(Observer):
     """Our engine, due at every n-th step."""
 
@@ -272,8 +332,8 @@ class Engine(Observer):
 
     def end(self) -> int:
         record = self.monitor.end_step()
-        # Without the monitor's own figure, its count of errors.
-        return 0 if record is None else len(record.values) - 1
+        # As numbers of Python's, which others give too; without the monitor's own figure, its count of errors.
+        return 0 if record is None else len([*record.values.values()]) - 1
 
     def close(self) -> None:
         self.monitor.close()
@@ -715,6 +775,8 @@ class Result:
     counts: dict[str, Counts] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     """Largest relative error of our engine by statistic."""
+    own_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of those in ``TIMED`` what their own calls took, in further rounds."""
 
     def ratios(self, name: str) -> list[float]:
         """Time of a variant's step, in plain steps of the same round."""
@@ -733,7 +795,8 @@ class Result:
         draw, rounds = random.Random(SEED), range(len(self.seconds[PLAIN]))
         for _ in range(NUM_RESAMPLES):
             drawn = draw.choices(rounds, k=len(rounds))
-            yield replace(self, seconds={name: [seconds[i] for i in drawn] for name, seconds in self.seconds.items()})
+            again = [{name: [one[i] for i in drawn] for name, one in kind.items()} for kind in (self.seconds, self.own_seconds)]
+            yield replace(self, seconds=again[0], own_seconds=again[1])
 
     def extra(self, name: str) -> Counts:
         """What a variant's step does beyond a plain one: an optimizer reads values on the host too."""
@@ -752,6 +815,8 @@ def measure(workload: Workload, variants: Sequence[Variant], num_steps: int, pre
             for lane in lanes:
                 lane.train_step(batches[step % NUM_BATCHES])
         time_rounds(lanes, batches, num_steps, result)
+        if torch.get_num_threads() == 1:  # another thread, which waits for work in a loop, would be in it
+            time_own_calls([lane for lane in lanes if lane.variant.name in TIMED], batches, num_steps, result)
         for lane in lanes:
             result.counts[lane.variant.name] = count(lane, batches[0])
             if lane.variant.name == OURS:
@@ -760,6 +825,23 @@ def measure(workload: Workload, variants: Sequence[Variant], num_steps: int, pre
         for lane in lanes:
             lane.observer.close()
     return result
+
+
+def time_own_calls(lanes: Sequence[Lane], batches: Sequence[Batch], num_rounds: int, result: Result) -> None:
+    """As many rounds again, in which only the calls of the observers are timed.
+
+    What is a hundredth of a step is not to be told by the difference of two steps where these differ by more from round to round.
+    """
+    result.own_seconds.update({lane.variant.name: [] for lane in lanes})
+    for step in range(num_rounds):
+        for lane in lanes:
+            observer = lane.observer
+            lane.observer = timed = TimedObserver(observer, lane.model)
+            try:
+                lane.train_step(batches[step % NUM_BATCHES])
+            finally:
+                lane.observer = observer
+            result.own_seconds[lane.variant.name].append(timed.seconds)
 
 
 def time_rounds(lanes: Sequence[Lane], batches: Sequence[Batch], num_rounds: int, result: Result) -> None:
@@ -858,6 +940,8 @@ def target_line(result: Result) -> str:
     for unit, target in ((FLOOR, FLOOR_TARGET), (PEER, PEER_TARGET)):
         if {OURS, unit} <= measured.keys():
             checks.append(at_most(result, OURS, partial(relation, of=(OURS, PLAIN), to=(unit, PLAIN)), target, f"of {unit}"))
+        if {OURS, unit} <= result.own_seconds.keys():
+            checks.append(at_most(result, f"{OURS}, its own calls alone,", partial(own_relation, of=OURS, to=unit), target, f"of {unit}'s"))
     for name, of, to, target, unit in (
         (RCC, (RCC, REFERENCE), (REFERENCE, PLAIN), RCC_TARGET, "forward passes beyond the reference's"),
         (ATTENTION, (ATTENTION, PLAIN), (UNFUSED, PLAIN), ATTENTION_TARGET, "forward passes of it, not fused"),
@@ -870,6 +954,11 @@ def target_line(result: Result) -> str:
 def relation(result: Result, of: tuple[str, str], to: tuple[str, str]) -> float:
     """What one variant takes beyond another, in what a third takes beyond a fourth."""
     return result.beyond(*of) / result.beyond(*to)
+
+
+def own_relation(result: Result, of: str, to: str) -> float:
+    """What one variant's own calls take, in what another's do."""
+    return statistics.median(result.own_seconds[of]) / statistics.median(result.own_seconds[to])
 
 
 def processor() -> str:
@@ -895,8 +984,9 @@ median over rounds of a step in relation to the plain step of the same round; *q
 one monitored step, beyond those of a plain one: *host reads* are single values read on the host (`aten._local_scalar_dense`),
 *dispatches* are torch operations, *transfers* are copies of many values at once (those of the peers are not counted). *Forward passes*
 are medians of differences between steps of the same round: that of the check and the reference alone, over that of the reference alone
-and the plain step; of attention likewise, and of what ours adds in relation to the floor and to torch-module-monitor. In
-brackets: where 95 of 100 lie when the rounds are drawn anew."""
+and the plain step; of attention likewise, and of what ours adds in relation to the floor and to torch-module-monitor. *Its own calls
+alone*: the time within the calls of the monitor and of its hooks, in further rounds; it leaves out what the model's own work is
+slowed down by, and tells where that is less than steps differ by. In brackets: where 95 of 100 lie when the rounds are drawn anew."""
 
 
 def section(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundings: str) -> str:
