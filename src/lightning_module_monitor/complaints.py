@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
+
+
+class Guard:
+    """A block as :meth:`Complaints.guard` has it. No generator: a monitored step has ten of them, each cold."""
+
+    def __init__(self, complaints: Complaints, what: str, observation: Observation) -> None:
+        self._complaints = complaints
+        self._what = what
+        self._observation = observation
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.set_grad_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        self._grad_mode.__exit__(kind, error, traceback)
+        if not isinstance(error, Exception) or isinstance(error, MonitorError):
+            return False
+        self._observation.num_errors += 1
+        self._complaints.report(f"The {self._what} of this step could not be taken ({type(error).__name__}: {error}).", error)
+        return True
 
 
 class Complaints:
@@ -28,21 +48,13 @@ class Complaints:
         self._speaks_for_all = speaks_for_all
         self._said: set[str] = set()
 
-    @contextmanager
-    def guard(self, what: str, observation: Observation) -> Iterator[None]:
+    def guard(self, what: str, observation: Observation) -> Guard:
         """Within the block an error is said and counted; tensors made there have no graph.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
-        try:
-            with torch.no_grad():
-                yield
-        except MonitorError:
-            raise
-        except Exception as error:
-            observation.num_errors += 1
-            self.report(f"The {what} of this step could not be taken ({type(error).__name__}: {error}).", error)
+        return Guard(self, what, observation)
 
     def of_watch(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
         """A statistic or function of a watch failed; ``seen`` says of what tensor."""

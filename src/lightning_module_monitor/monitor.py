@@ -61,6 +61,7 @@ from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.values import Values
 from lightning_module_monitor.window import Window
 from lightning_module_monitor.wishes import DETAIL, Due, Wishes
 
@@ -454,7 +455,7 @@ class ModuleMonitor:
         """
         kind = "gradient_before_clip" if before_clip else "gradient"
         among, factor = _identities(parameters), _as_scale(scale)
-        self._tell("gradients", lambda probe: probe.see_gradients(kind, among, factor))
+        self._tell("gradients", Probe.see_gradients, kind, among, factor)
 
     def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them.
@@ -463,7 +464,7 @@ class ModuleMonitor:
             parameters: Which ones, where several optimizers have their own; all without it.
         """
         among = _identities(parameters)
-        self._tell("parameters", lambda probe: probe.see_parameters(among))
+        self._tell("parameters", Probe.see_parameters, among)
 
     def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
@@ -473,7 +474,7 @@ class ModuleMonitor:
             is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever anybody else did.
         """
         among = _identities(parameters)
-        self._tell("updates", lambda probe: probe.see_updates(among, is_skipped=is_skipped))
+        self._tell("updates", Probe.see_updates, among, is_skipped=is_skipped)
 
     def monitor_skipped_step(self, is_skipped: bool | Tensor) -> None:
         """Take in whether a ``GradScaler`` skipped the step of an optimizer; ``monitor/step_skipped`` is 1 if that of any in this step.
@@ -731,13 +732,13 @@ class ModuleMonitor:
         observation = Observation(self._complaints.of_watch, plan.rows)
         exchange = self._exchange(due, stage)
         failed = functools.partial(self._not_captured, observation)
-        expected = expected_names(plan.parameters, [] if captured is None else captured.parameters)
+        expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
         whole_tensors = WholeTensors(expected, None if exchange is None else exchange.ranks, failed)
         self._window = Window(step, stage, observation, exchange, whole_tensors)
         rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
             ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reference, rank),
-            ActivationProbe(plan.modules_with_outputs, observation, sites.further_name, self._complaints.say_once),
+            ActivationProbe(plan.outputs, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, observation))
@@ -745,7 +746,7 @@ class ModuleMonitor:
             probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
-        attention = AttentionProbe(plan.modules, observation, sites.head_name, self._complaints.say_once)
+        attention = AttentionProbe(plan.modules, plan.modules_with_heads, observation, sites.head_name, self._complaints.say_once)
         self._window.attach(attention, probes)
         self._set_open()
 
@@ -786,12 +787,13 @@ class ModuleMonitor:
         if self._window is not None:
             self._window.set_open(not self._silenced)
 
-    def _tell(self, what: str, tell: Callable[[Probe], None]) -> None:
-        """Tell every probe of a moment of the step; an error in one keeps it from no other."""
+    def _tell(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Tell every probe that it concerns of a moment of the step, a method of ``Probe``; an error in one keeps it from no other."""
         if self._window is not None and not self._silenced:
             for probe in self._window.probes:
-                with self._complaints.guard(what, self._window.observation):
-                    tell(probe)
+                if probe.overrides(moment):
+                    with self._complaints.guard(what, self._window.observation):
+                        getattr(probe, moment.__name__)(*args, **kwargs)
 
     def _finish(self) -> Record | None:
         """Close the window and finish what it saw; ``None`` if an error has spoiled that, on any rank."""
@@ -801,21 +803,23 @@ class ModuleMonitor:
         try:
             with self._complaints.guard("whole tensors", window.observation):
                 window.whole_tensors.put_together()
-            with self._complaints.guard("what has waited", window.observation):
-                for probe in window.probes:
-                    probe.finish()
-            with self._complaints.guard("raw tensors", window.observation):
-                tensors = [raw for probe in window.probes for raw in probe.tensors()]
+            for probe in window.probes:
+                if probe.overrides(Probe.finish):
+                    with self._complaints.guard("what has waited", window.observation):
+                        probe.finish()
+                if probe.overrides(Probe.tensors):
+                    with self._complaints.guard("raw tensors", window.observation):
+                        tensors += probe.tensors()
         finally:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
-        values: dict[str, float] = {}
+        values: Values | dict[str, float] = Values()
         for key in window.observation.drop_overwriting(self._own_watches.values()):
             self._complaints.say_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._complaints.guard("values", window.observation):
-            values = window.observation.collect(window.exchange)
-            for probe in window.probes:
-                probe.derive(values)
+            values = collected = window.observation.collect(window.exchange)
+            values = _with_derived(collected, window.probes)
+            window.observation.close()
         if window.observation.is_lost:
             return None
         values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
@@ -866,6 +870,17 @@ def check_prefix(prefix: str, label: str = "prefix") -> str:
         expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
         raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
     return prefix
+
+
+def _with_derived(values: Values, probes: Iterable[Probe]) -> Values | dict[str, float]:
+    """The values, with what some probes put in the place of others."""
+    deriving = [probe for probe in probes if probe.overrides(Probe.derive)]
+    if not deriving:
+        return values
+    derived = dict(values.items())
+    for probe in deriving:
+        probe.derive(derived)
+    return derived
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

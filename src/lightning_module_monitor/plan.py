@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,9 +39,20 @@ class Plan:
     """Where what is seen of them is gathered, step by step."""
 
     @functools.cached_property
-    def modules_with_outputs(self) -> list[WatchedModule]:
+    def outputs(self) -> activations.WatchedOutputs:
         """The modules of which an output, or the gradient that arrives at one, is watched."""
-        return [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
+        watched = [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
+        return activations.WatchedOutputs(watched, self.rows)
+
+    @functools.cached_property
+    def modules_with_heads(self) -> list[WatchedModule]:
+        """The modules of which something of heads of attention is watched."""
+        return [one for one in self.modules if one.is_of_heads]
+
+    @functools.cached_property
+    def parameters_with_functions(self) -> list[WatchedParameter]:
+        """The parameters that a function of the user's is to get anything of."""
+        return [one for one in self.parameters if one.has_functions]
 
     @functools.cached_property
     def parameters_by_kind(self) -> dict[str, ParametersOfKind]:
@@ -128,7 +140,7 @@ class Sites:
         self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
         self._root = root
-        self._parts = _parts(root)
+        self._note_parts()
         self._further_names: dict[tuple[str, Path, str], str] = {}
         self._head_names: dict[tuple[str, str], str] = {}
 
@@ -143,14 +155,26 @@ class Sites:
         Returns:
             The names of such modules.
         """
-        if all(parts.get(name) is part for parts, name, part in self._parts):
+        # By functions of C alone: it is asked at every monitored step.
+        if all(map(operator.is_, map(_part, self._tables, self._part_names), self._parts)):
             return []
         there = set(self._root.modules())
         gone = [site.name for site in self.modules if site.module not in there]
         self.modules = [site for site in self.modules if site.module in there]
         self.parameters = [site for site in self.parameters if site.owner in there]
-        self._parts = _parts(self._root)
+        self._note_parts()
         return gone
+
+    def _note_parts(self) -> None:
+        """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
+        self._tables: list[dict[str, nn.Module | None]] = []
+        self._part_names: list[str] = []
+        self._parts: list[nn.Module | None] = []
+        for module in self._root.modules():
+            if not isinstance(module, UNWATCHED):
+                self._tables += [module._modules] * len(module._modules)
+                self._part_names += module._modules.keys()
+                self._parts += module._modules.values()
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""
@@ -271,10 +295,7 @@ def _one_by_one(watch: Watch) -> str:
     return "/".join(filter(None, watch.identity))
 
 
-def _parts(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
-    """Every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays as it is."""
-    around = (module._modules for module in root.modules() if not isinstance(module, UNWATCHED))
-    return [(parts, name, part) for parts in around for name, part in parts.items()]
+_part: Callable[..., nn.Module | None] = dict.get
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:

@@ -275,7 +275,9 @@ def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num
         common = sum(len(scenarios.data(rank, num_ranks)[step][0]) for rank in range(num_ranks)) * 6
         assert record.histograms["activation/model.common/hist"].row.sum() == common
         total = record.values["activation/model.pair/total"]
-        assert total == pytest.approx(2 / 3 * record.values["activation/model.pair.output_1/total"] + rest(by_rank[0], step, last[0]))
+        # Sums of some 40 numbers of about 1 in float32, each in an order of its own, which may all but cancel: their last digits.
+        expected = 2 / 3 * record.values["activation/model.pair.output_1/total"] + rest(by_rank[0], step, last[0])
+        assert total == pytest.approx(expected, rel=1e-6, abs=2e-6)
 
 
 def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
@@ -303,9 +305,9 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
             assert all(record.values[key] > 0 for record in result["records"])
         assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
     assert not any("on purpose" in message for message in by_rank[0]["said"])
-    # Each of them, and that of step 2 for gradients and updates.
+    # Each of them, and the function's.
     said = [message for message in by_rank[-1]["said"] if "on purpose" in message]
-    assert len(said) == len({*scenarios.BROKEN.values()}) + 1 + 1
+    assert len(said) == len({*scenarios.BROKEN.values()}) + 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +74,37 @@ def test_no_hook_takes_the_place_of_another() -> None:
     assert called == [10, 1, 11, 12]
     other.close()
     assert len(module._forward_hooks) == 3
+
+
+@pytest.mark.parametrize("before", ["nothing", "a hook", "a class that registers hooks its own way"])
+def test_many_hooks_are_put_on_at_once(before: str) -> None:
+    """As one by one: each is called with its own module, among those of others, and all are taken off together."""
+
+    class Counting(nn.Identity):
+        num_registered = 0
+
+        def register_forward_hook(self, *args: Any, **options: Any) -> Any:
+            self.num_registered += 1
+            return super().register_forward_hook(*args, **options)
+
+    of_others, called, hooks = [], [], HookSet()
+    modules = [nn.Identity(), nn.ReLU(), Counting() if before.startswith("a class") else nn.Identity()]
+    for module in modules:
+        module.register_forward_hook(lambda module, _args, _output: of_others.append(module))
+    if before == "a hook":
+        hooks.add_forward(modules[1], UncopiedHook(lambda *_args: called.append("alone")))
+    functions = [UncopiedHook(lambda module, _args, _output, place=place: called.append((place, module))) for place in range(3)]
+    hooks.add_forwards(modules, functions)
+    x = nn.Sequential(*modules)(torch.ones(1))
+    expected = [(place, module) for place, module in enumerate(modules)]
+    assert called == (expected if before != "a hook" else [expected[0], "alone", *expected[1:]])
+    assert of_others == modules
+    assert len(hooks) == (4 if before == "a hook" else 3)
+    assert [module.num_registered for module in modules if isinstance(module, Counting)] == [2] * before.startswith("a class")
+    hooks.close()
+    nn.Sequential(*modules)(x)
+    assert len(called) == (4 if before == "a hook" else 3)
+    assert all(len(module._forward_hooks) == 1 for module in modules)
 
 
 def test_a_set_is_used_again_after_it_was_closed() -> None:

@@ -37,6 +37,7 @@ def observed(rows: Rows | None, seen: list[int], tensors: list[Tensor]) -> tuple
         observation.observe(WATCHES[place], tensors[place])
         observation.observe_base([(WATCHES[place], 2 * tensors[place])])
     values = observation.collect()
+    observation.close()
     return values, {key: histogram.counts for key, histogram in observation.histograms.items()}
 
 
@@ -55,6 +56,29 @@ def test_a_step_does_not_know_what_was_seen_before() -> None:
             if place in (0, 2):
                 site = WATCHES[place].site
                 assert values[f"activation/{site}/mean"] == pytest.approx(float(tensors[place].double().mean()), rel=1e-6)
+
+
+def test_a_step_that_was_left_leaves_nothing_to_the_next() -> None:
+    """Neither one that nobody finished, nor one that goes on beside another, as a step does around a validation loop."""
+    rows, x = Rows(), torch.arange(6.0).view(2, 3)
+    first = observed(rows, [0, 1], [x, x])
+    left, around = (Observation(lambda *_trouble: None, rows) for _ in range(2))
+    left.observe(WATCHES[0], 100 * x)
+    around.observe(WATCHES[0], x)
+    assert observed(rows, [0, 1], [x, x]) == first
+    around.observe(WATCHES[1], x)
+    assert around.collect() == around.collect() == first[0]
+    assert observed(rows, [1], [x, x])[0] == {"activation/b/max": 5.0}
+
+
+def test_of_two_watches_of_one_key_the_last_one_counts() -> None:
+    """Which are watches of different kinds of statistics: each kind is finished by itself."""
+    first, second = watch("a", "mean", "std"), watch("a", "mean", "max")
+    observation = Observation(lambda *_trouble: None)
+    observation.observe(first, torch.arange(3.0))
+    observation.observe(second, torch.arange(5.0))
+    expected = {"activation/a/mean": 2.0, "activation/a/std": 1.0, "activation/a/max": 4.0}
+    assert dict(observation.collect()) == expected
 
 
 def test_a_copy_numbers_its_own_watches() -> None:

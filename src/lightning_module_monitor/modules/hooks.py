@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,10 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
-        self._tables: list[tuple[dict[int, Any], ...]] = []
+        self._tables: list[dict[int, Any]] = []
         """What modules know of their hooks, by number: those that have one of the number below. They may have others in the end."""
+        self._flags: list[dict[int, Any]] = []
+        """Likewise what modules know of the hooks that get keyword arguments."""
         self._number = -1
 
     def __len__(self) -> int:
@@ -58,15 +60,29 @@ class HookSet:
             self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
             return
         table[self._number] = hook
+        self._tables.append(table)
         if with_kwargs:
             module._forward_hooks_with_kwargs[self._number] = True
-        self._tables.append((table, module._forward_hooks_with_kwargs) if with_kwargs else (table,))
+            self._flags.append(module._forward_hooks_with_kwargs)
+
+    def add_forwards(self, modules: Sequence[nn.Module], hooks: Sequence[Callable[..., None]]) -> None:
+        """:meth:`add_forward` of many modules, each there once, and of as many hooks. It is cheaper where nothing was added before."""
+        kinds: set[type[nn.Module]] = set(map(type, modules))
+        if self._number >= 0 or not all(kind.register_forward_hook is nn.Module.register_forward_hook for kind in kinds):
+            for module, hook in zip(modules, hooks, strict=True):
+                self.add_forward(module, hook)
+            return
+        self._number = number = RemovableHandle(OrderedDict()).id
+        self._tables = [module._forward_hooks for module in modules]
+        for table, hook in zip(self._tables, hooks, strict=True):
+            table[number] = hook
 
     def close(self) -> None:
         """Remove every hook."""
-        while self._tables:
-            for table in self._tables.pop():
-                table.pop(self._number, None)
+        number = self._number
+        for tables in (self._tables, self._flags):
+            while tables:
+                tables.pop().pop(number, None)
         while self._handles:
             self._handles.pop().remove()
 

@@ -12,6 +12,7 @@ from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, n
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.rows import Place, Rows
 from lightning_module_monitor.statistics.watch import Watch
 
 OutputName = Callable[[str, Path], str]
@@ -29,16 +30,14 @@ class ActivationProbe(BackwardProbe):
     by a hook on the output itself, which unlike a module's backward hook leaves in-place layers alone.
 
     Args:
-        watched: The modules, of each of which one of ``KINDS`` is wanted.
+        outputs: The modules, of each of which one of ``KINDS`` is wanted.
         observation: Where tensors go.
         output_name: Names further outputs.
         say: Takes a sentence for the user.
     """
 
-    def __init__(
-        self, watched: Sequence[WatchedModule], observation: Observation, output_name: OutputName, say: Callable[[str], None]
-    ) -> None:
-        self._watched = watched
+    def __init__(self, outputs: WatchedOutputs, observation: Observation, output_name: OutputName, say: Callable[[str], None]) -> None:
+        self._outputs = outputs
         self._observation = observation
         self._output_name = output_name
         self._say = say
@@ -47,8 +46,8 @@ class ActivationProbe(BackwardProbe):
 
     def attach(self) -> None:
         """Put the hooks on."""
-        for watched in self._watched:
-            self._module_hooks.add_forward(watched.site.module, _ForwardHook(self, watched))
+        self._outputs.probe = self
+        self._module_hooks.add_forwards(self._outputs.modules, self._outputs.hooks)
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -58,32 +57,26 @@ class ActivationProbe(BackwardProbe):
         """Take every hook off."""
         self._module_hooks.close()
         self._tensor_hooks.close()
+        if self._outputs.probe is self:
+            self._outputs.probe = None
+
+    def see_plain_output(self, place: Place, output: object) -> bool:
+        """Take in an output that is one plain tensor, in the quickest way; whether it was one, and was to be taken in."""
+        return not is_in_backward() and self._observation.read(place, output)
 
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """Take in every tensor of a module's output."""
-        watches, site = watched.watches, watched.site
-        activation = watches.get("activation")
-        try:
-            # The commonest output, in the quickest way.
-            if (
-                activation is not None
-                and not is_in_backward()
-                and self._observation.read(activation, output, may_return_last=site.is_container, may_be_returned=site.is_last_part)
-            ):
-                if "activation_gradient" in watches and isinstance(output, Tensor):
-                    self._await_gradient(watches["activation_gradient"], output)
-            elif isinstance(output, Tensor):
-                self._see_output(watched, (), output)
-            else:
-                for path, tensor in named_tensors(output):
-                    self._see_output(watched, path, tensor)
-        except MonitorError:
-            raise
-        except Exception as error:
-            # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
-            for kind in KINDS:
-                if kind in watches:
-                    self._observation.fail(watches[kind], output, error)
+        if isinstance(output, Tensor):
+            self._see_output(watched, (), output)
+        else:
+            for path, tensor in named_tensors(output):
+                self._see_output(watched, path, tensor)
+
+    def fail(self, watched: WatchedModule, output: object, error: Exception) -> None:
+        """An output that cannot be taken apart (one that holds itself, say) is no reason for training to end."""
+        for kind in KINDS:
+            if kind in watched.watches:
+                self._observation.fail(watched.watches[kind], output, error)
 
     def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""
@@ -99,9 +92,10 @@ class ActivationProbe(BackwardProbe):
         if activation is not None and not is_in_backward():
             observe_or_fail(self._observation, activation, tensor)
         if gradient is not None:
-            self._await_gradient(gradient, tensor)
+            self.await_gradient(gradient, tensor)
 
-    def _await_gradient(self, watch: Watch, tensor: Tensor) -> None:
+    def await_gradient(self, watch: Watch, tensor: Tensor) -> None:
+        """Take in the gradient of an output when it arrives."""
         differentiated = in_graph(tensor)
         if differentiated.requires_grad:
             self._tensor_hooks.add(differentiated.register_hook(_GradientHook(self, watch)))
@@ -112,16 +106,57 @@ class ActivationProbe(BackwardProbe):
             observe_or_fail(self._observation, watch, gradient, self.scale)
 
 
+class WatchedOutputs:
+    """The modules whose outputs are watched, and their hooks, which are made once and put on in every step that watches them.
+
+    Args:
+        watched: The modules.
+        rows: Where what is seen of them is gathered.
+
+    Attributes:
+        modules: The same, without what is wanted of them.
+        hooks: A hook for each.
+        probe: Who is told by them; ``None`` between the steps.
+    """
+
+    def __init__(self, watched: Sequence[WatchedModule], rows: Rows) -> None:
+        self._watched = watched
+        self._rows = rows
+        self.modules = [one.site.module for one in watched]
+        self.hooks = [_ForwardHook(self, one, rows) for one in watched]
+        self.probe: ActivationProbe | None = None
+
+    def __reduce__(self) -> tuple[type[WatchedOutputs], tuple[Sequence[WatchedModule], Rows]]:
+        """A copy has hooks of its own, and nobody to tell."""
+        return WatchedOutputs, (self._watched, self._rows)
+
+
 class _ForwardHook(ForwardHook):
     """Called after a watched module's forward. Returns nothing: what a forward hook returns replaces the output."""
 
-    def __init__(self, probe: ActivationProbe, watched: WatchedModule) -> None:
-        self._probe = probe
+    def __init__(self, outputs: WatchedOutputs, watched: WatchedModule, rows: Rows) -> None:
+        self._outputs = outputs
         self._watched = watched
+        activation, site = watched.watches.get("activation"), watched.site
+        self._place: Place | None = None
+        """Where the output goes, if it is one plain tensor: the commonest there is."""
+        if activation is not None:
+            self._place = rows.place(activation, may_return_last=site.is_container, may_be_returned=site.is_last_part)
+        self._gradient = watched.watches.get("activation_gradient")
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        if self._probe.is_open:
-            self._probe.see_outputs(self._watched, output)
+        probe = self._outputs.probe
+        if probe is None or not probe.is_open:
+            return
+        try:
+            if self._place is None or not probe.see_plain_output(self._place, output):
+                probe.see_outputs(self._watched, output)
+            elif self._gradient is not None and isinstance(output, Tensor):
+                probe.await_gradient(self._gradient, output)
+        except MonitorError:
+            raise
+        except Exception as error:
+            probe.fail(self._watched, output, error)
 
 
 class _GradientHook:

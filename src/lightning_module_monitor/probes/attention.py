@@ -84,16 +84,23 @@ class AttentionProbe(Probe):
     ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no watched module runs.
 
     Args:
-        watched: The modules; those without a kind of heads are passed over.
+        watched: The modules.
+        with_heads: Those of them of which a kind of heads is wanted.
         observation: Where figures go.
         head_name: Names heads.
         say: Takes a sentence for the user.
     """
 
-    def __init__(self, watched: Sequence[WatchedModule], observation: Observation, head_name: HeadName, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        watched: Sequence[WatchedModule],
+        with_heads: Sequence[WatchedModule],
+        observation: Observation,
+        head_name: HeadName,
+        say: Callable[[str], None],
+    ) -> None:
         self._all = watched
-        of_heads = [_Watching.of(one) for one in watched if one.is_of_heads]
-        self._watched = [one for one in of_heads if one.can_attend()]
+        self._watched = [one for one in map(_Watching.of, with_heads) if one.can_attend()]
         self._observation = observation
         self._head_name = head_name
         self._say = say

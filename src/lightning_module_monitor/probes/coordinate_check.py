@@ -35,7 +35,7 @@ from lightning_module_monitor.probes.terms_in_place import TermsInPlace, is_plai
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.watch import Watch, Wish
@@ -54,8 +54,8 @@ _NOTHING = -1.0
 """Stands for no alignment, where the input is zero or there is no norm of it; not a NaN, which tells of values that are not finite."""
 
 
-def _ratio_of_norms(moments: Moments, base: Moments) -> Tensor:
-    return torch.where(base.squares == 0, _NOTHING, (moments.squares / base.squares).sqrt())
+def _ratio_of_norms(moments: HostMoments, base: HostMoments) -> Array:
+    return np.where(base.squares == 0, _NOTHING, np.sqrt(moments.squares / base.squares))
 
 
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.modules.names import ParameterSite, tensors_of
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
@@ -61,6 +61,8 @@ class ParameterProbe(Probe):
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
         before = self._before.take(among)
+        if not before:
+            return
         of_kind = self.watched.get("update", NO_PARAMETERS)
         watches = dict(zip(of_kind.sites, of_kind.watches, strict=True))
         self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
@@ -136,7 +138,7 @@ class ParameterProbe(Probe):
 
     def _there(self, kind: str, among: Among) -> list[Tensor | None]:
         """The parameters that are watched for a kind, as they are now; ``None`` for what is gone, or not among those that are meant."""
-        parameters = [site.tensor() for site in self.watched.get(kind, NO_PARAMETERS).sites]
+        parameters = tensors_of(self.watched.get(kind, NO_PARAMETERS).sites)
         return parameters if among is None else [one if id(one) in among else None for one in parameters]
 
     def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[Watch, Tensor]]:

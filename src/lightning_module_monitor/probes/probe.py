@@ -85,6 +85,10 @@ class Probe:
     """Whether a loop of another stage runs in the middle of the step: even the reference, which is run under ``no_monitor``,
     is not that of this step then."""
 
+    def overrides(self, method: Callable[..., object]) -> bool:
+        """Whether it does anything at a moment, of the methods below: most probes have nothing to do at most of them."""
+        return getattr(type(self), method.__name__) is not method
+
     def attach(self) -> None:
         """Put the hooks on."""
 
@@ -145,7 +149,8 @@ def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scal
     A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
     """
     try:
-        if scale is None and observation.read(watch, tensor, may_return_last=False, may_be_returned=False):
+        place = observation.place(watch) if scale is None else None
+        if place is not None and observation.read(place, tensor):
             return True
         observation.observe(watch, unscaled(local_part(of_all_samples(tensor)), scale))
     except MonitorError:

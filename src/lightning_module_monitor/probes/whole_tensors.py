@@ -84,12 +84,12 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
     return f"The whole {kind} of {site!r} {purpose}"
 
 
-def expected_names(of_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter]) -> list[str]:
+def expected_names(with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter]) -> list[str]:
     """Of parameters that are laid out over ranks: all tensors that functions want, and those that are captured."""
     functions = [
         name_of(kind, one.site.name)
-        for one in of_functions
-        if one.has_functions and _is_laid_out(one)
+        for one in with_functions
+        if _is_laid_out(one)
         for kind, watch in one.watches.items()
         if watch.functions
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_module_monitor.bins import Histogram
@@ -21,7 +22,7 @@ class StorageManager:
 
     def __init__(self, max_records: int = 1000) -> None:
         self._max_records = max_records
-        self._values: OrderedDict[int, dict[str, float]] = OrderedDict()
+        self._values: OrderedDict[int, Mapping[str, float]] = OrderedDict()
         self._histograms: dict[str, Histogram] = {}
         """Those of the newest step only: one takes as much memory as 264 values."""
 
@@ -30,8 +31,7 @@ class StorageManager:
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         earlier = self._values.pop(record.step, None)
-        # A copy of a dict is made at once, and not key by key.
-        self._values[record.step] = dict(record.values) if earlier is None else {**earlier, **record.values}
+        self._values[record.step] = record.values if earlier is None else dict(earlier.items()) | dict(record.values.items())
         while len(self._values) > self._max_records:
             self._values.popitem(last=False)
 
@@ -49,11 +49,11 @@ class StorageManager:
 
     def get_step_metrics(self, step: int) -> dict[str, float]:
         """Value by key of one step; empty if there is no record of it."""
-        return dict(self._values.get(step, {}))
+        return dict(self._values.get(step, {}).items())
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """Value by key of every step, by step."""
-        return {step: dict(values) for step, values in self._values.items()}
+        return {step: dict(values.items()) for step, values in self._values.items()}
 
     def clear(self) -> None:
         """Forget everything."""

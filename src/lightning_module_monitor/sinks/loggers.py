@@ -49,7 +49,7 @@ class LoggerSink:
 
     def write(self, record: Record) -> None:
         """Log a record. A logger that fails is said once, and tried again with the next record."""
-        values = rolled_up(record.values, self._always) if self._roll_up else dict(record.values)
+        values = rolled_up(record.values, self._always) if self._roll_up else dict(record.values.items())
         histograms = added_up(record.histograms) if self._roll_up else record.histograms
         without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
         if histograms and without and not self._has_said_who_has_no_histograms:

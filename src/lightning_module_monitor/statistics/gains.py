@@ -16,30 +16,31 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+import numpy as np
 
-from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 from lightning_module_monitor.statistics.registry import Statistic
 
 EPS = 1e-30
 """A norm below this has vanished."""
 
 
-def _l2(moments: Moments) -> Tensor:
-    return moments.squares.sqrt()
+def _l2(moments: HostMoments) -> Array:
+    norm: Array = np.sqrt(moments.squares)
+    return norm
 
 
-def _l1(moments: Moments) -> Tensor:
+def _l1(moments: HostMoments) -> Array:
     return moments.magnitude
 
 
-def _linf(moments: Moments) -> Tensor:
-    # Of an empty gradient the extremes are the identities of merge; its norm is 0.
-    return (-moments.minimum).maximum(moments.maximum).where(moments.elements > 0, 0.0)
+def _linf(moments: HostMoments) -> Array:
+    # Of an empty gradient the extremes are not there; its norm is 0.
+    return np.where(moments.elements > 0, np.maximum(moments.maximum, -moments.minimum), 0.0)
 
 
-def _mean(moments: Moments) -> Tensor:
-    return moments.magnitude / moments.elements.clamp(min=1.0)
+def _mean(moments: HostMoments) -> Array:
+    return moments.magnitude / np.maximum(moments.elements, 1.0)
 
 
 NORMS = {

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -141,6 +143,29 @@ class Moments(NamedTuple):
             token_norm=total(self.token_norm),
             token_rms=total(self.token_rms),
         )
+
+
+Array = npt.NDArray[np.float64]
+
+
+class HostMoments(NamedTuple):
+    """:class:`Moments` on the host, each of shape ``(sites,)``, float64: what statistics are finished from.
+
+    Arrays, and no tensors: at the end of a step the code of either has left the caches, and torch's is ten times as large.
+    """
+
+    elements: Array
+    mean: Array
+    squares: Array
+    deviations: Array
+    magnitude: Array
+    maximum: Array
+    minimum: Array
+    zeros: Array
+    nonfinite: Array
+    tokens: Array
+    token_norm: Array
+    token_rms: Array
 
 
 def joined(parts: Iterable[Moments]) -> Moments:

@@ -20,11 +20,12 @@ from lightning_module_monitor.statistics.exchange import Exchange, Share, Togeth
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
-from lightning_module_monitor.statistics.rows import Form, Rows, Wishes
+from lightning_module_monitor.statistics.rows import Form, Place, Rows, Wishes
 from lightning_module_monitor.statistics.running import in_memory, readable_address
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
+from lightning_module_monitor.values import Values
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""
@@ -41,7 +42,7 @@ class Observation:
     def __init__(self, on_trouble: Trouble, rows: Rows | None = None) -> None:
         self._on_trouble = on_trouble
         self._numbers = Rows() if rows is None else rows
-        self._table = Table(len(self._numbers.watches))
+        self._table = self._numbers.table()
         self._rows: dict[int, int] = {}
         """First row of what was seen, by the identity of its watch."""
         self._results: dict[str, tuple[Watch, str, Results]] = {}
@@ -80,37 +81,35 @@ class Observation:
         if watch.functions:
             self._call_functions(watch, tensor)
 
-    def read(self, watch: Watch, output: object, *, may_return_last: bool, may_be_returned: bool) -> bool:
+    def read(self, place: Place, output: object) -> bool:
         """A quicker :meth:`observe`, where that will do.
 
         Args:
-            watch: What is wanted, of one tensor.
+            place: Where it goes, of those that :meth:`place` gives.
             output: Anything.
-            may_return_last: Whether it may be the very tensor that another watch has just seen, which is not read again then.
-            may_be_returned: Whether the next watch may see the very same.
 
         Returns:
-            Whether it was read: where only statistics are wanted, of a tensor that lies where the compiled kernel can read it.
+            Whether it was read: it was if it is a tensor that lies where the compiled kernel can read it.
         """
-        if not watch.is_of_moments:
-            return False
-        needs, table = watch.needs, self._table
-        running = table.running or table.running_rows_for(output)
+        running = self._table.running or self._table.running_rows_for(output)
         if running is None:
             return False
-        if may_return_last and isinstance(output, Tensor) and self._was_last(output, needs):
-            table.add_last_again(self._row(watch))
-            return True
-        row = self._numbers.first(watch)
-        if not running.take(row, output, needs):
+        if place.may_return_last and isinstance(output, Tensor) and self._was_last(output, place.needs):
+            self._table.add_last_again(place.row)
+        elif not running.take(place.row, output, place.needs):
             return False
-        self._rows[id(watch)] = row  # only now: what is not read may be nothing that is watched
-        self._last = None
-        if may_be_returned:
+        elif place.may_be_returned:
             assert isinstance(output, Tensor)
-            table.note_read()
-            self._remember(output, needs)
+            self._table.note_read()
+            self._remember(output, place.needs)
+        else:
+            self._last = None
+        self._rows[place.watch] = place.row  # only now: what is not read may be nothing that is watched
         return True
+
+    def place(self, watch: Watch) -> Place | None:
+        """Where the tensors of a watch go, if :meth:`read` is for them."""
+        return self._numbers.place(watch)
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[Wish]]]) -> None:
         """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
@@ -223,19 +222,21 @@ class Observation:
         Returns:
             Places of tensors that are there and were not read.
         """
-        there = [place for place, tensor in enumerate(tensors) if tensor is not None]
         block = self._numbers.block(watches)
+        there = [*itertools.compress(itertools.count(), map(operator.is_not, tensors, itertools.repeat(None)))]
         running = self._taking().running_rows_for(tensors[there[0]]) if there and block.places else None
         if running is None:
             return there
         running.reserve(len(self._numbers.watches))
-        chosen = [at for at, place in enumerate(block.places) if tensors[place] is not None]
-        rows, needs = (block.rows, block.needs) if len(chosen) == len(block.rows) else (block.rows[chosen], block.needs[chosen])
-        taken = running.take_all(rows, [tensors[block.places[at]] for at in chosen], needs)
-        if taken.all() and len(chosen) == len(watches):
+        places, rows, needs = block.places, block.rows, block.needs
+        if len(there) < len(tensors):
+            chosen = [at for at, place in enumerate(places) if tensors[place] is not None]
+            places, rows, needs = [places[at] for at in chosen], rows[chosen], needs[chosen]
+        taken = running.take_all(rows, [tensors[place] for place in places], needs)
+        if taken.all() and len(places) == len(watches):
             self._rows.update(block.first)
             return []
-        read = {block.places[at] for at in itertools.compress(chosen, taken)}
+        read = {*itertools.compress(places, taken)}
         self._rows.update((id(watches[place]), block.first[id(watches[place])]) for place in read)
         return [place for place in there if place not in read]
 
@@ -296,6 +297,8 @@ class Observation:
         Returns:
             The keys.
         """
+        if not self._results:
+            return []
         own = set(map(id, told))
         results = [key for key, (watch, *_rest) in self._results.items() if id(watch) in own]
         seen = set(itertools.chain.from_iterable(self._numbers.watches[row].keys() for row in self._rows.values() if results))
@@ -304,7 +307,7 @@ class Observation:
             del self._results[key]
         return dropped
 
-    def collect(self, exchange: Exchange | None = None) -> dict[str, float]:
+    def collect(self, exchange: Exchange | None = None) -> Values:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
@@ -315,7 +318,11 @@ class Observation:
         """
         return self._collect() if exchange is None else self._collect_together(exchange)
 
-    def _collect(self) -> dict[str, float]:
+    def close(self) -> None:
+        """Nothing is taken in any more, and nothing is collected."""
+        self._numbers.leave(self._table)
+
+    def _collect(self) -> Values:
         parts = self._finished_parts()
         num_rows, form = len(self._numbers.watches), self._numbers.form([*self._rows.values()])
         counted = form.counted
@@ -334,14 +341,14 @@ class Observation:
         end = len(others) - len(units) * MAX_UNITS
         if units:
             arrived_units = others[end:].view(-1, MAX_UNITS)
-            values |= _of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True))
+            values.update(_of_units((watch, signs) for (watch, _signs), signs in zip(self._units.values(), arrived_units, strict=True)))
         if counted:
             rows = others[start:end].view(len(counts), len(counted), NUM_COUNTS).sum(0).long()
             self._set_histograms((self._numbers.watches[i], row) for i, row in zip(counted, rows, strict=True))
         values.update(dict.fromkeys(self._failed, float("nan")))
         return values
 
-    def _collect_together(self, exchange: Exchange) -> dict[str, float]:
+    def _collect_together(self, exchange: Exchange) -> Values:
         try:
             together = exchange.bring_together(functools.partial(self._share, exchange.ranks.device), self._could_not_tell)
         except Exception:
@@ -353,14 +360,16 @@ class Observation:
         self.num_errors, self.is_lost = together.num_errors, together.is_lost
         if self.is_lost:
             # No rank goes on: the one that lost it may have nothing to go on with.
-            return {}
+            return Values()
         # What takes more collectives first: an error in what follows keeps this rank from none.
         parts = self._parts_together(together, exchange.ranks)
-        values = Form(together.rows).finish(torch.stack(together.moments)) | together.values | _of_units(together.units)
+        values = Form(together.rows).finish(torch.stack(together.moments))
+        values.update(together.values | _of_units(together.units))
         for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         self._set_histograms(together.counted)
-        return values | dict.fromkeys(self._failed, float("nan"))
+        values.update(dict.fromkeys(self._failed, float("nan")))
+        return values
 
     def _share(self, device: torch.device) -> Share:
         """What this rank has seen, on the device where the ranks meet."""

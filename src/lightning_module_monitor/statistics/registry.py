@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Statistic:
 
     Attributes:
         needs: Bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
-        finish: Takes moments with fields of shape ``(sites,)``, float64, on the host, and returns the statistic, float64,
-            of the same shape. A relative statistic also takes the moments of what it is relative to; a paired one takes
-            those of the model's tensor, the reference's, and the elementwise product of both.
+        finish: Takes moments, numpy arrays of shape ``(sites,)``, float64, and returns the statistic, float64, of the same
+            shape. A relative statistic also takes the moments of what it is relative to; a paired one takes those of the
+            model's tensor, the reference's, and the elementwise product of both.
         relative: Whether it is relative to another tensor: the parameter of an update, the reference of a difference.
         paired: Whether it is of the two tensors of a difference, and not of the difference.
     """
 
     needs: int
-    finish: Callable[..., Tensor]
+    finish: Callable[..., Array]
     relative: bool = False
     paired: bool = False
 
@@ -50,66 +50,72 @@ TensorFunction = Callable[[Tensor], Tensor]
 # Named functions and no lambdas, so that a callback with its rules can be pickled.
 
 
-def _mean(moments: Moments) -> Tensor:
+def _mean(moments: HostMoments) -> Array:
     return moments.mean
 
 
-def _var(moments: Moments) -> Tensor:
+def _var(moments: HostMoments) -> Array:
     # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
     return moments.deviations / (moments.elements - 1)
 
 
-def _std(moments: Moments) -> Tensor:
-    return _var(moments).sqrt()
+def _std(moments: HostMoments) -> Array:
+    return _sqrt(_var(moments))
 
 
-def _norm(moments: Moments) -> Tensor:
-    return moments.squares.sqrt()
+def _norm(moments: HostMoments) -> Array:
+    return _sqrt(moments.squares)
 
 
-def _rms(moments: Moments) -> Tensor:
-    return (moments.squares / moments.elements).sqrt()
+def _rms(moments: HostMoments) -> Array:
+    return _sqrt(moments.squares / moments.elements)
 
 
-def _min(moments: Moments) -> Tensor:
+def _min(moments: HostMoments) -> Array:
     return moments.minimum
 
 
-def _max(moments: Moments) -> Tensor:
+def _max(moments: HostMoments) -> Array:
     return moments.maximum
 
 
-def _abs_mean(moments: Moments) -> Tensor:
+def _abs_mean(moments: HostMoments) -> Array:
     return moments.magnitude / moments.elements
 
 
-def _abs_max(moments: Moments) -> Tensor:
-    return torch.maximum(moments.maximum, -moments.minimum)
+def _abs_max(moments: HostMoments) -> Array:
+    largest: Array = np.maximum(moments.maximum, -moments.minimum)
+    return largest
 
 
-def _zero_fraction(moments: Moments) -> Tensor:
+def _zero_fraction(moments: HostMoments) -> Array:
     return moments.zeros / moments.elements
 
 
-def _nonfinite_count(moments: Moments) -> Tensor:
+def _nonfinite_count(moments: HostMoments) -> Array:
     return moments.nonfinite
 
 
-def _token_norm(moments: Moments) -> Tensor:
+def _token_norm(moments: HostMoments) -> Array:
     return moments.token_norm / moments.tokens
 
 
-def _token_rms(moments: Moments) -> Tensor:
+def _token_rms(moments: HostMoments) -> Array:
     return moments.token_rms / moments.tokens
 
 
-def _ratio(moments: Moments, base: Moments) -> Tensor:
+def _ratio(moments: HostMoments, base: HostMoments) -> Array:
     return _norm(moments) / _norm(base)
 
 
-def _cosine(current: Moments, reference: Moments, product: Moments) -> Tensor:
+def _cosine(current: HostMoments, reference: HostMoments, product: HostMoments) -> Array:
     # Rounding must not make it more than one can be.
-    return (product.mean * product.elements / (_norm(current) * _norm(reference))).clamp(-1.0, 1.0)
+    return np.clip(product.mean * product.elements / (_norm(current) * _norm(reference)), -1.0, 1.0)
+
+
+def _sqrt(x: Array) -> Array:
+    root: Array = np.sqrt(x)
+    return root
 
 
 STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {

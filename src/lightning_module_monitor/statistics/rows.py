@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.moments import Moments, Need
+from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.running import RunningRows
+from lightning_module_monitor.statistics.table import Table
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
+from lightning_module_monitor.values import Values
 
 Wishes = Sequence[Sequence[Wish]]
 """Of several terms the wishes for each."""
@@ -27,6 +29,20 @@ class Targets(NamedTuple):
     """First row by the identity of a watch."""
     pairs: np.ndarray
     """Row and number of a term, int64, shape ``(any, 2)``."""
+
+
+class Place(NamedTuple):
+    """Where a tensor goes of which statistics are all that is wanted."""
+
+    watch: int
+    """Identity of the watch."""
+    row: int
+    needs: int
+    """Bits of ``Need``."""
+    may_return_last: bool
+    """Whether it may be the very tensor that another watch has just seen, which is not read again then."""
+    may_be_returned: bool
+    """Whether the next watch may see the very same."""
 
 
 class Block(NamedTuple):
@@ -51,6 +67,9 @@ class Rows:
         watches: Whose each row is.
     """
 
+    # What the last step has left, to be filled again: it is an array that need not be made anew.
+    _left: RunningRows | None = None
+
     def __init__(self, seen: Sequence[Watch] = ()) -> None:
         self.watches: list[Watch] = []
         self._first: dict[int, int] = {}
@@ -59,6 +78,8 @@ class Rows:
         """What was seen in the last step, and how that was finished."""
         self._targets: dict[int, tuple[Wishes, Targets]] = {}
         """By the identity of the wishes."""
+        self._places: dict[int, Place] = {}
+        """By the identity of the watch."""
         self._blocks: dict[int, Block] = {}
         """By the identity of the watches."""
         for watch in seen:
@@ -75,6 +96,26 @@ class Rows:
             row = self._first[id(watch)] = len(self.watches)
             self.watches += [watch] * watch.num_rows
         return row
+
+    def table(self) -> Table:
+        """A table for a step."""
+        left, self._left = self._left, None
+        if left is not None:
+            left.clear()
+        return Table(len(self.watches), left)
+
+    def leave(self, table: Table) -> None:
+        """A step is over: nothing is added to its table any more, and nothing is read from it."""
+        self._left, table.running = table.running, None
+
+    def place(self, watch: Watch, *, may_return_last: bool = False, may_be_returned: bool = False) -> Place | None:
+        """Where the tensors of a watch go, if statistics of one tensor are all that is wanted; as it was when first asked for."""
+        if not watch.is_of_moments:
+            return None
+        place = self._places.get(id(watch))
+        if place is None:
+            place = self._places[id(watch)] = Place(id(watch), self.first(watch), watch.needs, may_return_last, may_be_returned)
+        return place
 
     def targets(self, wishes: Wishes) -> Targets:
         """The rows of wishes for several terms; of the same object they are looked up once."""
@@ -109,7 +150,7 @@ class _Group:
     """Watches with the same statistics, which are finished together."""
 
     statistics: Sequence[Statistic]
-    parts: Sequence[Tensor | slice]
+    parts: Sequence[np.ndarray | slice]
     """Of each of a watch's rows, those of all watches: int64, shape ``(watches,)``, or where they lie in a row the whole of it."""
     keys: Sequence[str]
     """Of every statistic of the first watch, of the second, and so on."""
@@ -126,42 +167,55 @@ class Form:
         self.watches = watches
         self.counted = [row for watch, row in watches if watch.histograms]
         """Rows that have a histogram."""
-        self._one_token = torch.tensor([row for watch, row in watches if watch.is_one_token], dtype=torch.int64, device="cpu")
+        self._one_token = np.array([row for watch, row in watches if watch.is_one_token], dtype=np.int64)
         alike: defaultdict[tuple[str, ...], list[Wish]] = defaultdict(list)
         for watch, row in watches:
             if watch.statistics:
                 alike[tuple(watch.statistics)].append((watch, row))
         self._groups = [_group(members) for members in alike.values()]
+        keys = [key for group in self._groups for key in group.keys]
+        self._num_keys = len(keys)
+        last = {key: place for place, key in enumerate(keys)}
+        self._last_places = np.array([*last.values()], dtype=np.int64)
+        """Of keys that several watches have, the last of each."""
+        self._places = {key: place for place, key in enumerate(last)}
 
-    def finish(self, table: Tensor) -> dict[str, float]:
+    def finish(self, table: Tensor) -> Values:
         """Statistics by key.
 
         Args:
             table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
         """
+        fields = nan_where_empty(table.numpy())
         if len(self._one_token):
-            table = torch.stack(_with_whole_tokens(Moments(*table), self._one_token))
-        nan_where_empty(table)
-        values: dict[str, float] = {}
-        for group in self._groups:
-            parts = [Moments(*table[:, index]) for index in group.parts]
-            columns = torch.stack([one.finish(*_taken_by(one, parts)) for one in group.statistics], dim=1)
-            values.update(zip(group.keys, columns.flatten().tolist(), strict=True))
-        return values
+            fields = _with_whole_tokens(fields, self._one_token)
+        numbers, start = np.empty(self._num_keys), 0
+        with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
+            for group in self._groups:
+                end = start + len(group.keys)
+                columns = numbers[start:end].reshape(-1, len(group.statistics))
+                parts = [HostMoments(*fields[:, index]) for index in group.parts]
+                for column, one in enumerate(group.statistics):
+                    columns[:, column] = one.finish(*_taken_by(one, parts))
+                start = end
+        return Values(self._places, numbers if len(self._places) == len(numbers) else numbers[self._last_places])
 
 
-def nan_where_empty(table: Tensor) -> None:
+def nan_where_empty(fields: Array) -> Array:
     """Of an empty tensor mean, spread and extremes are NaN for statistics, and not what merging starts from.
 
     Args:
-        table: As for :meth:`Form.finish`; it is written into.
+        fields: Of all rows' moments, shape ``(fields, rows)``, float64; it is written into.
+
+    Returns:
+        The same array.
     """
-    fields = table.numpy()
-    if np.count_nonzero(fields[0]) < fields.shape[1]:
+    if not fields[0].all():
         fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan
+    return fields
 
 
-_OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "maximum", "minimum")]
+_OF_ELEMENTS = [HostMoments._fields.index(name) for name in ("mean", "deviations", "maximum", "minimum")]
 """The moments that there are none of without an element."""
 
 
@@ -175,23 +229,23 @@ def _group(members: Sequence[Wish]) -> _Group:
     )
 
 
-def _index(rows: list[int]) -> Tensor | slice:
+def _index(rows: list[int]) -> np.ndarray | slice:
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))  # nothing is gathered
-    return torch.tensor(rows, device="cpu")
+    return np.array(rows, dtype=np.int64)
 
 
-def _with_whole_tokens(moments: Moments, index: Tensor) -> Moments:
+def _with_whole_tokens(fields: Array, index: np.ndarray) -> Array:
     """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
-    norm = moments.squares[index].sqrt()
-    return moments._replace(
-        tokens=moments.tokens.index_fill(0, index, 1.0),
-        token_norm=moments.token_norm.index_copy(0, index, norm),
-        token_rms=moments.token_rms.index_copy(0, index, norm / moments.elements[index].sqrt()),
-    )
+    changed: Array = fields.copy()
+    moments = HostMoments(*changed)
+    norm = np.sqrt(moments.squares[index])
+    moments.tokens[index], moments.token_norm[index] = 1.0, norm
+    moments.token_rms[index] = norm / np.sqrt(moments.elements[index])
+    return changed
 
 
-def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
+def _taken_by(statistic: Statistic, parts: list[HostMoments]) -> list[HostMoments]:
     """The moments that a statistic is finished from."""
     if statistic.paired:
         return [parts[CURRENT], parts[BASE], parts[PRODUCT]]

@@ -206,7 +206,7 @@ class RunningRows:
         """Moments of the tensor that was added last."""
         # Numbers, which the kernel is called with more quickly than with arrays.
         self._latest_address, self._rows_address = latest.ctypes.data, rows.ctypes.data
-        self._add, self._take = compiled.add, compiled.take
+        self._add, self._take, self._merge = compiled.add, compiled.take, compiled.merge
         self._can_look = dlpack.description_function() != 0
         """Whether the kernel can look at a tensor itself."""
         tools = [dlpack.description_function(), dlpack.error_clearing_function(), self._rows_address, self._latest_address]
@@ -219,6 +219,10 @@ class RunningRows:
 
     def __setstate__(self, state: tuple[np.ndarray, np.ndarray]) -> None:
         self._hold(*state)
+
+    def clear(self) -> None:
+        """Make all rows the moments of empty tensors again."""
+        self._rows[:] = _NOTHING
 
     def add(self, row: int, tensor: Tensor, needs: int) -> None:
         """Merge all elements of a tensor, which has at least one, into a row."""
@@ -306,7 +310,7 @@ class RunningRows:
         """Merge the tensor that was added last into one more row, which has the same needs."""
         if row >= self._capacity:
             self._grow(row)
-        _kernel().merge(self._latest, self._rows, row)
+        self._merge(self._latest_address, self._rows_address + row * ROW_BYTES)
 
     def add_all(self, rows: Iterable[tuple[int, Tensor, int]]) -> None:
         """Like :meth:`add` for many tensors that exist at the same time."""

@@ -25,12 +25,13 @@ class Table:
 
     Args:
         num_rows: How many rows there will be, as far as is known.
+        running: Rows to bring up to date, if there are any to be used again.
     """
 
-    def __init__(self, num_rows: int = 0) -> None:
+    def __init__(self, num_rows: int = 0, running: RunningRows | None = None) -> None:
         self._num_rows = num_rows
         self._lanes = Lanes()
-        self.running: RunningRows | None = None
+        self.running = running
         """Those rows that the compiled kernel brings up to date, once there are any."""
         self._histograms = Histograms()
         self._finished: defaultdict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
@@ -189,4 +190,4 @@ def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Te
 
 def transfer(tensor: Tensor) -> Tensor:
     """The one place where a value leaves its device."""
-    return tensor.to("cpu")
+    return tensor if tensor.is_cpu else tensor.to("cpu")
