@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -46,6 +47,20 @@ def test_several_are_set_at_once_and_what_is_not_there_is_an_error() -> None:
     assert dict(values) == {"b": 1.0, "a": 2.0}
     with pytest.raises(KeyError, match="'c'"):
         values["c"]
+
+
+def test_copies_are_changed_apart() -> None:
+    """Copied, pickled, kept in memory: what is set in one is not in the other."""
+    for values in (Values(), Values(PLACES, np.array([1.0, 2.0, 3.0]))):
+        values["own"] = 4.0
+        storage, expected = StorageManager(), dict(values)
+        storage.add(Record(0, values))
+        copies = [values.copy(), copy.copy(values), copy.deepcopy(values), pickle.loads(pickle.dumps(values))]
+        for key in (*values, "new"):
+            values[key] = -1.0
+        assert all(one == expected for one in copies)
+        assert storage.get_step_metrics(0) == expected
+        assert set(values.values()) == {-1.0}
 
 
 def test_a_history_is_as_large_as_its_numbers() -> None:

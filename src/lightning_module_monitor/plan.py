@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -155,8 +154,7 @@ class Sites:
         Returns:
             The names of such modules.
         """
-        # By functions of C alone: it is asked at every monitored step.
-        if all(map(operator.is_, map(_part, self._tables, self._part_names), self._parts)):
+        if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
             return []
         there = set(self._root.modules())
         gone = [site.name for site in self.modules if site.module not in there]
@@ -167,14 +165,8 @@ class Sites:
 
     def _note_parts(self) -> None:
         """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
-        self._tables: list[dict[str, nn.Module | None]] = []
-        self._part_names: list[str] = []
-        self._parts: list[nn.Module | None] = []
-        for module in self._root.modules():
-            if not isinstance(module, UNWATCHED):
-                self._tables += [module._modules] * len(module._modules)
-                self._part_names += module._modules.keys()
-                self._parts += module._modules.values()
+        around = (module._modules for module in self._root.modules() if not isinstance(module, UNWATCHED))
+        self._parts = [(parts.get, name, part) for parts in around for name, part in parts.items()]
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""
@@ -293,9 +285,6 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
 
 def _one_by_one(watch: Watch) -> str:
     return "/".join(filter(None, watch.identity))
-
-
-_part: Callable[..., nn.Module | None] = dict.get
 
 
 def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:

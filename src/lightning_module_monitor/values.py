@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-_NO_PLACES: Mapping[str, int] = MappingProxyType({})
+_NO_PLACES: Mapping[str, int] = {}
 _NO_NUMBERS: npt.NDArray[np.float64] = np.empty(0)
 
 
@@ -49,6 +48,14 @@ class Values(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._numbers) + len(self._others)
+
+    def copy(self) -> Values:
+        """The same values, to be changed apart from these."""
+        copied = Values(self._places, self._numbers.copy())
+        copied._others = self._others.copy()
+        return copied
+
+    __copy__ = copy
 
     def update(self, more: Mapping[str, float]) -> None:
         """Set several."""

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from typing import Any
+
 import torch
 from torch import nn
 
 from lightning_module_monitor.modules.names import Namer, tensors_of
+
+
+def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:
+    """One that fetches them, and one that is no dict."""
+
+    class Fetching(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            return fetched
+
+    fetched = nn.Parameter(torch.ones(1))
+    for table in (Fetching(weight=nn.Parameter(torch.zeros(1))), UserDict(weight=fetched)):
+        module = nn.Linear(1, 1, bias=False)
+        sites = Namer().parameter_sites(module)
+        vars(module)["_parameters"] = table
+        assert [id(one) for one in tensors_of(sites)] == [id(fetched)]
 
 
 def test_parameters_are_what_they_are_now() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,33 @@ def test_a_step_that_was_left_leaves_nothing_to_the_next() -> None:
     around.observe(WATCHES[1], x)
     assert around.collect() == around.collect() == first[0]
     assert observed(rows, [1], [x, x])[0] == {"activation/b/max": 5.0}
+
+
+def test_a_statistic_that_fails_costs_its_own_values_alone() -> None:
+    """One of the user's own, that was written for tensors, say: its values are NaN, and it is said which it was."""
+
+    def root(moments: Any) -> Any:
+        return moments.squares.sqrt()
+
+    statistics = {**watch("a", "mean", "max").statistics, "root": Statistic(STATISTICS["norm"].needs, root)}  # type: ignore[union-attr]
+    told: list[tuple[str, str, type]] = []
+    observation = Observation(lambda one, name, _seen, error: told.append((one.site, name, type(error))))
+    for site in "ab":
+        observation.observe(Watch("activation", site, statistics=statistics), torch.arange(3.0))
+    expected = {"mean": 1.0, "max": 2.0, "root": pytest.approx(math.nan, nan_ok=True)}
+    assert observation.collect() == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
+    assert told == [("a", "root", AttributeError)]
+    assert observation.num_errors == 1
+
+
+def test_an_empty_token_in_parts_is_nan_whatever_numpy_is_set_to() -> None:
+    """As it is without a word: nothing over nothing."""
+    one = watch("a", "token_rms", "mean")
+    one.is_one_token = True
+    observation = Observation(lambda *_trouble: None)
+    observation.observe(one, torch.empty(0))
+    with np.errstate(all="raise"):
+        assert all(math.isnan(value) for value in observation.collect().values())
 
 
 def test_of_two_watches_of_one_key_the_last_one_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ class StorageManager:
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         earlier = self._values.pop(record.step, None)
-        self._values[record.step] = record.values if earlier is None else dict(earlier.items()) | dict(record.values.items())
+        # A copy: whoever has the record may add to its values.
+        self._values[record.step] = copy.copy(record.values) if earlier is None else dict(earlier.items()) | dict(record.values.items())
         while len(self._values) > self._max_records:
             self._values.popitem(last=False)
 

@@ -330,7 +330,7 @@ class Observation:
         scalars = [value for _key, part in parts for value in part.values]
         units = [signs for _watch, signs in self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
-        values = form.finish(merged(shares, num_rows, torch.device("cpu")))
+        values = form.finish(merged(shares, num_rows, torch.device("cpu")), self._fail_to_finish)
         arrived = others[: len(scalars)].tolist()
         start = 0
         for key, part in parts:
@@ -363,7 +363,7 @@ class Observation:
             return Values()
         # What takes more collectives first: an error in what follows keeps this rank from none.
         parts = self._parts_together(together, exchange.ranks)
-        values = Form(together.rows).finish(torch.stack(together.moments))
+        values = Form(together.rows).finish(torch.stack(together.moments), self._fail_to_finish)
         values.update(together.values | _of_units(together.units))
         for key, part in parts:
             values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
@@ -507,6 +507,10 @@ class Observation:
     def _give_up(self, watch: Watch) -> None:
         self._failed.update(watch.keys())
         self._uncounted.update(watch.histogram_keys)
+
+    def _fail_to_finish(self, watch: Watch, name: str, error: Exception) -> None:
+        self.num_errors += 1
+        self._on_trouble(watch, name, "its moments", error)
 
     def _fail(self, watch: Watch, name: str, tensor: Tensor | None, error: Exception) -> None:
         self.num_errors += 1

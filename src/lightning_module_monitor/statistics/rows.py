@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,7 +149,8 @@ class Rows:
 class _Group:
     """Watches with the same statistics, which are finished together."""
 
-    statistics: Sequence[Statistic]
+    first: Watch
+    """One of them."""
     parts: Sequence[np.ndarray | slice]
     """Of each of a watch's rows, those of all watches: int64, shape ``(watches,)``, or where they lie in a row the whole of it."""
     keys: Sequence[str]
@@ -180,23 +181,28 @@ class Form:
         """Of keys that several watches have, the last of each."""
         self._places = {key: place for place, key in enumerate(last)}
 
-    def finish(self, table: Tensor) -> Values:
+    def finish(self, table: Tensor, fail: Callable[[Watch, str, Exception], None]) -> Values:
         """Statistics by key.
 
         Args:
             table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
+            fail: Told of a statistic that could not be finished, by its name, and one of those that want it; its values are NaN.
         """
-        fields = nan_where_empty(table.numpy())
-        if len(self._one_token):
-            fields = _with_whole_tokens(fields, self._one_token)
         numbers, start = np.empty(self._num_keys), 0
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
+            fields = nan_where_empty(table.numpy())
+            if len(self._one_token):
+                fields = _with_whole_tokens(fields, self._one_token)
             for group in self._groups:
                 end = start + len(group.keys)
-                columns = numbers[start:end].reshape(-1, len(group.statistics))
+                columns = numbers[start:end].reshape(-1, len(group.first.statistics))
                 parts = [HostMoments(*fields[:, index]) for index in group.parts]
-                for column, one in enumerate(group.statistics):
-                    columns[:, column] = one.finish(*_taken_by(one, parts))
+                for column, (name, one) in enumerate(group.first.statistics.items()):
+                    try:
+                        columns[:, column] = one.finish(*_taken_by(one, parts))
+                    except Exception as error:  # one of the user's own
+                        columns[:, column] = np.nan
+                        fail(group.first, name, error)
                 start = end
         return Values(self._places, numbers if len(self._places) == len(numbers) else numbers[self._last_places])
 
@@ -223,7 +229,7 @@ def _group(members: Sequence[Wish]) -> _Group:
     first = members[0][0]
     rows = [row for _watch, row in members]
     return _Group(
-        tuple(first.statistics.values()),
+        first,
         [_index([row + part for row in rows]) for part in range(first.num_rows)],
         [*itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)],
     )
