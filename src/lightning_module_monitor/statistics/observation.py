@@ -233,7 +233,7 @@ class Observation:
             chosen = [at for at, place in enumerate(places) if tensors[place] is not None]
             places, rows, needs = [places[at] for at in chosen], rows[chosen], needs[chosen]
         taken = running.take_all(rows, [tensors[place] for place in places], needs)
-        if taken.all() and len(places) == len(watches):
+        if all(taken) and len(places) == len(watches):
             self._rows.update(block.first)
             return []
         read = {*itertools.compress(places, taken)}

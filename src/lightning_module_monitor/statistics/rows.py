@@ -216,7 +216,7 @@ def nan_where_empty(fields: Array) -> Array:
     Returns:
         The same array.
     """
-    if not fields[0].all():
+    if 0.0 in fields[0].tolist():
         fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan
     return fields
 

@@ -249,7 +249,7 @@ class RunningRows:
         if num_rows > self._capacity:
             self._grow(num_rows - 1)
 
-    def take_all(self, rows: np.ndarray, tensors: Sequence[object], needs: np.ndarray) -> np.ndarray:
+    def take_all(self, rows: np.ndarray, tensors: Sequence[object], needs: np.ndarray) -> list[int]:
         """:meth:`take` of many things at once, each for a row of its own.
 
         Args:
@@ -258,21 +258,23 @@ class RunningRows:
             needs: What is needed of each, int64.
 
         Returns:
-            Of each whether it was added, int64. Where one is not plain, or has no place in memory, none is.
+            Of each whether it was added, 0 or 1. Where one is not plain, or has no place in memory, none is.
         """
-        taken = np.zeros(len(tensors), dtype=np.int64)
+        none = [0] * len(tensors)
         # By functions of C alone, as much as that can be: it is what takes time.
         if not self._can_look or not len(rows) or not set(map(type, tensors)).issubset(PLAIN):
-            return taken
+            return none
         plain = cast("Sequence[Tensor]", tensors)
         try:
             offsets, sizes = [*map(Tensor.storage_offset, plain)], [storage.nbytes() for storage in map(Tensor.untyped_storage, plain)]
         except RuntimeError:
-            return taken
+            return none
         if any(map(Tensor.is_neg, plain)):
-            return taken
+            return none
+        taken = np.zeros(len(plain), dtype=np.int64)
         _kernel().take_all(np.array([[*map(id, plain)], offsets, sizes], dtype=np.int64), needs, rows, taken, self._desk_address)
-        return taken
+        found: list[int] = taken.tolist()
+        return found
 
     def _take_slowly(self, row: int, tensor: object, needs: int) -> bool:
         place = readable_address(tensor, ELEMENT_FORMATS)
