@@ -31,7 +31,7 @@ from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, Units
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
@@ -44,6 +44,7 @@ from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
     OVERHEAD_FRACTION,
     OWN_KIND,
+    RCC_SKIPPED_CALLS,
     STAGES,
     STEP_SKIPPED,
     TRAIN,
@@ -180,7 +181,6 @@ class ModuleMonitor:
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
-        self._units = Units()
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
@@ -247,7 +247,6 @@ class ModuleMonitor:
         if self._reference is not None:
             self.abandon()
         self._reference = None
-        self._units.clear()
 
     def has_reference_module(self) -> bool:
         """Whether there is a module to compare with."""
@@ -714,7 +713,6 @@ class ModuleMonitor:
     def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
         self.wishes.add(rule, label, is_optional=is_optional)
         self._exchanges.clear()
-        self._units.clear()
         self._has_agreed = False
 
     def _due(self, step: int) -> Due:
@@ -778,7 +776,7 @@ class ModuleMonitor:
         twins = ReferenceProbe(reference, self.reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name, say),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._units, name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []
@@ -838,8 +836,11 @@ class ModuleMonitor:
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._window is not None:
-            watch = self._own_watch(OWN_KIND, "", name, self._window.stage)
-            self._window.observation.add_result(watch, UserFunction(name, float, "max"), value, 1)
+            function = UserFunction(name, float, "max")
+            self._window.observation.add_result(self._own_figure(name, self._window.stage), function, value, 1)
+
+    def _own_figure(self, name: str, stage: str = TRAIN) -> Watch:
+        return self._own_watch(OWN_KIND, "", name, stage)
 
     def _own_watch(self, kind: str, site: str, name: str, stage: str) -> Watch:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""

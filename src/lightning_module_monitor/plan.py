@@ -17,7 +17,7 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
-from lightning_module_monitor.probes import activations, checked_modules
+from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -68,7 +68,7 @@ class Plan:
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
-        of_modules = [one for watch in of_modules for one in (watch, watch.alone) if one is not None]
+        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
     def all_watches(self) -> list[Watch]:
@@ -80,6 +80,10 @@ class Plan:
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
         return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches() if kind in ("", watch.kind))
+
+    def has_coordinate_check(self) -> bool:
+        """Whether anything of the refined coordinate check is watched."""
+        return any(watch.kind in rcc_layers.KINDS for watch in self.watches())
 
     def has_heads(self) -> bool:
         """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
@@ -128,7 +132,6 @@ class Sites:
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
         self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
         """Outside of this nothing is watched."""
-        self._units = checked_modules.units(self.within)
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -214,7 +217,15 @@ class Sites:
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
 
     def _has_kind(self, site: ModuleSite, kind: str) -> bool:
-        return kind not in checked_modules.KINDS or (site.module in self._units and checked_modules.has_kind(site.module, kind))
+        return kind not in rcc_layers.KINDS or bool(rcc_layers.layer_sites(site.module, kind))
+
+    def left_out_of_coordinate_check(self, rule: ParsedRule) -> list[str]:
+        """The modules that a rule picks and that own weights, but are of no type that the coordinate check knows: name and type."""
+        if rcc_layers.OUTPUT not in rule.kinds:
+            return []
+        unchecked = rcc_layers.unchecked_modules(self.within)
+        picked = [site for site in self.modules if site.module in unchecked and _is_picked(site, site.module, rule)]
+        return [f"{site.name} ({type(site.module).__name__})" for site in picked]
 
     def check(self, rule: ParsedRule) -> list[str]:
         """Check that a rule picks anything.
@@ -266,8 +277,9 @@ class Sites:
                 for site in self.matching(rule, kind):
                     compared = is_compared and KINDS[kind].site == "module"
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix, is_compared=compared))
-                    if isinstance(site, ModuleSite) and checked_modules.has_weight_site(site.module, kind):
-                        watch.alone = watch.at(f"{site.name}.weight")
+                    if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS:
+                        suffixes = rcc_layers.layer_sites(site.module, kind)
+                        watch.parts = {one: watch.at(f"{site.name}{one}") if one else watch for one in suffixes}
                     _join(watch, rule)
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],

@@ -19,7 +19,7 @@ from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
-from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key
+from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
@@ -250,7 +250,8 @@ class Wishes:
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
-        return keys + ([self.own_key(name) for name in figures] if TRAIN in names else [])
+        more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
+        return keys + ([self.own_key(name) for name in (*figures, *more)] if TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
@@ -319,6 +320,10 @@ class Wishes:
             _check_tensor_parallel(rule)
         for kind in () if rule.is_optional else sites.check(rule):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        left_out = sites.left_out_of_coordinate_check(rule)
+        if left_out:
+            shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+            self._say(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
 
 
 def _check_tensor_parallel(rule: ParsedRule) -> None:

@@ -12,7 +12,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
-from lightning_module_monitor.probes.reference import ReferenceProbe
+from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -46,7 +46,7 @@ class DifferenceProbe(Probe):
         pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if KIND in one.watches)
         self._watched = [(one, twin) for one, twin in pairs if twin is not None]
         for _one, twin in self._watched:
-            twins.want(twin, KIND, inputs=False)
+            twins.want(twin, KIND, lambda _args, _kwargs, output: named_outputs(output))
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -68,7 +68,7 @@ class DifferenceProbe(Probe):
             if call is None:
                 self._say(f"{watched.site.name}: the reference has not run for this call of it, which is not compared.")
                 return
-            references = dict(call.outputs)
+            references = dict(call)
             for path, tensor in named_tensors(output):
                 if path in references and tensor.is_floating_point():
                     own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))

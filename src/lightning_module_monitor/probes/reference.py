@@ -6,9 +6,9 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from torchmetrics import Metric
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, copied, named_tensors
-from lightning_module_monitor.probes.freed_memory import keep_freed_memory
-from lightning_module_monitor.probes.layers import layer_of
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.random_states import unchanged_random_states
 
@@ -52,8 +50,6 @@ class Reference:
         # The first name of a shared module counts, for both.
         self._twins: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(of_live.items())}
         self._is_running = False
-        if self.device().type == "cpu":
-            keep_freed_memory()
 
     def twin(self, module: nn.Module) -> nn.Module | None:
         """The sibling of a module; ``None`` if it is outside of what there is a sibling of."""
@@ -99,13 +95,6 @@ class Reference:
                     part.reset()  # it would gather what it is given, from step to step
 
     @contextmanager
-    def replaying(self, live: nn.Module) -> Iterator[None]:
-        """Within the block one of its modules is run once more, as that of the model has just run."""
-        twin = self._twins[live]
-        with torch.no_grad(), unchanged_buffers(twin), self._modes(live.modules()), _slow_path():
-            yield
-
-    @contextmanager
     def _modes(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Train or eval mode as modules of the model have it, one by one."""
         pairs = ((live, self._twins.get(live)) for live in modules)
@@ -144,18 +133,8 @@ def _slow_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class Call(NamedTuple):
-    """What one of the reference's modules got and gave in one call: copies of its floating tensors, by path."""
-
-    inputs: NamedTensors
-    outputs: NamedTensors
-
-
-def named_inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> NamedTensors:
-    """The floating tensors among a module's arguments, positional ones first."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        return [((0,), args[0])] if args[0].is_floating_point() else []
-    return [(path, tensor) for part in (args, kwargs) for path, tensor in named_tensors(part) if tensor.is_floating_point()]
+TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors]
+"""What of a call is kept: a function of the positional arguments, the keyword arguments and the output."""
 
 
 def named_outputs(output: object) -> NamedTensors:
@@ -178,26 +157,23 @@ class ReferenceProbe(Probe):
         self.reference = reference
         self._failed = failed
         self._say = say
-        self._wanted: defaultdict[nn.Module, dict[str, bool]] = defaultdict(dict)
-        """The reference's modules of which something is wanted: by whom, and whether their inputs are."""
-        self._waiting: defaultdict[tuple[nn.Module, str], deque[Call]] = defaultdict(deque)
-        self._begun: defaultdict[nn.Module, list[NamedTensors]] = defaultdict(list)
-        """Inputs of calls that are not over yet, of modules that may overwrite them."""
+        self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
+        self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """Copy by the identity of the tensor: the tensor, its version, the copy. What one module gives is what the next one gets."""
         self._hooks = HookSet()
         self._run = ExitStack()
-        self._is_replaying = False
 
-    def want(self, module: nn.Module, by: str, inputs: bool) -> None:
-        """Ask for the outputs of one of the reference's modules, and for its inputs, at every call.
+    def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
+        """Keep tensors of every call of one of the reference's modules.
 
         Args:
             module: One of the reference's.
-            by: Who asks; everybody who does gets every call.
-            inputs: Whether inputs are needed too.
+            by: The name under which :meth:`take` finds them.
+            tensors: Gives the tensors to keep.
+            before_other_hooks: Whether other forward hooks, which may replace the output, come later.
         """
-        self._wanted[module][by] = inputs
+        self._wanted[module, by] = tensors, before_other_hooks
 
     def is_needed(self) -> bool:
         """Whether anything is asked for."""
@@ -212,12 +188,9 @@ class ReferenceProbe(Probe):
             self._hooks.add(self.reference.live.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         root = self.reference.module
         self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_run), prepend=True))
-        for module, wishes in self._wanted.items():
-            inputs, may_overwrite = any(wishes.values()), layer_of(module) is None or "forward" in vars(module)
-            if inputs and may_overwrite:
-                self._hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
-            after = functools.partial(self._after_forward, list(wishes), inputs, may_overwrite)
-            self._hooks.add_forward(module, UncopiedHook(after), with_kwargs=True)
+        for (module, by), (tensors, before_other_hooks) in self._wanted.items():
+            hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
+            self._hooks.add(module.register_forward_hook(hook, with_kwargs=True, prepend=before_other_hooks))
         self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_run), always_call=True))
 
     def end_micro_batch(self) -> None:
@@ -234,8 +207,8 @@ class ReferenceProbe(Probe):
         self._run.close()
         self._forget()
 
-    def take(self, module: nn.Module, by: str) -> Call | None:
-        """What one of the reference's modules gave at the call that the model has come to; ``None`` if it has not run as often."""
+    def take(self, module: nn.Module, by: str) -> NamedTensors | None:
+        """The tensors of one of the reference's modules at the call that the model has come to; ``None`` if it has not run as often."""
         calls = self._waiting.get((module, by))
         if not calls:
             return None
@@ -243,17 +216,7 @@ class ReferenceProbe(Probe):
         if not self.reference.cpu_offload:
             return call
         device = self.reference.device()
-        return Call([(path, one.to(device)) for path, one in call.inputs], [(path, one.to(device)) for path, one in call.outputs])
-
-    @contextmanager
-    def replaying(self, live: nn.Module) -> Iterator[None]:
-        """Within the block the sibling of one of the model's modules is run once more, and nothing of that is kept."""
-        self._is_replaying = True
-        try:
-            with self.reference.replaying(live):
-                yield
-        finally:
-            self._is_replaying = False
+        return [(path, one.to(device)) for path, one in call]
 
     def _run_beside(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Call the reference as the model is about to be: with copies, for it may write into its arguments."""
@@ -267,41 +230,16 @@ class ReferenceProbe(Probe):
                 self._failed(error)
 
     def _begin_run(self, *_args: object) -> None:
-        if not self._is_replaying:
-            self._run.enter_context(self.reference.running())
+        self._run.enter_context(self.reference.running())
 
     def _end_run(self, *_args: object) -> None:
-        if not self._is_replaying:
-            self._run.close()
-
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self._keeps():
-            self._begun[module].append(self._copied(named_inputs(args, kwargs)))
+        self._run.close()
 
     def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module
-        self,
-        wanted_by: list[str],
-        has_inputs: bool,
-        may_overwrite: bool,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        output: object,
+        self, by: str, tensors: TensorsOfCall, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
     ) -> None:
-        if not self._keeps():
-            return
-        inputs: NamedTensors = []
-        if has_inputs:
-            inputs = self._begun[module].pop() if may_overwrite else self._copied(named_inputs(args, kwargs))
-        call = Call(inputs, self._copied(named_outputs(output)))
-        for by in wanted_by:
-            self._waiting[module, by].append(call)
-
-    def _copied(self, named: NamedTensors) -> NamedTensors:
-        return [(path, self._copy(tensor)) for path, tensor in named]
-
-    def _keeps(self) -> bool:
-        return not (self._is_replaying or self.is_suspended)
+        if not self.is_suspended:
+            self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(args, kwargs, output)])
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A copy: what comes later in the reference may overwrite the tensor."""
@@ -316,7 +254,6 @@ class ReferenceProbe(Probe):
 
     def _forget(self) -> None:
         self._waiting.clear()
-        self._begun.clear()
         self._copies.clear()
 
 

@@ -7,9 +7,8 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -20,8 +19,8 @@ from lightning_module_monitor.statistics.exchange import Exchange, Share, Togeth
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
-from lightning_module_monitor.statistics.rows import Form, Place, Rows, Wishes
-from lightning_module_monitor.statistics.running import in_memory, readable_address
+from lightning_module_monitor.statistics.rows import Form, Place, Rows
+from lightning_module_monitor.statistics.running import in_memory
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -116,43 +115,23 @@ class Observation:
 
         Args:
             terms: Differences of tensors as :meth:`observe` takes them, each with watches, and for each watch the row that it is
-                for: ``OWN`` or ``BASE``. What is made of the same tensors is best taken in together.
+                for: ``OWN`` or ``BASE``.
         """
-        readable: set[int] = set()
-        self._taking().add_differences(self._needed(terms, readable), readable)
-
-    def add_totals(self, measured: Iterable[tuple[Wishes, np.ndarray]]) -> None:
-        """Take in moments of terms that somebody else has measured.
-
-        Args:
-            measured: Of several terms the wishes for each, as :meth:`observe_for` takes them, which are the same object in every
-                step, and a row of moments for each, shape ``(terms, len(Moments._fields))``, float64.
-        """
-        for wishes, totals in measured:
-            targets = self._numbers.targets(wishes)
-            self._rows.update(targets.first)
-            self._taking().running_rows().add_totals(targets.pairs, totals)
-
-    def _needed(
-        self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]
-    ) -> Iterator[tuple[list[int], Difference, int]]:
-        """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
         for term, wishes in terms:
-            strided = term.tensor if id(term.tensor) in readable or readable_address(term.tensor) else _strided(term.tensor)
-            difference = term if strided is term.tensor else Difference(strided, term.other, term.shift)
+            tensor = _strided(term.written())
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
                 needs = watch.base_needs if part == BASE else watch.needs
-                if needs in rows:
-                    rows[needs].append(self._row(watch) + part)
-                elif needs:
-                    # A row that no histogram was asked for gets none.
-                    enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                # A row without a histogram gets none of another's.
+                enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                if needs:
                     rows.setdefault(next(enough, needs), []).append(self._row(watch) + part)
                 if watch.functions and part == OWN:
-                    self._call_functions(watch, difference.written())
-            for needs, of_needs in rows.items():
-                yield of_needs, difference, needs
+                    self._call_functions(watch, tensor)
+            for needs, (first, *others) in rows.items():
+                self._taking().add(first, tensor, needs)
+                for row in others:
+                    self._table.add_last_again(row)
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -175,7 +154,7 @@ class Observation:
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._taking().add_differences([([row + OWN], difference, watch.needs)], set())
+                self._taking().add(row + OWN, difference.written(), watch.needs)
             if watch.base_needs:
                 self._taking().add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:
