@@ -24,7 +24,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.probes.freed_memory import keep_freed_memory
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
 
@@ -683,7 +682,6 @@ def test_memory_of_a_reference_that_runs_its_own_training_step(tmp_path: Path) -
         fit = trainer(tmp_path, callbacks, max_epochs=1)
         return peak_bytes(lambda: fit.fit(Deep(), batches)) / layer
 
-    keep_freed_memory()  # once in a process, for blocks that nobody writes to
     plain = peak()
     assert plain > 12
     one = peak(rules=[Rule(kinds="activation_difference", sites="layers.20", statistics="ratio")])

@@ -112,25 +112,6 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)
 
 
-def test_terms_of_one_shape_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer's terms are made of is read from memory once; terms of another shape by a call of their own."""
-    kernel = running.compiled_terms()
-    if kernel is None:
-        pytest.skip("needs the compiled kernel")
-    calls: list[tuple[int, int]] = []
-    original = kernel.add_differences
-    monkeypatch.setattr(kernel, "add_differences", lambda *args: (calls.append((len(args[0]), args[1])), original(*args)))
-    a, b, c = torch.randn(3, 5, 40)
-    x = torch.randn(5, 16)
-    terms = [Difference(a), Difference(x), Difference(a, b), Difference(b, c), Difference(a, b, c[0]), Difference(x, 2 * x)]
-    observation = Observation(lambda *_trouble: None)
-    observation.observe_for((term, [(watch(f"term_{i}", "norm"), OWN)]) for i, term in enumerate(terms))
-    assert sorted(calls) == [(2, x.numel()), (4, a.numel())]
-    values = observation.collect()
-    for i, term in enumerate(terms):
-        assert values[f"activation_difference/term_{i}/norm"] == pytest.approx(textbook("norm", term.computed()), rel=1e-6)
-
-
 def test_what_shares_its_memory_until_it_is_written_is_read_without_a_copy() -> None:
     """And a part of a tensor is read where it begins."""
     if running.kernel() is None or not hasattr(torch._C, "_is_cow_tensor"):
