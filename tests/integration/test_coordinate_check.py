@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ from torch.nn import functional as F
 from lightning_module_monitor import ModuleMonitorCallback
 
 
-@dataclass
 class Graph:
     """A batch that modules write into, as graph libraries have it."""
 
-    x: Tensor
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
 
 
 class WritesIntoItsArgument(nn.Module):
@@ -75,8 +74,15 @@ class GetsAnotherModule(nn.Module):
         return output
 
 
+class Cache:
+    """What layers have computed, as libraries of language models have it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
 class AppendsToACache(nn.Module):
-    """A layer appends what it computed to a list it is given; the mean of the list is what is learned from."""
+    """A layer appends what it computed to a cache it is given; the sum of the cache is what is learned from."""
 
     class Layer(nn.Module):
         """Appends to the cache."""
@@ -86,16 +92,16 @@ class AppendsToACache(nn.Module):
             self.key = nn.Linear(6, 3)
             self.gain = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-            cache.append(self.key(x) * self.gain)
-            return torch.stack(cache).sum(0)
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.keys.append(self.key(x) * self.gain)
+            return torch.stack(cache.keys).sum(0)
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([self.Layer(), self.Layer()])
 
     def forward(self, x: Tensor) -> Tensor:
-        cache: list[Tensor] = []
+        cache = Cache()
         for layer in self.layers:
             output = layer(x, cache)
         return output
@@ -124,6 +130,13 @@ class CollectsByHooks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(3, 6))
+            self.register_forward_hook(self.collect)
+
+        def collect(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+            """Append the logits to the list of the context."""
+            logits = COLLECTED.get()
+            if logits is not None:
+                logits.append(output)
 
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight)
@@ -131,20 +144,11 @@ class CollectsByHooks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router, self.linear = self.Router(), nn.Linear(6, 3)
-        for module in (self.router, self.linear):
-            module.register_forward_hook(self._collect)
-
-    @staticmethod
-    def _collect(_module: nn.Module, _args: object, output: Tensor) -> None:
-        logits = COLLECTED.get()
-        if logits is not None:
-            logits.append(output)
 
     def forward(self, x: Tensor) -> Tensor:
         with collecting() as logits:
             output = self.router(x) + self.linear(x)
-        # The reference's copy has no hooks of others.
-        scaled: Tensor = output * torch.stack(logits).square().mean() if logits else output
+        scaled: Tensor = output * torch.stack(logits).square().sum() / 10
         return scaled
 
 
