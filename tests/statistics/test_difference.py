@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import pytest
 import torch
 from helpers.textbook import textbook
 from torch import Tensor
 
-from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
@@ -72,13 +69,8 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     difference = forms(torch.float32)["of two"]
     observation = Observation(lambda *_trouble: None)
     added: list[object] = []
-    original = observation._table.add_differences
-
-    def add(several: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
-        added.extend(kept := [*several])
-        original(kept, readable)
-
-    monkeypatch.setattr(observation._table, "add_differences", add)
+    original = observation._table.add
+    monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
@@ -110,19 +102,3 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
         for i, chunk in enumerate(chunks):
             assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)
-
-
-def test_what_shares_its_memory_until_it_is_written_is_read_without_a_copy() -> None:
-    """And a part of a tensor is read where it begins."""
-    if running.kernel() is None or not hasattr(torch._C, "_is_cow_tensor"):
-        pytest.skip("needs the compiled kernel, and torch's private word for it")
-    x = torch.randn(4, 300)
-    kept = torch._lazy_clone(x)
-    observation = Observation(lambda *_trouble: None)
-    observation.observe_for(
-        [(Difference(kept, 3 * x), [(watch("all", "norm"), OWN)]), (Difference(kept[2]), [(watch("part", "norm"), OWN)])]
-    )
-    assert torch._C._is_cow_tensor(x)
-    values = observation.collect()
-    assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", 2 * x), rel=1e-6)
-    assert values["activation_difference/part/norm"] == pytest.approx(textbook("norm", x[2]), rel=1e-6)

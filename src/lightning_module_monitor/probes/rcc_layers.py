@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.modules.names import UNWATCHED
 from lightning_module_monitor.statistics.running import in_memory
@@ -329,6 +330,8 @@ def _any_matrix(module: AnyModule, weight: Tensor) -> Tensor:
 
 def layer_parts(module: nn.Module) -> Parts:
     """The linear maps of a module by name, see :data:`Parts`; empty if its type is not in the table."""
+    if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
+        return {}  # computed from other parameters, as spectral norm, weight norm and pruning do
     for one in type(module).__mro__:
         parts = _OF_CLASS.get(one) or _OF_CLASS.get(f"{one.__module__}.{one.__qualname__}")
         if parts is None:
