@@ -40,6 +40,7 @@ from lightning_module_monitor.probes.rcc_layers import (
     PROPAGATING,
     REFERENCE_OUTPUT,
     LayerType,
+    every_vector_once,
     is_plain,
     layer_parts,
     weight_and_bias,
@@ -367,9 +368,9 @@ def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observ
             of_weight.append((layer.alignments[term.alignment], OWN))
         if bias is None:
             yield from _with_features_last(layer, Difference(tensor, other), wishes + of_weight)
-        else:
-            yield from _with_features_last(layer, Difference(tensor, other), wishes)
-            yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
+            continue
+        yield from _with_features_last(layer, Difference(tensor, other), wishes)
+        yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
 
 
 def _terms_of_input(
@@ -385,12 +386,11 @@ def _terms_of_input(
         difference = Difference(own, None if term.minus is None else reference)
         rows = [row for by_kind in (watches, *more) for row in _rows(by_kind, term.kind)]
         aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
-        if aligned and layer.type.vectors is not None:
-            difference = Difference(difference.written())
-            vectors = layer.type.vectors(layer.module, difference.tensor)
-            if vectors is difference.tensor:
-                rows += aligned
-            elif vectors is not None:
+        if layer.type.vectors is every_vector_once:
+            rows += aligned
+        elif aligned and layer.type.vectors is not None:
+            vectors = layer.type.vectors(layer.module, difference.written())
+            if vectors is not None:
                 yield Difference(vectors), aligned
         yield from _with_features_last(layer, difference, rows)
 

@@ -60,7 +60,8 @@ def _diagonal(module: AnyModule, weight: Tensor) -> Tensor:
     return weight.flatten()
 
 
-def _as_it_is(module: AnyModule, x: Tensor) -> Tensor | None:
+def every_vector_once(module: AnyModule, x: Tensor) -> Tensor | None:
+    """The ``vectors`` of a layer that applies its weight to every vector of a tensor once."""
     return x
 
 
@@ -95,7 +96,7 @@ class LayerType:
     features: Callable[[AnyModule, Tensor], int] = _last
     matrices: Callable[[AnyModule, Tensor], Tensor] = _matrix
     normalizes: bool = False
-    vectors: Callable[[AnyModule, Tensor], Tensor | None] | None = _as_it_is
+    vectors: Callable[[AnyModule, Tensor], Tensor | None] | None = every_vector_once
 
     @property
     def is_applied_to_input(self) -> bool:

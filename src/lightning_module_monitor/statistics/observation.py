@@ -50,6 +50,8 @@ class Observation:
         """What the units of a site did, on their device."""
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         """The tensor that the table got last, if it may come again: what it is, its version, and what was needed of it."""
+        self._scratch: Tensor | None = None
+        """Memory for differences, which are measured and forgotten: new memory costs more than the subtraction."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -118,7 +120,7 @@ class Observation:
                 for: ``OWN`` or ``BASE``.
         """
         for term, wishes in terms:
-            tensor = _strided(term.written())
+            tensor = self._written(term, may_be_kept=any(watch.functions for watch, _part in wishes))
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
                 needs = watch.base_needs if part == BASE else watch.needs
@@ -132,6 +134,18 @@ class Observation:
                 self._taking().add(first, tensor, needs)
                 for row in others:
                     self._table.add_last_again(row)
+
+    def _written(self, term: Difference, *, may_be_kept: bool) -> Tensor:
+        """A difference as a tensor; in memory that the next one gets too, unless a function of the user's may keep it."""
+        if term.other is None and term.shift is None:
+            return _strided(term.tensor)
+        size = term.tensor.numel()
+        if may_be_kept or term.tensor.dtype == torch.float64:
+            return term.computed()
+        if self._scratch is None or self._scratch.numel() < size or self._scratch.device != term.tensor.device:
+            with torch.inference_mode(mode=False):
+                self._scratch = torch.empty(size, dtype=torch.float32, device=term.tensor.device)
+        return term.computed(self._scratch[:size].view(term.tensor.shape))
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -299,6 +313,7 @@ class Observation:
 
     def close(self) -> None:
         """Nothing is taken in any more, and nothing is collected."""
+        self._scratch = None
         self._numbers.leave(self._table)
 
     def _collect(self) -> Values:
