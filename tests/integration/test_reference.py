@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -694,3 +695,60 @@ def test_memory_of_a_reference_that_runs_its_own_training_step(tmp_path: Path) -
     checked = peak(rules=[], rcc=True)
     assert checked <= plain + 24 + slack
     print(plain, one, everything, checked)
+
+
+Batch = TypeVar("Batch")
+
+
+class OfBatches(Generic[Batch], LightningModule):
+    """Its objects can get no class that is derived from it and another: their layout in memory is another one."""
+
+
+class Nested(OfBatches[list[Tensor]]):
+    """Logs in every way, by itself and by a LightningModule within a plain container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Talkative())
+        self.steps = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.model[0].model(x), y)
+        self.log("loss", loss)
+        self.model[0].log_dict({"inner": loss})
+        assert self.logger is not None
+        assert self.trainer.logger is not None
+        for logger in (self.logger, self.trainer.logger, *self.loggers):
+            logger.log_metrics({"own": float(loss.detach())}, self.global_step)
+        self.print("x")
+        self.trainer.should_stop = self.trainer.global_step == 3
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")  # of the inner module, which Lightning does not attach
+def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what its trainer's logger gets, and what lies within it; the trainer is not told what the reference sets on it."""
+    runs = []
+    for monitored in (False, True):
+        seed()
+        module, keep = Nested(), KeepLosses()
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise", store=False)
+        logger = CSVLogger(tmp_path / str(monitored), flush_logs_every_n_steps=1)
+        options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 8}
+        fit = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
+        fit.fit(module, loader())
+        rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
+        own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
+        runs.append((own, fit.global_step, [float(one) for one in keep.losses], capsys.readouterr().out, sorted(fit.logged_metrics)))
+        if monitored:
+            assert callback.last_record is not None
+            assert callback.last_record.values["activation_difference/model.0.model/norm"] > 0
+            reference = callback._reference._module  # type: ignore[union-attr]
+            again = copy.deepcopy(reference)
+            assert pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
+    assert runs[0] == runs[1]
+    assert runs[0][1] == 4

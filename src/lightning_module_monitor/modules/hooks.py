@@ -116,6 +116,21 @@ class UncopiedHook(ForwardHook):
         self._function(*args)
 
 
+class ReplacingHook(ForwardHook):
+    """Calls a function, and gives torch what it returns: ``None``, or what is to take the place of a module's output.
+
+    Args:
+        function: Gets what torch gives to the hook.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object) -> object:
+        """Call the function."""
+        return self._function(*args)
+
+
 def runs_forward_alone(module: nn.Module) -> bool:
     """Whether a call of a module is its class's ``forward``, and nothing else: no hooks but the monitor's, no ``forward`` of its own."""
     if type(module).__call__ is not nn.Module.__call__ or "forward" in vars(module) or module._compiled_call_impl is not None:
