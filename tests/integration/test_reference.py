@@ -752,3 +752,37 @@ def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest
             assert pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
     assert runs[0] == runs[1]
     assert runs[0][1] == 4
+
+
+class WithoutLayers(Classifier):
+    """Has parameters, and no layer of a type that the coordinate check knows."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Tanh()))
+        self.cell = nn.LSTMCell(6, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.cell(self.model(batch[0]))[0], batch[1])
+
+
+def test_a_coordinate_check_without_a_layer_that_it_knows_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no error, for what else is asked for is recorded; a rule of such a kind is refused."""
+    callback = ModuleMonitorCallback(
+        every_n_steps=1, rcc=True, module="model", rules=[Rule(kinds="activation", statistics="rms")], on_error="raise"
+    )
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, [callback], max_steps=2).fit(WithoutLayers(), loader(), loader(8))
+    told = [record.getMessage() for record in caplog.records if "rcc" in record.getMessage()]
+    assert told == [
+        "rcc: none of the 3 modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization); "
+        "nothing of it is recorded."
+    ]
+    assert callback.last_record is not None
+    assert callback.last_record.values["activation/model.1/rms"] > 0
+    tanh = Rule(kinds=["rcc_output", "rcc_input"], statistics="rms", sites="model.*")
+    refused = ModuleMonitorCallback(reference="init", rules=[tanh])
+    expected = (
+        r"rules\[0\]\.kinds rcc_output, rcc_input: none of 5 modules is a layer that the coordinate check knows \(Linear, convolution"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        trainer(tmp_path, [refused], max_steps=1).fit(WithoutLayers(), loader(), loader(8))
