@@ -25,7 +25,7 @@ from lightning_module_monitor.config import (
     parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.modules.names import without_wrappers
+from lightning_module_monitor.modules.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
@@ -222,9 +222,10 @@ class ModuleMonitor:
                     reference(x)
             loss_fn(model(x), y).backward()
 
-        It then runs without a graph, in the model's train or eval mode, on the random numbers that the model is about to
-        draw, which draws them again; its buffers stay as they are. What does not go through the reference's own
-        ``forward`` (``reference.training_step(batch, 0)``) is run ``with monitor.running_reference()``.
+        It then runs in the model's train or eval mode and with its ``requires_grad`` flags, so that torch selects the same
+        kernels, and on the random numbers that the model draws after it. Flags and buffers are as before afterwards, and what it
+        returns has no graph. What does not go through the reference's own ``forward`` (``reference.training_step(batch, 0)``)
+        is run ``with monitor.running_reference()``.
 
         Args:
             module: A module of the same structure as the monitored one; a copy of it, say, made at its initialization.
@@ -239,7 +240,7 @@ class ModuleMonitor:
         self.remove_reference_module()
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.wishes.sites.within
-        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
+        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
         self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
@@ -269,16 +270,30 @@ class ModuleMonitor:
         with self.no_monitor(), self._reference.running():
             yield
 
-    def reference_failed(self, error: Exception) -> None:
-        """Note that the reference could not be run: this is said and counted, and training goes on.
+    def run_reference(self, call: Callable[[], object]) -> None:
+        """Run the reference; an error is reported and counted, and training continues.
+
+        Args:
+            call: Runs it, e.g. by its ``training_step``. A second time if it needs tensors for a backward pass of its own.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        with self.no_monitor():
+            for probe in () if self._window is None else self._window.probes:
+                if isinstance(probe, ReferenceProbe):
+                    probe.run(call)
+
+    def _reference_failed(self, error: Exception) -> None:
+        """Report and count that the reference could not be run.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
         if self._window is not None:
             self._window.observation.num_errors += 1
-        name = type(error).__name__
-        self._complaints.report(f"The reference could not run ({name}: {error}).", error, f"reference {name}")
+        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
+        self._complaints.report(f"The reference could not run ({name}: {cause}).", error, f"reference {name}")
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -773,9 +788,9 @@ class ModuleMonitor:
     def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.wishes.sites.further_name, self._complaints.say_once
-        twins = ReferenceProbe(reference, self.reference_failed, say)
+        twins = ReferenceProbe(reference, self._reference_failed, say)
         probes = [
-            DifferenceProbe(plan.modules, observation, twins, name, say),
+            DifferenceProbe(plan.modules, observation, twins, name),
             CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.

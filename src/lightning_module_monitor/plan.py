@@ -247,6 +247,9 @@ class Sites:
         options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
         limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
         limits += ["leaf_modules"] if rule.leaf_modules else []
+        if not limits:
+            why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 

@@ -735,7 +735,7 @@ def test_a_model_without_a_layer_of_the_table_has_no_check() -> None:
     with ModuleMonitor(on_error="raise") as monitor:
         monitor.set_module(nn.Sequential(nn.GRU(4, 3)))
         monitor.set_reference_module(nn.Sequential(nn.GRU(4, 3)))
-        with pytest.raises(ConfigError, match="leave nothing of the module names"):
+        with pytest.raises(ConfigError, match="none of 2 modules is a layer that the coordinate check knows"):
             RefinedCoordinateCheck(monitor)
 
 

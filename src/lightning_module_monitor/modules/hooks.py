@@ -113,3 +113,18 @@ class UncopiedHook(ForwardHook):
     def __call__(self, *args: object) -> None:
         """Call the function."""
         self._function(*args)
+
+
+class ReplacingHook(ForwardHook):
+    """Calls a function, and gives torch what it returns: ``None``, or what is to take the place of a module's output.
+
+    Args:
+        function: Gets what torch gives to the hook.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object) -> object:
+        """Call the function."""
+        return self._function(*args)

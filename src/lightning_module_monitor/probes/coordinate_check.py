@@ -266,8 +266,11 @@ class CoordinateCheckProbe(Probe):
     def _observe(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Take the terms of one call; count it where it cannot be compared."""
         call = self._twins.take(layer.twin, _wanted_by(layer))
+        if call is None:
+            self._num_skipped += 1  # the probe of the reference logs that it has not run as often
+            return
         inputs = layer.type.bind(layer.module, args, kwargs)
-        tensors = None if call is None or inputs is None else _tensors(layer, [x.detach() for x in inputs], output, call)
+        tensors = None if inputs is None else _tensors(layer, [x.detach() for x in inputs], output, call)
         if tensors is None:
             self._num_skipped += 1
             self._log(SKIPPED)
@@ -311,8 +314,8 @@ class CoordinateCheckProbe(Probe):
 
 
 SKIPPED = (
-    "rcc: a call of a layer is left out where the reference's layer had no call of the same shapes, or where the layer was called under "
-    "vmap or with a tensor subclass. monitor/rcc_skipped_calls counts such calls."
+    "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
+    "tensor subclass. monitor/rcc_skipped_calls counts such calls."
 )
 
 

@@ -27,7 +27,6 @@ class DifferenceProbe(Probe):
         observation: Where pairs of tensors go.
         twins: What the reference gave.
         further_name: Names further outputs, from the module's site and the path.
-        say: Takes a sentence for the user.
     """
 
     def __init__(
@@ -36,12 +35,10 @@ class DifferenceProbe(Probe):
         observation: Observation,
         twins: ReferenceProbe,
         further_name: Callable[[str, Path], str],
-        say: Callable[[str], None],
     ) -> None:
         self._observation = observation
         self._twins = twins
         self._further_name = further_name
-        self._say = say
         self._hooks = HookSet()
         pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if KIND in one.watches)
         self._watched = [(one, twin) for one, twin in pairs if twin is not None]
@@ -66,7 +63,6 @@ class DifferenceProbe(Probe):
         try:
             call = self._twins.take(twin, KIND)
             if call is None:
-                self._say(f"{watched.site.name}: the reference has not run for this call of it, which is not compared.")
                 return
             references = dict(call)
             for path, tensor in named_tensors(output):
