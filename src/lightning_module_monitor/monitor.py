@@ -396,8 +396,8 @@ class ModuleMonitor:
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
-        """Whether any rule is due in a step, or tensors are captured in it."""
-        return any(self._due(step)) or self.wishes.is_captured(step)
+        """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
+        return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -418,10 +418,10 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, is_captured = self._due(step), self.wishes.is_captured(step)
-        if any(due) or is_captured:
+        due = self._due(step)
+        if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
-        return any(due) or is_captured
+        return due is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -717,13 +717,13 @@ class ModuleMonitor:
         self._units.clear()
         self._has_agreed = False
 
-    def _due(self, step: int) -> Due:
-        """What is due; nothing where a function of the user's cannot say so."""
+    def _due(self, step: int) -> Due | None:
+        """What is due in a step, if it is monitored; where a function of the user's fails, raw tensors alone are captured."""
         try:
             return self.wishes.due(step)
         except Exception as error:
             self._complaints.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return Due((), gradient_flow=False)
+            return Due((), gradient_flow=False) if self.wishes.is_captured(step) else None
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
