@@ -616,7 +616,7 @@ class ModuleMonitorCallback(Callback):
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
         captured = wishes.capture_plan()
         return (
-            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
+            f"Watching {sum(one.site.runs for one in plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
             + self._sinks_of_run.roll_ups_in_words()
             + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )

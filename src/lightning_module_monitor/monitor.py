@@ -24,7 +24,7 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.modules.names import without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -754,9 +754,8 @@ class ModuleMonitor:
         gone = self.wishes.leave_out_what_is_gone()
         if gone:
             self._exchanges.clear()
-            shown = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
             why = "what took its place is not watched, and there are no more values of it before the next fit"
-            self._complaints.say_once(f"{shown} was taken out of the model while it trains: {why}.", logging.WARNING)
+            self._complaints.say_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _ranks(self) -> Ranks | None:
         """The processes that train together; ``None`` where this is the only one."""

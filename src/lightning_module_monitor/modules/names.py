@@ -38,6 +38,11 @@ class ModuleSite:
     is_last_part: bool = False
     """Whether it is the last part of another, which then may return what it returns."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether it can be called: what only holds others, as ``ModuleList`` and ``ParameterDict`` do, has no ``forward`` of its own."""
+        return type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
+
 
 @dataclass(frozen=True)
 class ParameterSite:
@@ -54,6 +59,13 @@ class ParameterSite:
         if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
             return parameter
         return None if isinstance(parameter, UninitializedParameter) else parameter
+
+    def has(self, kind: str) -> bool:
+        """Whether there are values of a kind: of real floating parameters, and gradients of those that are trained."""
+        parameter = self.tensor()
+        if parameter is None:
+            return True  # not yet
+        return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
 
 
 def tensors_of(sites: Sequence[ParameterSite]) -> list[Tensor | None]:
