@@ -64,9 +64,10 @@ def test_every_key_that_is_planned_is_recorded() -> None:
 
 def test_a_rule_on_containers_alone_is_refused() -> None:
     """In one line with the container's name; the pattern that it shows is one that works."""
-    with ModuleMonitor(rules=Rule(kinds="activation", sites=["blocks", "heads"], statistics="rms")) as monitor:
-        with pytest.raises(ConfigError, match=r"rules\[0\]\.sites matches only modules without a forward \(blocks, heads\)") as refused:
-            monitor.set_module(Contains())
+    message = r"rules\[0\]\.sites matches only modules without a forward \(blocks, heads\)"
+    monitor = ModuleMonitor(rules=Rule(kinds="activation", sites=["blocks", "heads"], statistics="rms"))
+    with pytest.raises(ConfigError, match=message) as refused:
+        monitor.set_module(Contains())
     (shown,) = re.findall(r"e\.g\. '([^']*)'", str(refused.value))
     with ModuleMonitor(rules=Rule(kinds="activation", sites=shown, statistics="rms")) as monitor:
         monitor.set_module(Contains())
