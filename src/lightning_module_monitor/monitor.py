@@ -737,7 +737,7 @@ class ModuleMonitor:
         self._window = Window(step, stage, observation, exchange, whole_tensors)
         rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reference, rank),
+            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._complaints.say_once, self._reference, rank),
             ActivationProbe(plan.outputs, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
