@@ -35,7 +35,7 @@ class Stored(Tensor):
     whole: Tensor
 
     @staticmethod
-    def __new__(cls, whole: Tensor) -> Stored:
+    def __new__(cls: type[Stored], whole: Tensor) -> Stored:
         made: Stored = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
         made.whole = whole
         return made
@@ -203,8 +203,10 @@ class Complex(nn.Module):
 def test_complex_parameters_are_reported_once(
     is_fast: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line names them, for all kinds and steps; torch warns of nothing (a warning is an error here), not even where raw
-    tensors are captured, which are complex. They have no keys, planned or recorded; the real ones are as without them."""
+    """One line names them, for all kinds and steps, and they have no keys, planned or recorded; the real ones are as without them.
+
+    Torch warns of nothing (a warning is an error here), not even where raw tensors are captured, which are complex.
+    """
     if not is_fast:
         monkeypatch.setattr(running, "kernel", lambda: None)
     net = Complex()

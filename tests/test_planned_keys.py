@@ -33,14 +33,12 @@ class Contains(nn.Module):
         self.scales = nn.ParameterList([torch.ones(6)])
         self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(6))})
         self.summed = Summed([nn.Linear(6, 6)])
-        self.namespace = nn.Module()
-        self.namespace.inner = nn.Linear(6, 6)
-        self.patched = nn.Module()
+        self.patched = nn.ModuleList([nn.Linear(6, 6)])
         self.patched.forward = torch.relu
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.summed(self.blocks[0](x)) * self.scales[0] + self.shifts["a"]
-        y: Tensor = self.heads["a"](self.patched(self.namespace.inner(h)))
+        y: Tensor = self.heads["a"](self.patched(self.patched[0](h)))
         return y
 
 
@@ -59,12 +57,12 @@ def test_every_key_that_is_planned_is_recorded() -> None:
     assert set(record.values) == set(planned)
     assert set(record.histograms) == set(histograms)
     sites = {key.split("/")[1] for key in record.values if key.startswith("activation/")}
-    assert sites == {"_root_", "blocks.0", "heads.a", "summed", "summed.0", "namespace.inner", "patched"}
+    assert sites == {"_root_", "blocks.0", "heads.a", "summed", "summed.0", "patched", "patched.0"}
 
 
 def test_a_rule_on_containers_alone_is_refused() -> None:
     """In one line with the container's name; the pattern that it shows is one that works."""
-    message = r"rules\[0\]\.sites matches only modules without a forward \(blocks, heads\)"
+    message = r"rules\[0\]\.sites matches only containers, which are never called \(blocks, heads\)"
     monitor = ModuleMonitor(rules=Rule(kinds="activation", sites=["blocks", "heads"], statistics="rms"))
     with pytest.raises(ConfigError, match=message) as refused:
         monitor.set_module(Contains())
@@ -74,10 +72,10 @@ def test_a_rule_on_containers_alone_is_refused() -> None:
         assert monitor.wishes.planned_keys() == ["activation/blocks.0/rms", "monitor/errors"]
 
 
-def test_a_module_without_a_forward_may_report_attention_by_hand() -> None:
-    """From any other method: its heads, and their tensors under the rule for activations."""
+def test_a_container_may_report_attention_by_hand() -> None:
+    """From a method other than forward: its heads, and their tensors under the rule for activations."""
 
-    class Attends(nn.Module):
+    class Attends(nn.ModuleList):
         def attend(self, monitor: ModuleMonitor, x: Tensor) -> None:
             y = nn.functional.scaled_dot_product_attention(x, x, x)
             monitor_scaled_dot_product_attention(monitor, self, x, x, x, activation=y)

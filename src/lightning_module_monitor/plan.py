@@ -228,7 +228,7 @@ class Sites:
         never_run = [site.name for found in matching.values() for site in found]
         if never_run:
             expected = f"expected modules that are called, e.g. {re.escape(never_run[0]) + '[.].*'!r}"
-            raise ConfigError(f"{rule.label}.sites matches only modules without a forward ({shortened(never_run)}); {expected}.")
+            raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
         what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
@@ -285,7 +285,7 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
 
 
 def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
-    """Whether a site can have values of a kind. A module without a forward may report attention by hand, from another method."""
+    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
     return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
 
 

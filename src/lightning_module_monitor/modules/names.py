@@ -21,6 +21,9 @@ _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_modul
 UNWATCHED = (Metric, torch.jit.ScriptModule)
 """A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""They hold modules and parameters for others to use."""
+
 NameFormat = Callable[[str], str]
 
 
@@ -40,8 +43,9 @@ class ModuleSite:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be called: what only holds others, as ``ModuleList`` and ``ParameterDict`` do, has no ``forward`` of its own."""
-        return type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
+        """Whether it can be called: one of :data:`CONTAINERS` cannot, unless it has a ``forward`` of its own."""
+        has_forward = type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
+        return has_forward or not isinstance(self.module, CONTAINERS)
 
 
 @dataclass(frozen=True)
