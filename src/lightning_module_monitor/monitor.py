@@ -208,9 +208,7 @@ class ModuleMonitor:
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
-        for old, new in sites.renamed.items():
-            fit = "loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._complaints.say_once(f"{old!r} is called {new!r} in keys: {fit}.")
+        self._say_renamed()
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -716,6 +714,16 @@ class ModuleMonitor:
         self._exchanges.clear()
         self._units.clear()
         self._has_agreed = False
+        if self._module is not None:
+            self._say_renamed()
+
+    def _say_renamed(self) -> None:
+        """Say, in one line, which names in keys are not those of the model."""
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
+        if changed:
+            differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
+            fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
+            self._complaints.say_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
     def _due(self, step: int) -> Due | None:
         """What is due in a step, if it is monitored; where a function of the user's fails, raw tensors alone are captured."""

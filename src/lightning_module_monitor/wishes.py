@@ -245,6 +245,15 @@ class Wishes:
 
     # Keys
 
+    def renamed(self) -> dict[str, str]:
+        """New name by old name of what is watched, where loggers would not take the old one."""
+        changed = self.sites.renamed
+        if not changed:
+            return {}
+        plan = self.plan()
+        used = {watch.site for watch in plan.watches()}.union(plan.chain.transitions if plan.chain is not None else ())
+        return {old: new for old, new in changed.items() if new in used}
+
     def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
