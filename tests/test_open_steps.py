@@ -1,4 +1,4 @@
-"""A step that the schedule picks is open, whether or not a rule is due in it: modules may record values of their own."""
+"""Which step is open: each that the schedule picks, whether or not a rule is due in it, so that modules may record values of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
-from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, MonitorMixin, Record, Rule, load_store
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, MonitorMixin, Record, RefinedCoordinateCheck, Rule, load_store
 
 KEY = "own/fc/mean"
 
@@ -74,3 +74,55 @@ def test_in_the_callback_too(tmp_path: Path) -> None:
     store = load_store(str(callback.store_path))
     assert store.series(KEY)[0].tolist() == [0, 2, 4]
     assert store.series("activation/model.fc/mean")[0].tolist() == [0, 4]
+
+
+def test_what_is_set_and_which_step_is_open_can_be_read() -> None:
+    """Module, reference and step, ``None`` where there is none; in a step that is not monitored, too, as in torch-module-monitor."""
+    net, reference = Logs(), Logs()
+    monitor = ModuleMonitor(2)
+    assert (monitor.module, monitor.reference_module, monitor.current_step) == (None, None, None)
+    monitor.set_module(net)
+    assert (monitor.module, monitor.reference_module, monitor.current_step) == (net, None, None)
+    monitor.set_reference_module(reference)
+    check = RefinedCoordinateCheck(monitor)
+    assert monitor.reference_module is check.reference_module is reference
+    assert check.module is net
+    for step in (4, 5):
+        assert monitor.begin_step(step) is (step == 4)
+        assert monitor.current_step == step
+        monitor.begin_stage("validation", 7)
+        assert monitor.current_step == 7
+        monitor.end_stage()
+        assert monitor.current_step == step
+        monitor.end_step()
+        assert monitor.current_step is None
+    monitor.begin_step(6)
+    monitor.remove_reference_module()
+    assert (check.reference_module, monitor.current_step) == (None, None)
+    monitor.begin_step(7)
+    monitor.close()
+    assert (monitor.module, monitor.reference_module, monitor.current_step, check.module) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["module", "reference_module", "current_step"])
+def test_they_cannot_be_set(name: str) -> None:
+    """There are methods for that."""
+    with pytest.raises(AttributeError, match=name):
+        setattr(ModuleMonitor(), name, None)
+
+
+def test_a_forward_knows_its_step_in_a_run(tmp_path: Path) -> None:
+    """In the callback as in a plain loop, at steps that are monitored and at others."""
+    steps = []
+
+    class Reads(nn.Module, MonitorMixin):
+        def forward(self, x: Tensor) -> Tensor:
+            monitor = self.get_module_monitor()
+            assert monitor is not None
+            steps.append(monitor.current_step)
+            return x
+
+    net = nn.Sequential(nn.Linear(6, 3), Reads())
+    run = trainer(tmp_path, [ModuleMonitorCallback(2, store=False)], max_steps=4, accumulate_grad_batches=2, limit_val_batches=0)
+    run.fit(Classifier(net), loader(), loader(8))
+    assert steps == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -181,12 +181,31 @@ class ModuleMonitor:
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
         self._units = Units()
+        self._begun: int | None = None
+        """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
+
+    # What there is
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is monitored; ``None`` before :meth:`set_module`."""
+        return self._module
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """The module that it is compared with; ``None`` if there is none."""
+        return None if self._reference is None else self._reference.module
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
+        return self._begun if self._window is None else self._window.step
 
     # What is watched
 
@@ -416,7 +435,7 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due = self._due(step)
+        due, self._begun = self._due(step), step
         if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
         return due is not None
@@ -542,7 +561,10 @@ class ModuleMonitor:
         Returns:
             The record, if the step was monitored.
         """
-        if self._window is None or self._window.stage != TRAIN:
+        if self.is_in_stage():
+            return None
+        self._begun = None
+        if self._window is None:
             return None
         self.monitor_updates()
         return self._finish()
@@ -627,7 +649,7 @@ class ModuleMonitor:
         for window in (self._window, *self._suspended):
             if window is not None:
                 window.close()
-        self._window = None
+        self._window = self._begun = None
         self._suspended.clear()
 
     def close(self) -> None:
