@@ -619,8 +619,9 @@ class ModuleMonitorCallback(Callback):
         keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
         captured = wishes.capture_plan()
+        num_modules = sum(one.site.runs for one in plan.modules)
         return (
-            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
+            f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
             + self._sinks_of_run.roll_ups_in_words()
             + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )

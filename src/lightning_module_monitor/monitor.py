@@ -24,7 +24,7 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.modules.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -181,12 +181,31 @@ class ModuleMonitor:
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
+        self._begun: int | None = None
+        """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
+
+    # What there is
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is monitored; ``None`` before :meth:`set_module`."""
+        return self._module
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """The module that it is compared with; ``None`` if there is none."""
+        return None if self._reference is None else self._reference.module
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
+        return self._begun if self._window is None else self._window.step
 
     # What is watched
 
@@ -208,9 +227,7 @@ class ModuleMonitor:
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
-        for old, new in sites.renamed.items():
-            fit = "loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._complaints.say_once(f"{old!r} is called {new!r} in keys: {fit}.")
+        self._say_renamed()
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -410,8 +427,8 @@ class ModuleMonitor:
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
-        """Whether any rule is due in a step, or tensors are captured in it."""
-        return any(self._due(step)) or self.wishes.is_captured(step)
+        """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
+        return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -432,10 +449,10 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, is_captured = self._due(step), self.wishes.is_captured(step)
-        if any(due) or is_captured:
+        due, self._begun = self._due(step), step
+        if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
-        return any(due) or is_captured
+        return due is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -558,7 +575,10 @@ class ModuleMonitor:
         Returns:
             The record, if the step was monitored.
         """
-        if self._window is None or self._window.stage != TRAIN:
+        if self.is_in_stage():
+            return None
+        self._begun = None
+        if self._window is None:
             return None
         self.monitor_updates()
         return self._finish()
@@ -643,7 +663,7 @@ class ModuleMonitor:
         for window in (self._window, *self._suspended):
             if window is not None:
                 window.close()
-        self._window = None
+        self._window = self._begun = None
         self._suspended.clear()
 
     def close(self) -> None:
@@ -729,14 +749,24 @@ class ModuleMonitor:
         self.wishes.add(rule, label, is_optional=is_optional)
         self._exchanges.clear()
         self._has_agreed = False
+        if self._module is not None:
+            self._say_renamed()
 
-    def _due(self, step: int) -> Due:
-        """What is due; nothing where a function of the user's cannot say so."""
+    def _say_renamed(self) -> None:
+        """Say, in one line, which names in keys are not those of the model."""
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
+        if changed:
+            differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
+            fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
+            self._complaints.say_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
+
+    def _due(self, step: int) -> Due | None:
+        """What is due in a step, if it is monitored; where a function of the user's fails, raw tensors alone are captured."""
         try:
             return self.wishes.due(step)
         except Exception as error:
             self._complaints.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return Due((), gradient_flow=False)
+            return Due((), gradient_flow=False) if self.wishes.is_captured(step) else None
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
@@ -750,7 +780,7 @@ class ModuleMonitor:
         self._window = Window(step, stage, observation, exchange, whole_tensors)
         rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reference, rank),
+            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._complaints.say_once, self._reference, rank),
             ActivationProbe(plan.outputs, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
@@ -767,9 +797,8 @@ class ModuleMonitor:
         gone = self.wishes.leave_out_what_is_gone()
         if gone:
             self._exchanges.clear()
-            shown = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
             why = "what took its place is not watched, and there are no more values of it before the next fit"
-            self._complaints.say_once(f"{shown} was taken out of the model while it trains: {why}.", logging.WARNING)
+            self._complaints.say_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _ranks(self) -> Ranks | None:
         """The processes that train together; ``None`` where this is the only one."""

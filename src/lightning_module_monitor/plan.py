@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
@@ -91,24 +91,20 @@ class Plan:
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for watch in self._expected() for key in watch.planned_keys()]
+        of_rules = [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.planned_keys()]
         return of_rules + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
-        return [key for watch in self._expected() for key in watch.histogram_keys]
+        return [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.histogram_keys]
 
-    def _expected(self) -> list[Watch]:
-        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient, and heads are not known yet."""
-        frozen = {
-            id(watch)
-            for one in self.parameters
-            for kind, watch in one.watches.items()
-            if kind.startswith("gradient") and (tensor := one.site.tensor()) is not None and not tensor.requires_grad
-        }
-        watches = [watch for watch in self.watches() if id(watch) not in frozen and not KINDS[watch.kind].of_heads]
+    def expected(self) -> list[Watch]:
+        """The watches that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if _can_occur(watched.site, kind)]
+        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
+        of_parameters = [one for watched in self.parameters for kind, one in watched.watches.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(watches, key=lambda watch: order[watch.kind])
+        return sorted(of_modules + of_parameters, key=lambda watch: order[watch.kind])
 
 
 class Sites:
@@ -236,9 +232,14 @@ class Sites:
         Raises:
             ConfigError: If it picks nothing at all; names the nearest right name.
         """
-        idle = [kind for kind in rule.kinds if not self.matching(rule, kind)]
+        matching = {kind: self.matching(rule, kind) for kind in rule.kinds}
+        idle = [kind for kind, found in matching.items() if not any(_can_occur(site, kind) for site in found)]
         if len(idle) < len(rule.kinds):
             return idle
+        never_run = [site.name for found in matching.values() for site in found]
+        if never_run:
+            expected = f"expected modules that are called, e.g. {re.escape(never_run[0]) + '[.].*'!r}"
+            raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
         what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
@@ -296,6 +297,11 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
     watch.histograms.update(dict.fromkeys(rule.histograms))
     watch.units.update(dict.fromkeys(rule.units))
     watch.functions.update({function.name: function for function in rule.functions})
+
+
+def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
+    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
+    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
 
 
 def _one_by_one(watch: Watch) -> str:

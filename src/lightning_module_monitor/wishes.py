@@ -36,7 +36,7 @@ class Say(Protocol):
 
 
 class Due(NamedTuple):
-    """What is to be watched in a step; ``any(due)`` tells whether anything is."""
+    """What is due in a monitored step; nothing of it where only values that modules log themselves are recorded."""
 
     rules: tuple[int, ...]
     """Numbers of the rules."""
@@ -194,10 +194,14 @@ class Wishes:
 
     # When
 
-    def due(self, step: int) -> Due:
-        """What is to be watched in a step. An error is one of a function of the user's."""
-        rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
-        return Due(rules, self._gradient_flow is not None and self._schedule(step))
+    def due(self, step: int) -> Due | None:
+        """What is due in a step; ``None`` if the step is not monitored. An error is one of a function of the user's.
+
+        A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
+        """
+        is_picked = self._schedule(step)
+        due = Due(tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step)), self._gradient_flow is not None and is_picked)
+        return due if is_picked or due.rules or self.is_captured(step) else None
 
     def everything(self) -> Due:
         """What is watched when every rule is due."""
@@ -240,6 +244,15 @@ class Wishes:
         return Watched(watched.site, {**told.watches, **watched.watches})
 
     # Keys
+
+    def renamed(self) -> dict[str, str]:
+        """New name by old name of what is watched, where loggers would not take the old one."""
+        changed = self.sites.renamed
+        if not changed:
+            return {}
+        plan = self.plan()
+        used = {watch.site for watch in plan.watches()}.union(plan.chain.transitions if plan.chain is not None else ())
+        return {old: new for old, new in changed.items() if new in used}
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.

@@ -72,7 +72,8 @@ class _Watching:
     @classmethod
     def of(cls, watched: WatchedModule) -> _Watching:
         forward = getattr(watched.site.module.forward, "__func__", None)
-        of_torch = getattr(forward, "__module__", "").startswith("torch.nn.modules.")
+        defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
+        of_torch = defined_in.startswith("torch.nn.modules.")
         return cls(watched, of_torch, forward is nn.MultiheadAttention.forward)
 
 

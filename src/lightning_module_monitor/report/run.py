@@ -89,8 +89,7 @@ def read_run(store: StoreReader) -> Run:
 def _split(matrix: Matrix) -> list[Table]:
     """A table for each statistic of a kind, and one for each figure."""
     columns: dict[tuple[Key, str], list[int]] = {}
-    for index in np.flatnonzero(matrix.is_recorded.any(axis=0)).tolist():  # others were planned, and never came
-        key = matrix.keys[index]
+    for index, key in enumerate(matrix.keys):
         alone = key.site if key.site == SUMMARY_SITE else ""
         columns.setdefault((key._replace(site=""), alone), []).append(index)
     tables = []

@@ -20,7 +20,7 @@ from lightning_module_monitor.statistics.functions import Results, UserFunction,
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.rows import Form, Place, Rows
-from lightning_module_monitor.statistics.running import in_memory
+from lightning_module_monitor.statistics.running import in_memory, own_elements
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -245,6 +245,7 @@ class Observation:
             values: Shape ``(watches, elements)``, any real floating dtype, detached. Every element is a token of its own.
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
+        values = _strided(values)
         measured = [place for place, watch in enumerate(watches) if watch.needs & Need.EVERYTHING]
         if measured:
             needs = functools.reduce(operator.or_, (watches[place].needs for place in measured))
@@ -260,8 +261,14 @@ class Observation:
 
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""
-        relative = ((watch, tensor) for watch, tensor in pairs if watch.base_needs)
-        self._taking().add_all((self._row(watch) + BASE, _strided(tensor), watch.base_needs) for watch, tensor in relative)
+        bases = []
+        for watch, tensor in pairs:
+            if watch.base_needs:
+                try:
+                    bases.append((self._row(watch) + BASE, _strided(tensor), watch.base_needs))
+                except Exception as error:
+                    self.fail(watch, tensor, error)
+        self._taking().add_all(bases)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
@@ -543,7 +550,7 @@ def _strided(tensor: Tensor) -> Tensor:
     """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
 
     Raises:
-        ValueError: If it has no data.
+        ValueError: If it has no data, or no elements of its own.
     """
     if tensor.is_meta:
         raise ValueError("it is on the meta device, and has no data")
@@ -551,4 +558,4 @@ def _strided(tensor: Tensor) -> Tensor:
         return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
-    return in_memory(tensor)
+    return in_memory(own_elements(tensor))

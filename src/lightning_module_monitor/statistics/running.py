@@ -119,6 +119,24 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def own_elements(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a class with operations of its own, such as one that wraps other tensors, the plain tensor it stands for.
+
+    Raises:
+        ValueError: If operations on it return no plain tensor.
+    """
+    if _is_plain(tensor):
+        return tensor
+    result = tensor.detach() * 1  # exact, also for signs of zeros, infinities and NaN
+    if not _is_plain(result):
+        raise ValueError(f"operations on a {type(tensor).__name__} return no plain tensor, and its elements cannot be read")
+    return result
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _has_memory(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         last = tensor.numel()
