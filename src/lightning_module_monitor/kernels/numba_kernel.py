@@ -1,0 +1,167 @@
+"""Moments of tensors in host memory, by the compiled loops of :mod:`.numba_loops` over ``tensor.numpy()``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+PLAIN = (Tensor, nn.Parameter)
+"""The types whose elements are where their storage is."""
+
+NOTICEABLE_S = 1.0
+"""Compiling for longer than this is logged."""
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def loops() -> ModuleType | None:
+    """The compiled loops; ``None`` where numba is not installed, or does not work."""
+    numba_log = logging.getLogger("numba")
+    level = numba_log.level
+    if level == logging.NOTSET:
+        numba_log.setLevel(logging.WARNING)  # numba logs each step of its compiler to a root logger that takes everything
+    try:
+        from lightning_module_monitor.kernels import numba_loops
+
+        start = time.perf_counter()
+        _compile(numba_loops)
+        duration = time.perf_counter() - start
+    except Exception as error:
+        if not (isinstance(error, ModuleNotFoundError) and error.name in ("numba", "llvmlite")):
+            _log.warning("The compiled kernel is not used (%s: %s); monitoring costs more without it.", type(error).__name__, error)
+        return None
+    finally:
+        numba_log.setLevel(level)
+    if duration > NOTICEABLE_S:
+        _log.info("Compiled the kernel for CPU tensors in %.1f s; numba caches it.", duration)
+    return numba_loops
+
+
+def _compile(numba_loops: ModuleType) -> None:
+    """Run every loop once, which compiles it or reads numba's cache."""
+    row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
+    numba_loops.add(wide, 1, Need.EVERYTHING, row)
+    numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
+    numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
+    numba_loops.count(wide.view(np.uint32), np.zeros(1024, np.int64), np.zeros(NUM_COUNTS, np.int64))
+    numba_loops.largest_magnitude(wide.view(np.int32), np.int32(1))
+    numba_loops.largest_magnitude(halves.view(np.int16), np.int16(1))
+
+
+def takes(tensor: object) -> bool:
+    """Whether the kernel reads a tensor: one with elements of its own in host memory, in a dtype whose squares float64 holds."""
+    # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; no public function tells the latter.
+    return (
+        type(tensor) in PLAIN
+        and isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.dtype in DTYPES
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and loops() is not None
+    )
+
+
+def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+    """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    return (flat.float() if flat.dtype == torch.float16 else flat).numpy(force=True)
+
+
+@functools.cache
+def _place_of_code() -> NDArray[np.int64]:
+    return np.ascontiguousarray(places_of_codes(8).reshape(-1))
+
+
+class NumbaKernel:
+    """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
+
+    def __init__(self) -> None:
+        compiled = loops()
+        assert compiled is not None
+        self._loops = compiled
+        self._rows = _NOTHING.repeat(256, axis=0)
+        self._counts: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        """Measure a tensor once and merge it into rows."""
+        array = array_of(tensor)
+        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        if needs & Need.EVERYTHING:
+            function = self._loops.add if array.dtype == np.float32 else self._loops.add_bfloat16
+            target = self._target(rows)
+            function(array, features, needs, target)
+            self._share(target, rows)
+        if needs & Need.HISTOGRAM:
+            self._count(rows, array_of(tensor.float()))
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+        """:meth:`add` of many tensors."""
+        for row, tensor, need in zip(rows, tensors, needs, strict=True):
+            self.add((row,), tensor, need)
+
+    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+        """:meth:`add` of ``tensor - other - shift``, in float32."""
+        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other)]
+        is_repeated = shift is None or shift.shape == tensor.shape[-1:]
+        if not is_repeated or needs & Need.HISTOGRAM:
+            difference = tensor.float() if other is None else tensor.float() - other.float()
+            self.add(rows, difference if shift is None else difference - shift.float(), needs)
+            return
+        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        arrays.append(_EMPTY if shift is None else array_of(shift.float()))
+        target = self._target(rows)
+        self._loops.add_difference(*arrays, features, needs, target)
+        self._share(target, rows)
+
+    def collect(self, num_rows: int) -> Tensor:
+        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
+        self._row(num_rows - 1)
+        return torch.from_numpy(np.ascontiguousarray(self._rows[:num_rows].T))
+
+    def counts(self, rows: Sequence[int]) -> Tensor:
+        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
+        nothing = np.zeros(NUM_COUNTS, np.int64)
+        return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
+
+    def _row(self, row: int) -> NDArray[np.float64]:
+        if row >= len(self._rows):
+            self._rows = np.concatenate([self._rows, _NOTHING.repeat(max(len(self._rows), row + 1 - len(self._rows)), axis=0)])
+        found: NDArray[np.float64] = self._rows[row]
+        return found
+
+    def _target(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """The row to measure into: the only one, or one whose moments are then merged into all of them."""
+        return self._row(rows[0]) if len(rows) == 1 else _NOTHING[0].copy()
+
+    def _share(self, target: NDArray[np.float64], rows: Sequence[int]) -> None:
+        for row in rows if len(rows) > 1 else ():
+            self._loops.merge(target, self._row(row))
+
+    def _count(self, rows: Sequence[int], array: NDArray[np.float32]) -> None:
+        counts = np.zeros(NUM_COUNTS, np.int64)
+        self._loops.count(array.view(np.uint32), _place_of_code(), counts)
+        for row in rows:
+            self._counts[row] = self._counts[row] + counts if row in self._counts else counts
+
+
+_EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
+
+# Made here: what is made within a transform of torch.func has no memory that numpy could read.
+_NOTHING: NDArray[np.float64] = np.array([[float(field) for field in Moments.of_nothing(1)]])

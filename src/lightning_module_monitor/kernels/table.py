@@ -1,0 +1,87 @@
+"""The rows of moments and counts of a step: each tensor goes to the kernel of its device, and everything is collected at the end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels.kernel import Kernel
+from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel
+
+
+class MomentTable:
+    """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
+
+    A row may get tensors of several precisions and devices. Methods are those of
+    :class:`~lightning_module_monitor.kernels.kernel.Kernel`; an empty tensor changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: dict[torch.device | None, Kernel] = {}
+        """By device; ``None`` stands for the compiled loops of the host."""
+        self._merged: list[tuple[list[int], Tensor]] = []
+
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        """Measure a tensor once and merge it into rows; it may change as soon as this returns."""
+        if needs and tensor.numel():
+            self._kernel(tensor).add(rows, tensor.detach(), needs)
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+        """:meth:`add` of many tensors that exist at the same time, each into one row."""
+        by_kernel: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
+        for row, tensor, need in zip(rows, tensors, needs, strict=True):
+            if need and tensor.numel():
+                by_kernel[self._kernel(tensor)].append((row, tensor.detach(), need))
+        for kernel, members in by_kernel.items():
+            kernel.add_all(*zip(*members, strict=True))
+
+    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+        """:meth:`add` of ``tensor - other - shift``; of half-precision tensors in float32, which does not round it again."""
+        if needs and tensor.numel():
+            others = [one for one in (other, shift) if one is not None]
+            kernels = {self._kernel(one) for one in (tensor, *others)}
+            kernel = kernels.pop() if len(kernels) == 1 else self._torch_kernel(tensor.device)
+            kernel.add_difference(rows, tensor, other, shift, needs)
+
+    def add_moments(self, rows: list[int], moments: Moments) -> None:
+        """Merge moments that were taken elsewhere, float64, shape ``(rows,)``."""
+        stacked = torch.stack(tuple(moments))
+        # A copy in plain memory: what a functorch transform wraps is refused here and not at the end, with everything else.
+        with torch.inference_mode(mode=False):
+            kept = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device).copy_(stacked)
+        self._merged.append((rows, kept))
+
+    def collect(self, num_rows: int) -> list[Tensor]:
+        """Shares of every row, to be merged, each float64, shape ``(NUM_FIELDS, num_rows)``, still on its device."""
+        shares = [kernel.collect(num_rows) for kernel in self._kernels.values()]
+        for rows, stacked in self._merged:
+            index = torch.tensor(rows, device=stacked.device)
+            shares.append(torch.stack(Moments(*stacked).merge(index, num_rows)))
+        return shares
+
+    def collect_counts(self, rows: Sequence[int]) -> list[Tensor]:
+        """Shares of the counts of rows, to be added up, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device."""
+        return [kernel.counts(rows) for kernel in self._kernels.values()] if rows else []
+
+    def add_counts(self, row: int, tensor: Tensor, counting: Tensor) -> None:
+        """Count in a row's histogram the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
+        self._torch_kernel(tensor.device).add_counted(row, tensor, counting)
+
+    def _kernel(self, tensor: Tensor) -> Kernel:
+        if not numba_kernel.takes(tensor):
+            return self._torch_kernel(tensor.device)
+        if None not in self._kernels:
+            self._kernels[None] = NumbaKernel()
+        return self._kernels[None]
+
+    def _torch_kernel(self, device: torch.device) -> TorchKernel:
+        kernel = self._kernels.get(device)
+        if not isinstance(kernel, TorchKernel):
+            kernel = self._kernels[device] = TorchKernel(device)
+        return kernel

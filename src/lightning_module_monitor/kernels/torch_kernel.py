@@ -1,0 +1,235 @@
+"""Moments by torch operations: any device and floating dtype. The reference implementation.
+
+A tensor is measured in large portions, each a matrix whose rows are *pieces*: about ten vectorized operations, without a host read
+and without a copy beyond the portion. Elements are widened to float64, which holds the square of every float32. A device without
+float64 measures short pieces in float32, each scaled by a power of two, and merges them in float64 on the host: accurate to 1e-5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kernels.bins_of_floats import counts_of
+from lightning_module_monitor.kernels.moments import Moments, Need
+
+CPU_PORTION = 1 << 16
+"""Elements that are widened at once on a CPU: half a MiB of float64, which stays in the second-level cache."""
+
+PORTION = 1 << 22
+"""The same on an accelerator: enough to be worth the launches, 32 MiB of float64."""
+
+FLOAT32_PIECE = 4096
+"""Elements of a piece on a device without float64: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
+
+class _Part(NamedTuple):
+    """What was measured of the pieces of one matrix."""
+
+    figures: Tensor
+    """The fields that ``_fields_of`` names, shape ``(fields, pieces)``."""
+    rows: Sequence[int]
+    """The rows that every piece belongs to; or the row of each piece."""
+    is_row_a_piece: bool
+    elements: int
+    """Of a piece."""
+    features: int
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    return device.type != "mps"
+
+
+class TorchKernel:
+    """The kernel of any device; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wide = torch.float64 if has_float64(device) else torch.float32
+        self._portion = CPU_PORTION if device.type == "cpu" else PORTION
+        self._parts: defaultdict[int, list[_Part]] = defaultdict(list)
+        """By needs."""
+        self._counts: dict[int, Tensor] = {}
+
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        """Measure a tensor once and merge it into rows."""
+        if needs & Need.HISTOGRAM:
+            self._add_counts(rows, counts_of(tensor))
+        if not needs & Need.EVERYTHING:
+            return
+        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        flat = tensor.reshape(-1)
+        length = self._piece_length(flat.numel(), features)
+        per_portion = max(1, self._portion // length) * length
+        for start in range(0, flat.numel(), per_portion):
+            portion = flat[start : start + per_portion]
+            whole = portion.numel() - portion.numel() % length
+            if whole:
+                self._measure(rows, portion[:whole].view(-1, length), features, needs)
+            if whole < portion.numel():
+                self._measure(rows, portion[whole:].view(1, -1), features, needs)
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+        """:meth:`add` of many tensors: small ones of one shape are stacked."""
+        alike: defaultdict[tuple[torch.Size, torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        for row, tensor, need in zip(rows, tensors, needs, strict=True):
+            alike[tensor.shape, tensor.dtype, need].append((row, tensor))
+        for (shape, _dtype, need), members in alike.items():
+            size = shape.numel()
+            at_once = 1 if need & Need.HISTOGRAM or self._piece_length(size, 1) < size else self._portion // size
+            features = shape[-1] if need & Need.TOKENS and shape else 1
+            for start in range(0, len(members), max(at_once, 1)):
+                part = members[start : start + max(at_once, 1)]
+                if len(part) == 1:
+                    self.add((part[0][0],), part[0][1], need)
+                else:
+                    pieces = torch.stack([tensor for _row, tensor in part]).view(len(part), -1)
+                    self._measure([row for row, _tensor in part], pieces, features, need, is_row_a_piece=True)
+
+    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+        """:meth:`add` of ``tensor - other - shift``, in float32 or float64."""
+        difference = tensor if tensor.dtype == torch.float64 else tensor.float()
+        for one in (other, shift):
+            if one is not None:
+                difference = difference - (one if one.dtype == torch.float64 else one.float())
+        self.add(rows, difference, needs)
+
+    def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
+        """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
+        counts = counts_of(torch.where(counting, tensor, torch.nan))
+        counts[-1] -= counting.logical_not().sum()  # those that do not count are among the NaN
+        self._add_counts((row,), counts)
+
+    def collect(self, num_rows: int) -> Tensor:
+        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``; on the host for a device without float64."""
+        device = self._device if self._wide == torch.float64 else torch.device("cpu")
+        merged = [Moments.of_nothing(1).to(device)]
+        index = [0]
+        for needs, parts in self._parts.items():
+            moments, order = self._moments(needs, parts, device), []
+            start = 0
+            for part in parts:
+                pieces = range(start, start + part.figures.shape[1])
+                if part.is_row_a_piece:
+                    order += pieces
+                    index += part.rows
+                else:
+                    for row in part.rows:
+                        order += pieces
+                        index += [row] * len(pieces)
+                start += len(pieces)
+            merged.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
+        together = Moments(*(torch.cat(fields) for fields in zip(*merged, strict=True)))
+        return torch.stack(together.merge(torch.tensor(index, device=device), num_rows))
+
+    def counts(self, rows: Sequence[int]) -> Tensor:
+        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
+        nothing = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=self._device)
+        counts = torch.stack([self._counts.get(row, nothing) for row in rows])
+        return counts.double() if self._wide == torch.float64 else counts.cpu().double()
+
+    def _add_counts(self, rows: Sequence[int], counts: Tensor) -> None:
+        for row in rows:
+            # Not in place: a step may begin in a validation loop under inference mode, and go on outside of it.
+            self._counts[row] = self._counts[row] + counts if row in self._counts else counts
+
+    def _piece_length(self, num_elements: int, features: int) -> int:
+        """Elements of a piece, a multiple of the size of a token."""
+        longest = self._portion if self._wide == torch.float64 else FLOAT32_PIECE
+        return min(num_elements, max(1, longest // features) * features)
+
+    def _measure(self, rows: Sequence[int], pieces: Tensor, features: int, needs: int, *, is_row_a_piece: bool = False) -> None:
+        x = pieces.to(self._wide)
+        factor = None
+        if self._wide == torch.float32:
+            factor = _normalizing_power_of_two(torch.maximum(x.amax(1), x.amin(1).neg()))
+            x = x * factor.unsqueeze(1)
+        figures = _figures(x, pieces, needs, features)
+        stacked = torch.stack(figures if factor is None else [*figures, factor.to(x.dtype)])
+        self._parts[needs & Need.EVERYTHING].append(_Part(stacked, rows, is_row_a_piece, pieces.shape[1], features))
+
+    def _moments(self, needs: int, parts: Sequence[_Part], device: torch.device) -> Moments:
+        """The moments of all pieces of parts with the same needs."""
+        figures = torch.cat([part.figures for part in parts], dim=1).to(device).double()
+        sizes = [(part.elements, part.elements / part.features, part.features**0.5) for part in parts for _piece in range(part.figures.shape[1])]
+        elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
+        found = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
+        found |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
+        names = _fields_of(needs)
+        found |= dict(zip(names, figures, strict=False))
+        if len(figures) > len(names):
+            scale = figures[-1].reciprocal()
+            for name, power in _POWER_OF_SCALE.items():
+                found[name] = found[name] * scale**power
+        return Moments(**found)._replace(token_rms=found["token_norm"] / root)
+
+
+_POWER_OF_SCALE = {"mean": 1, "deviations": 2, "third": 3, "fourth": 4, "squares": 2, "magnitude": 1, "token_norm": 1}
+"""How a field grows with the elements."""
+
+
+def _fields_of(needs: int) -> list[str]:
+    """The fields that :func:`_figures` gives, in its order."""
+    fields = ["mean", "deviations"] if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS) else []
+    fields += ["third", "fourth"] if needs & Need.POWERS else []
+    fields += ["squares"] if needs & Need.SQUARES else []
+    fields += ["magnitude"] if needs & Need.MAGNITUDE else []
+    fields += ["maximum", "minimum"] if needs & Need.EXTREMES else []
+    fields += ["zeros"] if needs & Need.ZEROS else []
+    fields += ["nonfinite"] if needs & Need.NONFINITE else []
+    return fields + (["token_norm"] if needs & Need.TOKENS else [])
+
+
+def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> list[Tensor]:
+    """Measure every piece.
+
+    Args:
+        x: The pieces in the dtype of the sums, shape ``(pieces, elements)``, scaled where that is float32.
+        pieces: The same as they were.
+        needs: Bits of :class:`Need`.
+        features: Size of a token, of which ``elements`` is a multiple; only read for ``Need.TOKENS``.
+
+    Returns:
+        The fields that :func:`_fields_of` names, each of shape ``(pieces,)``, in the dtype of ``x``.
+    """
+    found: list[Tensor] = []
+    if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
+        center = x.mean(1, keepdim=True)
+        d = x - center
+        # The sum of the deviations would be zero if the rounded mean were exact: it corrects the mean and the squares.
+        residual = d.sum(1) / x.shape[1]
+        squares = d * d
+        found += [center.squeeze(1) + residual, (squares.sum(1) - x.shape[1] * residual * residual).clamp_(min=0.0)]
+        if needs & Need.POWERS:
+            found += [(squares * d).sum(1), (squares * squares).sum(1)]
+    if needs & Need.SQUARES:
+        found.append((x * x).sum(1))
+    if needs & Need.MAGNITUDE:
+        found.append(x.abs().sum(1))
+    if needs & Need.EXTREMES:
+        found += [pieces.amax(1).to(x.dtype), pieces.amin(1).to(x.dtype)]
+    if needs & Need.ZEROS:
+        found.append((pieces == 0).sum(1, dtype=x.dtype))
+    if needs & Need.NONFINITE:
+        found.append((~pieces.isfinite()).sum(1, dtype=x.dtype))
+    if needs & Need.TOKENS:
+        found.append(torch.linalg.vector_norm(x.view(len(x), -1, features), dim=2).sum(1))
+    return found
+
+
+def _normalizing_power_of_two(peak: Tensor) -> Tensor:
+    """The power of two that brings ``peak``, float32, into [1, 2), from the exponent's own bits: exact on every device.
+
+    Zero and subnormal peaks get the largest power with a finite inverse, infinite and NaN ones the smallest: a product
+    with it is as non-finite as the peak.
+    """
+    one, bias = 1 << 23, 127
+    exponent = (peak.view(torch.int32) & ((2 * bias + 1) * one)).clamp_(one, (2 * bias - 1) * one)
+    return (2 * bias * one - exponent).view(peak.dtype)
