@@ -101,7 +101,7 @@ class ModuleMonitor:
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
