@@ -84,7 +84,7 @@ class ModuleMonitorCallback(Callback):
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
-            function of the step.
+            function of the step. Values that modules record themselves are taken in these, also where no rule is due.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.

@@ -102,7 +102,7 @@ class ModuleMonitor:
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -186,6 +186,8 @@ class ModuleMonitor:
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
+        self._awaits_attention = True
+        """Whether no step has ended yet in which attention was to be watched."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
@@ -676,6 +678,7 @@ class ModuleMonitor:
         self._exchanges.clear()
         self._has_agreed = False
         self._free_keys.clear()
+        self._awaits_attention = True
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -789,7 +792,14 @@ class ModuleMonitor:
             probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, observation, sites.head_name, self._complaints.say_once)
+        attention = AttentionProbe(
+            plan.modules,
+            plan.modules_with_heads,
+            observation,
+            sites.head_name,
+            self._complaints.say_once,
+            is_asked_for=self.wishes.asks_for_attention(due),
+        )
         self._window.attach(attention, probes)
         self._set_open()
 
@@ -864,10 +874,24 @@ class ModuleMonitor:
             window.observation.close()
         if window.observation.is_lost:
             return None
+        self._note_attention(window)
         values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _note_attention(self, window: Window) -> None:
+        """Say so if the first step in which attention was to be watched had none."""
+        if window.attention is None or not (self._awaits_attention and window.attention.is_asked_for):
+            return
+        self._awaits_attention = False
+        if not window.attention.has_seen and self._speaks_for_all():
+            message = (
+                f"attention: step {window.step} called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and "
+                'nn.MultiheadAttention, and no attention is recorded. Try attn_implementation="sdpa" for a Hugging Face model, and '
+                "monitor_scaled_dot_product_attention in a forward of your own."
+            )
+            self._complaints.say_once(message, logging.WARNING)
 
     def _check_is_free(self, parts: Key, stage: str) -> None:
         """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""

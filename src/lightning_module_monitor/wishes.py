@@ -203,6 +203,11 @@ class Wishes:
         due = Due(tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step)), self._gradient_flow is not None and is_picked)
         return due if is_picked or due.rules or self.is_captured(step) else None
 
+    def asks_for_attention(self, due: Due) -> bool:
+        """Whether a rule that is due is about attention, and may not match nothing."""
+        rules = (self._rules[i] for i in due.rules)
+        return any(KINDS[kind].of_heads for rule in rules if not rule.is_optional for kind in rule.kinds)
+
     def everything(self) -> Due:
         """What is watched when every rule is due."""
         return Due(tuple(range(len(self._rules))), self._gradient_flow is not None)

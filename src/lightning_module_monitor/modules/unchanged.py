@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_module_monitor.modules.outputs import named_tensors, same_layout, with_tensors, written_once
+from lightning_module_monitor.modules.outputs import named_tensors, overwrite, same_layout, with_tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold no results."""
@@ -84,8 +84,7 @@ def _restore(tensor: Tensor, values: Tensor) -> None:
     if tensor.shape != values.shape:
         tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
     else:
-        own = written_once(tensor)
-        tensor[own].copy_(values[own])
+        overwrite(tensor, values)
 
 
 @contextmanager
