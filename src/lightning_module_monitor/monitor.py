@@ -871,7 +871,6 @@ class ModuleMonitor:
         with self._complaints.guard("values", window.observation):
             values = collected = window.observation.collect(window.exchange)
             values = _with_derived(collected, window.probes)
-            window.observation.close()
         if window.observation.is_lost:
             return None
         self._note_attention(window)

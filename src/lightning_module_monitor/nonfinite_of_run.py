@@ -15,6 +15,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.options import ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
+from lightning_module_monitor.kernels.transfer import transfer
 from lightning_module_monitor.modules.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.finite_step import FiniteStep
@@ -22,7 +23,6 @@ from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 from lightning_module_monitor.processes import process_ranks
 from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
-from lightning_module_monitor.statistics.table import transfer
 from lightning_module_monitor.step_again import StepAgain, site_of
 
 Folder = Callable[[Trainer], Path | None]

@@ -38,10 +38,9 @@ class Plan:
     """Where what is seen of them is gathered, step by step."""
 
     @functools.cached_property
-    def outputs(self) -> activations.WatchedOutputs:
+    def outputs(self) -> list[WatchedModule]:
         """The modules of which an output, or the gradient that arrives at one, is watched."""
-        watched = [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
-        return activations.WatchedOutputs(watched, self.rows)
+        return [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.modules.copies import (
     differing_tensors,
     frozen_copy,
@@ -23,7 +24,6 @@ from lightning_module_monitor.modules.copies import (
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.processes import share_values_of_first
-from lightning_module_monitor.statistics.running import in_memory
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 INIT, MODULE = "init", "module"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.modules.copies import copies_without_graph
 from lightning_module_monitor.modules.hooks import UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
@@ -25,7 +26,6 @@ from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
 from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
-from lightning_module_monitor.statistics.running import in_memory
 from lightning_module_monitor.training_twin import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28

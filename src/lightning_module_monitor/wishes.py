@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
@@ -21,7 +22,6 @@ from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
 from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
-from lightning_module_monitor.statistics.moments import Need
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""

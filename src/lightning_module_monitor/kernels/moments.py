@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[np.float64]
+"""A field of moments on the host."""
 
 
 class Need:

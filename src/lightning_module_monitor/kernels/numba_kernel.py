@@ -11,16 +11,14 @@ from types import ModuleType
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
+from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-PLAIN = (Tensor, nn.Parameter)
-"""The types whose elements are where their storage is."""
-
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
 
@@ -35,7 +33,7 @@ def loops() -> ModuleType | None:
     if level == logging.NOTSET:
         numba_log.setLevel(logging.WARNING)  # numba logs each step of its compiler to a root logger that takes everything
     try:
-        from lightning_module_monitor.kernels import numba_loops
+        from lightning_module_monitor.kernels import numba_loops  # noqa: PLC0415  # numba is optional, and takes a second
 
         start = time.perf_counter()
         _compile(numba_loops)
@@ -109,7 +107,7 @@ class NumbaKernel:
             function(array, features, needs, target)
             self._share(target, rows)
         if needs & Need.HISTOGRAM:
-            self._count(rows, array_of(tensor.float()))
+            self._count(rows, tensor.detach().float().reshape(-1).numpy(force=True))
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""

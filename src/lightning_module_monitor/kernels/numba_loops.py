@@ -196,7 +196,7 @@ def _subtract(chunk: Any, other: Any, shift: Any, start: int, difference: Any) -
 
 
 @njit(cache=True)
-def _add_chunk(chunk: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401
+def _add_chunk(chunk: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401, PLR0917  # arguments that numba passes on quickly
     latest = np.empty(NUM_FIELDS)
     _measure(chunk, needs, latest)
     if needs & NEED_TOKENS:
@@ -231,7 +231,7 @@ def add_bfloat16(halves: Any, features: int, needs: int, row: Any) -> None:  # n
 
 
 @njit(cache=True)
-def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401
+def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401, PLR0917
     """:func:`add` of ``elements - other - shift``, all float32; an empty array stands for zero, and ``shift`` is repeated."""
     squares, difference = 0.0, np.empty(CHUNK, np.float32)
     for start in range(0, elements.size, CHUNK):

@@ -28,6 +28,7 @@ PORTION = 1 << 22
 FLOAT32_PIECE = 4096
 """Elements of a piece on a device without float64: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
 
+
 class _Part(NamedTuple):
     """What was measured of the pieces of one matrix."""
 
@@ -113,7 +114,8 @@ class TorchKernel:
         merged = [Moments.of_nothing(1).to(device)]
         index = [0]
         for needs, parts in self._parts.items():
-            moments, order = self._moments(needs, parts, device), []
+            moments = self._moments(needs, parts, device)
+            order: list[int] = []
             start = 0
             for part in parts:
                 pieces = range(start, start + part.figures.shape[1])
@@ -158,7 +160,8 @@ class TorchKernel:
     def _moments(self, needs: int, parts: Sequence[_Part], device: torch.device) -> Moments:
         """The moments of all pieces of parts with the same needs."""
         figures = torch.cat([part.figures for part in parts], dim=1).to(device).double()
-        sizes = [(part.elements, part.elements / part.features, part.features**0.5) for part in parts for _piece in range(part.figures.shape[1])]
+        each = [(part.figures.shape[1], (part.elements, part.elements / part.features, part.features**0.5)) for part in parts]
+        sizes = [of_piece for num_pieces, of_piece in each for _piece in range(num_pieces)]
         elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
         found = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
         found |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 
 class Handle(Protocol):
@@ -28,14 +26,9 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
-        self._tables: list[dict[int, Any]] = []
-        """What modules know of their hooks, by number: those that have one of the number below. They may have others in the end."""
-        self._flags: list[dict[int, Any]] = []
-        """Likewise what modules know of the hooks that get keyword arguments."""
-        self._number = -1
 
     def __len__(self) -> int:
-        return len(self._handles) + len(self._tables)
+        return len(self._handles)
 
     def add(self, handle: Handle) -> None:
         """Own a handle from now on."""
@@ -44,44 +37,16 @@ class HookSet:
     def add_forward(self, module: nn.Module, hook: Callable[..., None], *, with_kwargs: bool = False) -> None:
         """Put a hook on that is called with a module, its arguments and its output, after its forward.
 
-        As ``register_forward_hook`` does, whose handle of three weak references takes longer than what such a hook does. One of its
-        numbers is enough for all modules, each of which has hooks by number.
-
         Args:
             module: Any.
             hook: What is called.
             with_kwargs: Whether it is called with the keyword arguments too, before the output.
         """
-        if self._number < 0:
-            self._number = RemovableHandle(OrderedDict()).id
-        table = module._forward_hooks
-        if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in table:
-            self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
-            return
-        table[self._number] = hook
-        self._tables.append(table)
-        if with_kwargs:
-            module._forward_hooks_with_kwargs[self._number] = True
-            self._flags.append(module._forward_hooks_with_kwargs)
-
-    def add_forwards(self, modules: Sequence[nn.Module], hooks: Sequence[Callable[..., None]]) -> None:
-        """:meth:`add_forward` of many modules, each there once, and of as many hooks. It is cheaper where nothing was added before."""
-        kinds: set[type[nn.Module]] = set(map(type, modules))
-        if self._number >= 0 or not all(kind.register_forward_hook is nn.Module.register_forward_hook for kind in kinds):
-            for module, hook in zip(modules, hooks, strict=True):
-                self.add_forward(module, hook)
-            return
-        self._number = number = RemovableHandle(OrderedDict()).id
-        self._tables = [module._forward_hooks for module in modules]
-        for table, hook in zip(self._tables, hooks, strict=True):
-            table[number] = hook
+        # A class of the user's may override the method without the keyword.
+        self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
 
     def close(self) -> None:
         """Remove every hook."""
-        number = self._number
-        for tables in (self._tables, self._flags):
-            while tables:
-                tables.pop().pop(number, None)
         while self._handles:
             self._handles.pop().remove()
 

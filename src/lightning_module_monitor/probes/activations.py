@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.rows import Place, Rows
 from lightning_module_monitor.statistics.watch import Watch
 
 OutputName = Callable[[str, Path], str]
@@ -30,14 +30,16 @@ class ActivationProbe(BackwardProbe):
     by a hook on the output itself, which unlike a module's backward hook leaves in-place layers alone.
 
     Args:
-        outputs: The modules, of each of which one of ``KINDS`` is wanted.
-        observation: Where tensors go.
+        watched: The modules, of each of which one of ``KINDS`` is recorded.
+        observation: Takes tensors.
         output_name: Names further outputs.
-        say: Takes a sentence for the user.
+        say: Logs a message once.
     """
 
-    def __init__(self, outputs: WatchedOutputs, observation: Observation, output_name: OutputName, say: Callable[[str], None]) -> None:
-        self._outputs = outputs
+    def __init__(
+        self, watched: Sequence[WatchedModule], observation: Observation, output_name: OutputName, say: Callable[[str], None]
+    ) -> None:
+        self._watched = watched
         self._observation = observation
         self._output_name = output_name
         self._say = say
@@ -46,8 +48,8 @@ class ActivationProbe(BackwardProbe):
 
     def attach(self) -> None:
         """Put the hooks on."""
-        self._outputs.probe = self
-        self._module_hooks.add_forwards(self._outputs.modules, self._outputs.hooks)
+        for one in self._watched:
+            self._module_hooks.add_forward(one.site.module, UncopiedHook(functools.partial(self._after_forward, one)))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -57,12 +59,19 @@ class ActivationProbe(BackwardProbe):
         """Take every hook off."""
         self._module_hooks.close()
         self._tensor_hooks.close()
-        if self._outputs.probe is self:
-            self._outputs.probe = None
 
-    def see_plain_output(self, place: Place, output: object) -> bool:
-        """Take in an output that is one plain tensor, in the quickest way; whether it was one, and was to be taken in."""
-        return not is_in_backward() and self._observation.read(place, output)
+    def _after_forward(self, watched: WatchedModule, _module: nn.Module, _args: object, output: object) -> None:
+        if not self.is_open:
+            return
+        try:
+            self.see_outputs(watched, output)
+        except MonitorError:
+            raise
+        except Exception as error:
+            # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
+            for kind in KINDS:
+                if kind in watched.watches:
+                    self._observation.fail(watched.watches[kind], output, error)
 
     def see_outputs(self, watched: WatchedModule, output: object) -> None:
         """Take in every tensor of a module's output."""
@@ -71,12 +80,6 @@ class ActivationProbe(BackwardProbe):
         else:
             for path, tensor in named_tensors(output):
                 self._see_output(watched, path, tensor)
-
-    def fail(self, watched: WatchedModule, output: object, error: Exception) -> None:
-        """An output that cannot be taken apart (one that holds itself, say) is no reason for training to end."""
-        for kind in KINDS:
-            if kind in watched.watches:
-                self._observation.fail(watched.watches[kind], output, error)
 
     def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
         """Take in one tensor of a module's output."""
@@ -104,59 +107,6 @@ class ActivationProbe(BackwardProbe):
         """Take in the gradient that arrives at an output."""
         if self.counts_gradients:
             observe_or_fail(self._observation, watch, gradient, self.scale)
-
-
-class WatchedOutputs:
-    """The modules whose outputs are watched, and their hooks, which are made once and put on in every step that watches them.
-
-    Args:
-        watched: The modules.
-        rows: Where what is seen of them is gathered.
-
-    Attributes:
-        modules: The same, without what is wanted of them.
-        hooks: A hook for each.
-        probe: Who is told by them; ``None`` between the steps.
-    """
-
-    def __init__(self, watched: Sequence[WatchedModule], rows: Rows) -> None:
-        self._watched = watched
-        self._rows = rows
-        self.modules = [one.site.module for one in watched]
-        self.hooks = [_ForwardHook(self, one, rows) for one in watched]
-        self.probe: ActivationProbe | None = None
-
-    def __reduce__(self) -> tuple[type[WatchedOutputs], tuple[Sequence[WatchedModule], Rows]]:
-        """A copy has hooks of its own, and nobody to tell."""
-        return WatchedOutputs, (self._watched, self._rows)
-
-
-class _ForwardHook(ForwardHook):
-    """Called after a watched module's forward. Returns nothing: what a forward hook returns replaces the output."""
-
-    def __init__(self, outputs: WatchedOutputs, watched: WatchedModule, rows: Rows) -> None:
-        self._outputs = outputs
-        self._watched = watched
-        activation, site = watched.watches.get("activation"), watched.site
-        self._place: Place | None = None
-        """Where the output goes, if it is one plain tensor: the commonest there is."""
-        if activation is not None:
-            self._place = rows.place(activation, may_return_last=site.is_container, may_be_returned=site.is_last_part)
-        self._gradient = watched.watches.get("activation_gradient")
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        probe = self._outputs.probe
-        if probe is None or not probe.is_open:
-            return
-        try:
-            if self._place is None or not probe.see_plain_output(self._place, output):
-                probe.see_outputs(self._watched, output)
-            elif self._gradient is not None and isinstance(output, Tensor):
-                probe.await_gradient(self._gradient, output)
-        except MonitorError:
-            raise
-        except Exception as error:
-            probe.fail(self._watched, output, error)
 
 
 class _GradientHook:

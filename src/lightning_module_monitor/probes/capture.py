@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.kernels.elements import in_memory, own_elements
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors, unwrapped
@@ -22,7 +23,6 @@ from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.running import in_memory, own_elements
 
 
 class CaptureProbe(BackwardProbe):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
@@ -49,7 +50,6 @@ from lightning_module_monitor.probes.reference import NamedTensors, ReferencePro
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.watch import BASE, OWN, Watch, Wish
@@ -89,7 +89,7 @@ RCC_INPUT_TERMS = (
 """The terms of inputs, and of what the weight is applied to."""
 
 
-def _ratio_of_norms(moments: HostMoments, base: HostMoments) -> Array:
+def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
     return np.where(base.squares == 0, _NO_ALIGNMENT, np.sqrt(moments.squares / base.squares))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.errors import shortened
+from lightning_module_monitor.kernels.elements import PLAIN
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.modules.names import ParameterSite, tensors_of
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
@@ -19,9 +21,7 @@ from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.running import PLAIN
 from lightning_module_monitor.statistics.watch import Watch
 
 
@@ -92,9 +92,7 @@ class ParameterProbe(Probe):
     def _observe_there(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
         """Take in one tensor of each parameter that is watched for a kind, where there is one."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        # Whatever is the same on every rank is for the first to count.
-        unread = self.observation.read_all(of_kind.watches, tensors) if self.rank == 0 else range(len(tensors))
-        self._measure(self._pairs(kind, tensors, unread))
+        self._measure(self._pairs(kind, tensors, range(len(tensors))))
         for watch, tensor in self._pairs(kind, tensors, of_kind.with_functions):
             self._call_functions(watch, tensor)
 

@@ -149,9 +149,6 @@ def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scal
     A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
     """
     try:
-        place = observation.place(watch) if scale is None else None
-        if place is not None and observation.read(place, tensor):
-            return True
         observation.observe(watch, unscaled(local_part(of_all_samples(tensor)), scale))
     except MonitorError:
         raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.probes.probe import Among
 from lightning_module_monitor.statistics.loss_scale import WIDE, widened
-from lightning_module_monitor.statistics.running import in_memory
 
 
 class Copies:

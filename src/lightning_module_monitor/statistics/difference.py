@@ -33,12 +33,12 @@ class Difference:
         """The difference as a tensor: the tensor itself where nothing is taken from it, in its own precision."""
         return self.tensor if self.other is None and self.shift is None else self.computed()
 
-    def computed(self, out: Tensor | None = None) -> Tensor:
-        """The difference, in float32 or float64; written into ``out`` if given, a tensor of its shape and dtype."""
+    def computed(self) -> Tensor:
+        """The difference, in float32 or float64."""
         result = _wide(self.tensor)
         for other in (self.other, self.shift):
             if other is not None:
-                result = torch.sub(result, _wide(other), out=out)
+                result = result - _wide(other)
         return result
 
 

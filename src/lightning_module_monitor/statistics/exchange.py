@@ -22,11 +22,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.kernels.transfer import transfer
 from lightning_module_monitor.statistics.functions import Results, UserFunction
 from lightning_module_monitor.statistics.marks import Marks, marks_of
-from lightning_module_monitor.statistics.moments import Moments
 from lightning_module_monitor.statistics.ranks import Merged, Ranks, merge_over_ranks
-from lightning_module_monitor.statistics.table import transfer
 from lightning_module_monitor.statistics.units import ABSENT, MAX_UNITS
 from lightning_module_monitor.statistics.watch import Identity, Watch
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_module_monitor.kernels.elements import own_elements
 from lightning_module_monitor.random_states import unchanged_random_states
-from lightning_module_monitor.statistics.running import own_elements
 
 
 @dataclass(frozen=True)

@@ -18,28 +18,28 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
+from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.statistics.registry import Statistic
 
 EPS = 1e-30
 """A norm below this has vanished."""
 
 
-def _l2(moments: HostMoments) -> Array:
+def _l2(moments: Moments) -> Array:
     norm: Array = np.sqrt(moments.squares)
     return norm
 
 
-def _l1(moments: HostMoments) -> Array:
+def _l1(moments: Moments) -> Array:
     return moments.magnitude
 
 
-def _linf(moments: HostMoments) -> Array:
+def _linf(moments: Moments) -> Array:
     # Of an empty gradient the extremes are not there; its norm is 0.
     return np.where(moments.elements > 0, np.maximum(moments.maximum, -moments.minimum), 0.0)
 
 
-def _mean(moments: HostMoments) -> Array:
+def _mean(moments: Moments) -> Array:
     return moments.magnitude / np.maximum(moments.elements, 1.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.running import in_memory
+from lightning_module_monitor.kernels.elements import in_memory
 
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes that tensors of others are computed with in."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.running import compiled_magnitude, in_memory, readable_address
-from lightning_module_monitor.statistics.table import transfer
+from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.kernels.transfer import transfer
 
-INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80}
 """The bits of infinity; those of NaN are larger."""
+
+BITS = {torch.float32: np.int32, torch.bfloat16: np.int16}
+"""Integers as long as the floats."""
 
 UNKNOWN = -1
 """Stands for the place of a number that there is not."""
@@ -40,14 +45,13 @@ class Magnitudes:
         """
         if tensor.is_complex() or tensor.layout is not torch.strided:
             tensor = _plain(tensor)
-        size = tensor.numel()
-        if not size:
+        if not tensor.numel():
             return UNKNOWN
-        place = readable_address(tensor, INFINITY)
-        if place:
-            kernel, dtype = compiled_magnitude(), tensor.dtype
-            assert kernel is not None
-            bits = (kernel.largest_of_four_bytes if dtype is torch.float32 else kernel.largest_of_two_bytes)(place, size)
+        loops = numba_kernel.loops() if numba_kernel.takes(tensor) else None
+        if loops is not None:
+            array = numba_kernel.array_of(in_memory(tensor))
+            dtype = torch.float32 if array.dtype == np.float32 else torch.bfloat16
+            bits = loops.largest_magnitude(array.view(BITS[dtype]), BITS[dtype](np.iinfo(BITS[dtype]).max))
             self._has_nonfinite |= bits >= INFINITY[dtype]
             self._numbers.append((dtype, bits))
         else:

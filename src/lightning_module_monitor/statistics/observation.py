@@ -6,7 +6,6 @@ import functools
 import itertools
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -14,14 +13,16 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.moments import Moments, Need, merged
+from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
+from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.exchange import Exchange, Share, Together
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
-from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
-from lightning_module_monitor.statistics.rows import Form, Place, Rows
-from lightning_module_monitor.statistics.running import in_memory, own_elements
-from lightning_module_monitor.statistics.table import Table, to_host
+from lightning_module_monitor.statistics.rows import Form, Rows
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
 from lightning_module_monitor.values import Values
@@ -41,17 +42,13 @@ class Observation:
     def __init__(self, on_trouble: Trouble, rows: Rows | None = None) -> None:
         self._on_trouble = on_trouble
         self._numbers = Rows() if rows is None else rows
-        self._table = self._numbers.table()
+        self._table = MomentTable()
         self._rows: dict[int, int] = {}
         """First row of what was seen, by the identity of its watch."""
         self._results: dict[str, tuple[Watch, str, Results]] = {}
         self._metrics: dict[str, tuple[Watch, str, Metric]] = {}
         self._units: dict[Identity, tuple[Watch, Tensor]] = {}
         """What the units of a site did, on their device."""
-        self._last: tuple[weakref.ref[Tensor], int, int] | None = None
-        """The tensor that the table got last, if it may come again: what it is, its version, and what was needed of it."""
-        self._scratch: Tensor | None = None
-        """Memory for differences, which are measured and forgotten: new memory costs more than the subtraction."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -68,49 +65,15 @@ class Observation:
             watch: What is wanted of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
         """
-        tensor = _strided(tensor)
-        if watch.needs and self._was_last(tensor, watch.needs):
-            # A container returns what its last part returned.
-            self._table.add_last_again(self._row(watch))
-        elif watch.needs:
-            self._taking().add(self._row(watch), tensor, watch.needs)
-            self._remember(tensor, watch.needs)
+        tensor = strided(tensor)
+        if watch.needs:
+            self._table.add((self._row(watch),), tensor, watch.needs)
         if watch.units and tensor.numel():
             signs = signs_of_life(tensor.detach())
             before = self._units.get(watch.identity)
             self._units[watch.identity] = (watch, signs if before is None else torch.maximum(before[1], signs))
         if watch.functions:
             self._call_functions(watch, tensor)
-
-    def read(self, place: Place, output: object) -> bool:
-        """A quicker :meth:`observe`, where that will do.
-
-        Args:
-            place: Where it goes, of those that :meth:`place` gives.
-            output: Anything.
-
-        Returns:
-            Whether it was read: it was if it is a tensor that lies where the compiled kernel can read it.
-        """
-        running = self._table.running or self._table.running_rows_for(output)
-        if running is None:
-            return False
-        if place.may_return_last and isinstance(output, Tensor) and self._was_last(output, place.needs):
-            self._table.add_last_again(place.row)
-        elif not running.take(place.row, output, place.needs):
-            return False
-        elif place.may_be_returned:
-            assert isinstance(output, Tensor)
-            self._table.note_read()
-            self._remember(output, place.needs)
-        else:
-            self._last = None
-        self._rows[place.watch] = place.row  # only now: what is not read may be nothing that is watched
-        return True
-
-    def place(self, watch: Watch) -> Place | None:
-        """Where the tensors of a watch go, if :meth:`read` is for them."""
-        return self._numbers.place(watch)
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[Wish]]]) -> None:
         """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
@@ -120,7 +83,6 @@ class Observation:
                 for: ``OWN`` or ``BASE``.
         """
         for term, wishes in terms:
-            tensor = self._written(term, may_be_kept=any(watch.functions for watch, _part in wishes))
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
                 needs = watch.base_needs if part == BASE else watch.needs
@@ -129,23 +91,9 @@ class Observation:
                 if needs:
                     rows.setdefault(next(enough, needs), []).append(self._row(watch) + part)
                 if watch.functions and part == OWN:
-                    self._call_functions(watch, tensor)
-            for needs, (first, *others) in rows.items():
-                self._taking().add(first, tensor, needs)
-                for row in others:
-                    self._table.add_last_again(row)
-
-    def _written(self, term: Difference, *, may_be_kept: bool) -> Tensor:
-        """A difference as a tensor; in memory that the next one gets too, unless a function of the user's may keep it."""
-        if term.other is None and term.shift is None:
-            return _strided(term.tensor)
-        size = term.tensor.numel()
-        if may_be_kept or term.tensor.dtype == torch.float64:
-            return term.computed()
-        if self._scratch is None or self._scratch.numel() < size or self._scratch.device != term.tensor.device:
-            with torch.inference_mode(mode=False):
-                self._scratch = torch.empty(size, dtype=torch.float32, device=term.tensor.device)
-        return term.computed(self._scratch[:size].view(term.tensor.shape))
+                    self._call_functions(watch, strided(term.written()))
+            for needs, of_needs in rows.items():
+                self._add(of_needs, term, needs)
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -163,18 +111,18 @@ class Observation:
 
     def measure_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function is to get."""
-        current, reference = _strided(current), _strided(reference)
+        current, reference = strided(current), strided(reference)
         difference = Difference(current, reference)
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._taking().add(row + OWN, difference.written(), watch.needs)
+                self._add([row + OWN], difference, watch.needs)
             if watch.base_needs:
-                self._taking().add(row + BASE, reference, watch.base_needs)
+                self._table.add((row + BASE,), reference, watch.base_needs)
             if watch.is_paired:
-                self._taking().add(row + CURRENT, current, Need.SQUARES)
+                self._table.add((row + CURRENT,), current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                self._taking().add(row + PRODUCT, current.double() * reference, Need.MEAN)
+                self._table.add((row + PRODUCT,), current.double() * reference, Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
@@ -185,53 +133,25 @@ class Observation:
 
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
-        seen, table, others = list(pairs), self._taking(), []
-        for watch, tensor in seen:
-            needs = watch.needs
-            if not needs:
-                continue
-            row = self._rows[id(watch)] = self._numbers.first(watch)
-            try:
-                running = (table.running or table.running_rows_for(tensor)) if needs < Need.HISTOGRAM else None
-                if running is None or not running.take(row, tensor, needs):
-                    others.append((row, _strided(tensor), needs))
-            except Exception as error:
-                self.fail(watch, tensor, error)
-        try:
-            table.add_all(others)
-        except Exception:
-            # Nobody knows how far it has come.
-            for watch, _tensor in seen:
-                self._give_up(watch)
-            raise
+        rows: list[int] = []
+        tensors: list[Tensor] = []
+        needs: list[int] = []
+        for watch, tensor in pairs:
+            if watch.needs:
+                try:
+                    tensors.append(strided(tensor))
+                except Exception as error:
+                    self.fail(watch, tensor, error)
+                else:
+                    rows.append(self._row(watch))
+                    needs.append(watch.needs)
+        self._table.add_all(rows, tensors, needs)
 
-    def read_all(self, watches: Sequence[Watch], tensors: Sequence[Tensor | None]) -> list[int]:
-        """A quicker :meth:`measure_all`, where that will do.
-
-        Args:
-            watches: What is wanted; the same object in every step.
-            tensors: What it is wanted of, watch by watch; ``None`` where there is nothing.
-
-        Returns:
-            Places of tensors that are there and were not read.
-        """
-        block = self._numbers.block(watches)
-        there = [*itertools.compress(itertools.count(), map(operator.is_not, tensors, itertools.repeat(None)))]
-        running = self._taking().running_rows_for(tensors[there[0]]) if there and block.places else None
-        if running is None:
-            return there
-        running.reserve(len(self._numbers.watches))
-        places, rows, needs = block.places, block.rows, block.needs
-        if len(there) < len(tensors):
-            chosen = [at for at, place in enumerate(places) if tensors[place] is not None]
-            places, rows, needs = [places[at] for at in chosen], rows[chosen], needs[chosen]
-        taken = running.take_all(rows, [tensors[place] for place in places], needs)
-        if all(taken) and len(places) == len(watches):
-            self._rows.update(block.first)
-            return []
-        read = {*itertools.compress(places, taken)}
-        self._rows.update((id(watches[place]), block.first[id(watches[place])]) for place in read)
-        return [place for place in there if place not in read]
+    def _add(self, rows: Sequence[int], term: Difference, needs: int) -> None:
+        if term.other is None and term.shift is None:
+            self._table.add(rows, strided(term.tensor), needs)
+        else:
+            self._table.add_difference(rows, term.tensor, term.other, term.shift, needs)
 
     def call_functions(self, watch: Watch, *tensors: Tensor) -> None:
         """Give a tensor, or both of a pair, to the functions, and to nothing else."""
@@ -245,30 +165,25 @@ class Observation:
             values: Shape ``(watches, elements)``, any real floating dtype, detached. Every element is a token of its own.
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
-        values = _strided(values)
+        values = strided(values)
         measured = [place for place, watch in enumerate(watches) if watch.needs & Need.EVERYTHING]
         if measured:
             needs = functools.reduce(operator.or_, (watches[place].needs for place in measured))
             moments = moments_of_rows(values, counts, needs)
             if len(measured) < len(watches):
                 moments = moments.rows(torch.tensor(measured, device=values.device))
-            self._taking().add_moments([self._row(watches[place]) for place in measured], moments)
+            self._table.add_moments([self._row(watches[place]) for place in measured], moments)
         for watch, row, of_row in zip(watches, values, counts, strict=True):
             if watch.histograms:
-                self._taking().add_counted(self._row(watch), row, of_row)
+                self._table.add_counts(self._row(watch), row, of_row)
             if watch.functions:
                 self._call_functions(watch, torch.where(of_row, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""
-        bases = []
         for watch, tensor in pairs:
             if watch.base_needs:
-                try:
-                    bases.append((self._row(watch) + BASE, _strided(tensor), watch.base_needs))
-                except Exception as error:
-                    self.fail(watch, tensor, error)
-        self._taking().add_all(bases)
+                self._table.add((self._row(watch) + BASE,), strided(tensor), watch.base_needs)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
@@ -318,16 +233,11 @@ class Observation:
         """
         return self._collect() if exchange is None else self._collect_together(exchange)
 
-    def close(self) -> None:
-        """Nothing is taken in any more, and nothing is collected."""
-        self._scratch = None
-        self._numbers.leave(self._table)
-
     def _collect(self) -> Values:
         parts = self._finished_parts()
         num_rows, form = len(self._numbers.watches), self._numbers.form([*self._rows.values()])
         counted = form.counted
-        counts = self._table.collect_histograms(counted)
+        counts = self._table.collect_counts(counted)
         scalars = [value for _key, part in parts for value in part.values]
         units = [signs for _watch, signs in self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
@@ -378,12 +288,12 @@ class Observation:
         moments = Moments(*merged([share.to(device) for share in self._table.collect(num_rows)], num_rows, device))
         counted = form.counted
         counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
-        for share in self._table.collect_histograms(counted):
+        for share in self._table.collect_counts(counted):
             counts[:-1] += share.to(device)
         return Share(
             watches=[*(watch for watch, _row in form.watches), *self._watches_besides()],
             rows={watch.identity: row for watch, row in form.watches},
-            moments=joined([moments, Moments.of_nothing(1).to(device)]),
+            moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1).to(device), strict=True))),
             counted={self._numbers.watches[row].identity: place for place, row in enumerate(counted)},
             counts=counts,
             results={key: results for key, (_watch, _name, results) in self._results.items()},
@@ -402,19 +312,6 @@ class Observation:
         by_key = {key: Histogram(row.numpy()) for watch, row in counted for key in watch.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
 
-    def _taking(self) -> Table:
-        """The table, which gets another tensor now."""
-        self._last = None
-        return self._table
-
-    def _remember(self, tensor: Tensor, needs: int) -> None:
-        if not tensor.is_inference():  # such a one does not say whether it was overwritten
-            self._last = weakref.ref(tensor), tensor._version, needs
-
-    def _was_last(self, tensor: Tensor, needs: int) -> bool:
-        """Whether the table got this very tensor last, as it is now, and for the same."""
-        return self._last is not None and self._last[0]() is tensor and self._last[1:] == (tensor._version, needs)
-
     def _row(self, watch: Watch) -> int:
         """First row of a watch in the table."""
         row = self._rows.get(id(watch))
@@ -429,7 +326,7 @@ class Observation:
                 with undisturbed(tensors[0].device):
                     # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
                     # while the layer after this one overwrites the original.
-                    copies = [_strided(tensor).detach().clone() for tensor in tensors]
+                    copies = [strided(tensor).detach().clone() for tensor in tensors]
                     if isinstance(function.function, Metric):
                         self._update_metric(watch, function.function, function.name, copies)
                     else:
@@ -544,18 +441,3 @@ def _describe(seen: object) -> str:
         return f"tensor of shape {tuple(seen.shape)}"
     except RuntimeError:
         return f"a {type(seen).__name__} without a shape"
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
-
-    Raises:
-        ValueError: If it has no data, or no elements of its own.
-    """
-    if tensor.is_meta:
-        raise ValueError("it is on the meta device, and has no data")
-    if tensor.is_nested:
-        return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
-    if tensor.layout is not torch.strided:
-        return tensor.to_dense()
-    return in_memory(own_elements(tensor))

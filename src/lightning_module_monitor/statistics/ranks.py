@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.statistics.marks import Marks
-from lightning_module_monitor.statistics.moments import Moments
 
 
 class Ranks(Protocol):
@@ -52,9 +52,8 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
     """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
 
     The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
-    agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds deviations about it::
-
-        n (mean - c)  and  deviations + n (mean - c)^2,  summed over the ranks
+    agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds sums about it; see
+    :meth:`~lightning_module_monitor.kernels.moments.Moments.about`.
 
     Args:
         moments: This rank's, shape ``(rows,)``; a row that this rank has nothing for is the moments of an empty tensor.
@@ -77,11 +76,8 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
     maximum, minus_minimum = of_rows[:2].masked_fill(of_rows[2:4] > 0, torch.nan)
     center = torch.where(of_rows[4].isfinite(), of_rows[4], 0.0)
 
-    distance = torch.where(has_any, moments.mean - center, 0.0)
-    residual = moments.elements * distance
-    added = torch.stack(
-        moments._replace(mean=residual, deviations=moments.deviations + residual * distance, maximum=residual, minimum=residual)
-    )
+    own = moments._replace(mean=torch.where(has_any, moments.mean, center)).about(center)
+    added = torch.stack(tuple(own._replace(maximum=own.mean, minimum=own.mean)))
     numbers = torch.cat([added.flatten(), summed])
     if marks is None:
         reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
@@ -89,13 +85,7 @@ def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: R
         things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
         reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
-    mean_residual = total.mean / total.elements.clamp(min=1.0)
-    together = total._replace(
-        mean=center + mean_residual,
-        deviations=(total.deviations - total.mean * mean_residual).clamp(min=0.0),
-        maximum=maximum,
-        minimum=-minus_minimum,
-    )
+    together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
     return Merged(together, largest, reduced[added.numel() :], are_copies)
 
 

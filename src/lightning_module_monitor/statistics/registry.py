@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
+from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.values import UNDEFINED
 
 
@@ -52,66 +52,76 @@ TensorFunction = Callable[[Tensor], Tensor]
 # Named functions and no lambdas, so that a callback with its rules can be pickled.
 
 
-def _mean(moments: HostMoments) -> Array:
+def _mean(moments: Moments) -> Array:
     return moments.mean
 
 
-def _var(moments: HostMoments) -> Array:
+def _var(moments: Moments) -> Array:
     # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
     return _over(moments.deviations, moments.elements - 1)
 
 
-def _std(moments: HostMoments) -> Array:
+def _std(moments: Moments) -> Array:
     var = _var(moments)
     return np.where(np.isnan(var), var, _sqrt(var))
 
 
-def _norm(moments: HostMoments) -> Array:
+def _skewness(moments: Moments) -> Array:
+    # Bias is not corrected: m3 / m2**1.5, as scipy.stats.skew has it.
+    return _sqrt(moments.elements) * moments.third / moments.deviations**1.5
+
+
+def _kurtosis(moments: Moments) -> Array:
+    # Excess over that of a normal distribution, bias not corrected: m4 / m2**2 - 3, as scipy.stats.kurtosis has it.
+    return moments.elements * moments.fourth / moments.deviations**2 - 3
+
+
+def _norm(moments: Moments) -> Array:
     return _sqrt(moments.squares)
 
 
-def _rms(moments: HostMoments) -> Array:
+def _rms(moments: Moments) -> Array:
     return _sqrt(moments.squares / moments.elements)
 
 
-def _min(moments: HostMoments) -> Array:
+def _min(moments: Moments) -> Array:
     return moments.minimum
 
 
-def _max(moments: HostMoments) -> Array:
+def _max(moments: Moments) -> Array:
     return moments.maximum
 
 
-def _abs_mean(moments: HostMoments) -> Array:
+def _abs_mean(moments: Moments) -> Array:
     return moments.magnitude / moments.elements
 
 
-def _abs_max(moments: HostMoments) -> Array:
+def _abs_max(moments: Moments) -> Array:
     largest: Array = np.maximum(moments.maximum, -moments.minimum)
     return largest
 
 
-def _zero_fraction(moments: HostMoments) -> Array:
+def _zero_fraction(moments: Moments) -> Array:
     return moments.zeros / moments.elements
 
 
-def _nonfinite_count(moments: HostMoments) -> Array:
+def _nonfinite_count(moments: Moments) -> Array:
     return moments.nonfinite
 
 
-def _token_norm(moments: HostMoments) -> Array:
+def _token_norm(moments: Moments) -> Array:
     return moments.token_norm / moments.tokens
 
 
-def _token_rms(moments: HostMoments) -> Array:
+def _token_rms(moments: Moments) -> Array:
     return moments.token_rms / moments.tokens
 
 
-def _ratio(moments: HostMoments, base: HostMoments) -> Array:
+def _ratio(moments: Moments, base: Moments) -> Array:
     return _over(_norm(moments), _norm(base))
 
 
-def _cosine(current: HostMoments, reference: HostMoments, product: HostMoments) -> Array:
+def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
     # Rounding must not make it more than one can be.
     norms = _norm(current) * _norm(reference)
     cosine: Array = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
@@ -132,6 +142,8 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
+    "skewness": Statistic(Need.DEVIATIONS | Need.POWERS, _skewness),
+    "kurtosis": Statistic(Need.DEVIATIONS | Need.POWERS, _kurtosis),
     "norm": Statistic(Need.SQUARES, _norm),
     "rms": Statistic(Need.SQUARES, _rms),
     "min": Statistic(Need.EXTREMES, _min),
@@ -147,7 +159,8 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
 }
-"""Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
+"""Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``skewness`` is the third
+standardized moment and ``kurtosis`` the fourth minus 3, both without a correction for bias; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
 relative to, NaN where both are zero; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a
 histogram over the bins of ``bins.py``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last

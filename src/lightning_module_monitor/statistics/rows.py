@@ -6,46 +6,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
+from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.running import RunningRows
-from lightning_module_monitor.statistics.table import Table
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
 from lightning_module_monitor.values import Values
-
-
-class Place(NamedTuple):
-    """Where a tensor goes of which statistics are all that is wanted."""
-
-    watch: int
-    """Identity of the watch."""
-    row: int
-    needs: int
-    """Bits of ``Need``."""
-    may_return_last: bool
-    """Whether it may be the very tensor that another watch has just seen, which is not read again then."""
-    may_be_returned: bool
-    """Whether the next watch may see the very same."""
-
-
-class Block(NamedTuple):
-    """Watches of which the kernel can read one tensor each, all in one call."""
-
-    of: Sequence[Watch]
-    """These, and those that want more than moments."""
-    places: list[int]
-    """Which of them it is."""
-    first: dict[int, int]
-    """First row by the identity of each."""
-    rows: np.ndarray
-    """The first rows again, int64."""
-    needs: np.ndarray
-    """What is needed of each, bits of ``Need``, int64."""
 
 
 class Rows:
@@ -55,19 +23,12 @@ class Rows:
         watches: Whose each row is.
     """
 
-    # What the last step has left, to be filled again: it is an array that need not be made anew.
-    _left: RunningRows | None = None
-
     def __init__(self, seen: Sequence[Watch] = ()) -> None:
         self.watches: list[Watch] = []
         self._first: dict[int, int] = {}
         """First row by the identity of a watch."""
         self._form: tuple[list[int], Form] = [], Form(())
         """What was seen in the last step, and how that was finished."""
-        self._places: dict[int, Place] = {}
-        """By the identity of the watch."""
-        self._blocks: dict[int, Block] = {}
-        """By the identity of the watches."""
         for watch in seen:
             self.first(watch)
 
@@ -82,38 +43,6 @@ class Rows:
             row = self._first[id(watch)] = len(self.watches)
             self.watches += [watch] * watch.num_rows
         return row
-
-    def table(self) -> Table:
-        """A table for a step."""
-        left, self._left = self._left, None
-        if left is not None:
-            left.clear()
-        return Table(len(self.watches), left)
-
-    def leave(self, table: Table) -> None:
-        """A step is over: nothing is added to its table any more, and nothing is read from it."""
-        self._left, table.running = table.running, None
-
-    def place(self, watch: Watch, *, may_return_last: bool = False, may_be_returned: bool = False) -> Place | None:
-        """Where the tensors of a watch go, if statistics of one tensor are all that is wanted; as it was when first asked for."""
-        if not watch.is_of_moments:
-            return None
-        place = self._places.get(id(watch))
-        if place is None:
-            place = self._places[id(watch)] = Place(id(watch), self.first(watch), watch.needs, may_return_last, may_be_returned)
-        return place
-
-    def block(self, watches: Sequence[Watch]) -> Block:
-        """Those of some watches that want no more than moments; of the same object they are looked up once."""
-        known = self._blocks.get(id(watches))
-        if known is None:
-            places = [place for place, watch in enumerate(watches) if 0 < watch.needs < Need.HISTOGRAM]
-            measured = [watches[place] for place in places]
-            rows = np.array([self.first(watch) for watch in measured], dtype=np.int64)
-            needs = np.array([watch.needs for watch in measured], dtype=np.int64)
-            known = Block(watches, places, dict(zip(map(id, measured), rows.tolist(), strict=True)), rows, needs)
-            self._blocks[id(watches)] = known
-        return known
 
     def form(self, seen: list[int]) -> Form:
         """How those watches are finished that are seen in a step, which have these first rows."""
@@ -173,7 +102,7 @@ class Form:
             for group in self._groups:
                 end = start + len(group.keys)
                 columns = numbers[start:end].reshape(-1, len(group.first.statistics))
-                parts = [HostMoments(*fields[:, index]) for index in group.parts]
+                parts = [Moments(*fields[:, index]) for index in group.parts]
                 for column, (name, one) in enumerate(group.first.statistics.items()):
                     try:
                         columns[:, column] = one.finish(*_taken_by(one, parts))
@@ -198,7 +127,7 @@ def nan_where_empty(fields: Array) -> Array:
     return fields
 
 
-_OF_ELEMENTS = [HostMoments._fields.index(name) for name in ("mean", "deviations", "maximum", "minimum")]
+_OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
 """The moments that there are none of without an element."""
 
 
@@ -221,14 +150,14 @@ def _index(rows: list[int]) -> np.ndarray | slice:
 def _with_whole_tokens(fields: Array, index: np.ndarray) -> Array:
     """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
     changed: Array = fields.copy()
-    moments = HostMoments(*changed)
+    moments = Moments(*changed)
     norm = np.sqrt(moments.squares[index])
     moments.tokens[index], moments.token_norm[index] = 1.0, norm
     moments.token_rms[index] = norm / np.sqrt(moments.elements[index])
     return changed
 
 
-def _taken_by(statistic: Statistic, parts: list[HostMoments]) -> list[HostMoments]:
+def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
     """The moments that a statistic is finished from."""
     if statistic.paired:
         return [parts[CURRENT], parts[BASE], parts[PRODUCT]]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.moments import Need
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.units import memory
 

@@ -1,0 +1,62 @@
+"""Whether and where a tensor has elements that can be read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (Tensor, nn.Parameter)
+"""The types whose elements are where their storage is."""
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, to be read by operations of torch, which would end the process where a program has given its memory back.
+
+    Raises:
+        ValueError: If not all of its elements lie in its storage: a program that streams weights may have shrunk it.
+    """
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_memory(tensor):
+        raise ValueError("its memory was given back")
+    return tensor
+
+
+def own_elements(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a class with operations of its own, such as one that wraps other tensors, the plain tensor it stands for.
+
+    Raises:
+        ValueError: If operations on it return no plain tensor.
+    """
+    if _is_plain(tensor):
+        return tensor
+    result = tensor.detach() * 1  # exact, also for signs of zeros, infinities and NaN
+    if not _is_plain(result):
+        raise ValueError(f"operations on a {type(tensor).__name__} return no plain tensor, and its elements cannot be read")
+    return result
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        last = tensor.numel()
+    else:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
+
+    Raises:
+        ValueError: If it has no data, or no elements of its own.
+    """
+    if tensor.is_meta:
+        raise ValueError("it is on the meta device, and has no data")
+    if tensor.is_nested:
+        return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    return in_memory(own_elements(tensor))
