@@ -46,7 +46,7 @@ from lightning_module_monitor.config import GradientFlow, attention_rules
 from lightning_module_monitor.modules.names import Namer
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.random_states import RandomStates
-from lightning_module_monitor.statistics import running, table
+from lightning_module_monitor.kernels import numba_kernel, transfer
 
 WARM_UP_STEPS = 5
 NUM_BATCHES = 8
@@ -344,7 +344,7 @@ class EagerEngine(Engine):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, every_n_steps=1)
-        self.no_kernel = mock.patch.object(running, "kernel", return_value=None)
+        self.no_kernel = mock.patch.object(numba_kernel, "loops", return_value=None)
 
     def begin(self, step: int) -> None:
         self.no_kernel.start()
@@ -374,7 +374,7 @@ class Floor(Observer):
 
     def end(self) -> int:
         # Through the engine's own function, where transfers are counted.
-        values = table.transfer(torch.stack(self.norms)).tolist()
+        values = transfer.transfer(torch.stack(self.norms)).tolist()
         self.norms.clear()
         return len(values)
 
@@ -720,9 +720,9 @@ class Counts:
 
 def count(lane: Lane, batch: Batch) -> Counts:
     """Take one step and count."""
-    with mock.patch.object(table, "transfer", wraps=table.transfer) as transfer, Dispatches() as dispatches:
+    with mock.patch.object(transfer, "transfer", wraps=transfer.transfer) as transfers, Dispatches() as dispatches:
         values = lane.train_step(batch)
-    return Counts(dispatches.number, dispatches.host_reads, transfer.call_count, values)
+    return Counts(dispatches.number, dispatches.host_reads, transfers.call_count, values)
 
 
 @contextmanager
@@ -973,7 +973,7 @@ def environment(variants: Sequence[Variant], num_steps: int) -> str:
     """What the figures depend on."""
     peers = [f"{name} {version(name)}" for name in (variant.package.replace("_", "-") for variant in variants) if name]
     threads = torch.get_num_threads()
-    numba = [f"numba {version('numba')}"] if running.kernel() is not None else []
+    numba = [f"numba {version('numba')}"] if numba_kernel.loops() is not None else []
     parts = [f"torch {torch.__version__}", *numba, *peers, f"Python {platform.python_version()}", processor(), f"torch threads: {threads}"]
     return f"{datetime.now(timezone.utc):%Y-%m-%d}; {', '.join(parts)}; {num_steps} steps of each after {WARM_UP_STEPS} to warm up."
 

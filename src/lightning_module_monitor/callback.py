@@ -33,6 +33,7 @@ from lightning_module_monitor.errors import ConfigError, MonitorError, Nonfinite
 from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.health_of_run import HealthOfRun
+from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.nonfinite_of_run import NonfiniteOfRun
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
@@ -583,6 +584,8 @@ class ModuleMonitorCallback(Callback):
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
         self.monitor.set_module(pl_module)
+        if trainer.strategy.root_device.type == "cpu":
+            numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.wishes.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}

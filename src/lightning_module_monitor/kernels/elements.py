@@ -16,7 +16,7 @@ def in_memory(tensor: Tensor) -> Tensor:
         ValueError: If not all of its elements lie in its storage: a program that streams weights may have shrunk it.
     """
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_memory(tensor):
+    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor):
         raise ValueError("its memory was given back")
     return tensor
 
@@ -39,12 +39,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all elements of a plain tensor lie in its storage: a program that streams weights may have shrunk it."""
     if tensor.is_contiguous():
         last = tensor.numel()
     else:
         last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not tensor.numel() or (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    return (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes() or not tensor.numel()
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
-from lightning_module_monitor.kernels.elements import PLAIN
+from lightning_module_monitor.kernels.elements import PLAIN, has_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -61,7 +61,7 @@ def _compile(numba_loops: ModuleType) -> None:
 
 
 def takes(tensor: object) -> bool:
-    """Whether the kernel reads a tensor: one with elements of its own in host memory, in a dtype whose squares float64 holds."""
+    """Whether the kernel reads a tensor: one whose elements lie in host memory, in a dtype whose squares float64 holds."""
     # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; no public function tells the latter.
     return (
         type(tensor) in PLAIN
@@ -69,17 +69,19 @@ def takes(tensor: object) -> bool:
         and tensor.is_cpu
         and tensor.dtype in DTYPES
         and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+        and has_memory(tensor)
         and loops() is not None
     )
 
 
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
-    flat = tensor.detach().reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        return flat.view(torch.int16).numpy().view(np.uint16)
-    return (flat.float() if flat.dtype == torch.float16 else flat).numpy(force=True)
+    if tensor.dtype is torch.float32:
+        return tensor.detach().numpy().reshape(-1)
+    if tensor.dtype is torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    return tensor.detach().float().numpy().reshape(-1)
 
 
 @functools.cache
@@ -94,20 +96,20 @@ class NumbaKernel:
         compiled = loops()
         assert compiled is not None
         self._loops = compiled
-        self._rows = _NOTHING.repeat(256, axis=0)
+        self._rows: dict[int, NDArray[np.float64]] = {}
         self._counts: dict[int, NDArray[np.int64]] = {}
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
         """Measure a tensor once and merge it into rows."""
-        array = array_of(tensor)
-        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
-        if needs & Need.EVERYTHING:
-            function = self._loops.add if array.dtype == np.float32 else self._loops.add_bfloat16
-            target = self._target(rows)
-            function(array, features, needs, target)
-            self._share(target, rows)
-        if needs & Need.HISTOGRAM:
-            self._count(rows, tensor.detach().float().reshape(-1).numpy(force=True))
+        if needs & _MOMENTS:
+            features = tensor.shape[-1] if needs & _TOKENS and tensor.dim() else 1
+            function = self._loops.add if tensor.dtype is torch.float32 else _function_of(self._loops, tensor.dtype)
+            target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
+            function(array_of(tensor), features, needs, target)
+            if len(rows) > 1:
+                self._merge(target, rows)
+        if needs & _HISTOGRAM:
+            self._count(rows, tensor.detach().float().numpy().reshape(-1))
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
@@ -124,14 +126,16 @@ class NumbaKernel:
             return
         features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
         arrays.append(_EMPTY if shift is None else array_of(shift.float()))
-        target = self._target(rows)
+        target = _NOTHING.copy()
         self._loops.add_difference(*arrays, features, needs, target)
-        self._share(target, rows)
+        self._merge(target, rows)
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
-        self._row(num_rows - 1)
-        return torch.from_numpy(np.ascontiguousarray(self._rows[:num_rows].T))
+        table = np.repeat(_NOTHING[:, None], num_rows, axis=1)
+        for row, moments in self._rows.items():
+            table[:, row] = moments
+        return torch.from_numpy(table)
 
     def counts(self, rows: Sequence[int]) -> Tensor:
         """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
@@ -139,18 +143,14 @@ class NumbaKernel:
         return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
 
     def _row(self, row: int) -> NDArray[np.float64]:
-        if row >= len(self._rows):
-            self._rows = np.concatenate([self._rows, _NOTHING.repeat(max(len(self._rows), row + 1 - len(self._rows)), axis=0)])
-        found: NDArray[np.float64] = self._rows[row]
+        found = self._rows.get(row)
+        if found is None:
+            found = self._rows[row] = _NOTHING.copy()
         return found
 
-    def _target(self, rows: Sequence[int]) -> NDArray[np.float64]:
-        """The row to measure into: the only one, or one whose moments are then merged into all of them."""
-        return self._row(rows[0]) if len(rows) == 1 else _NOTHING[0].copy()
-
-    def _share(self, target: NDArray[np.float64], rows: Sequence[int]) -> None:
-        for row in rows if len(rows) > 1 else ():
-            self._loops.merge(target, self._row(row))
+    def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
+        for row in rows:
+            self._loops.merge(moments, self._row(row))
 
     def _count(self, rows: Sequence[int], array: NDArray[np.float32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
@@ -159,7 +159,14 @@ class NumbaKernel:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
 
+def _function_of(compiled: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
+    function: Callable[..., None] = compiled.add_bfloat16 if dtype is torch.bfloat16 else compiled.add
+    return function
+
+
 _EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
 
 # Made here: what is made within a transform of torch.func has no memory that numpy could read.
-_NOTHING: NDArray[np.float64] = np.array([[float(field) for field in Moments.of_nothing(1)]])
+_NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
+
+_MOMENTS, _TOKENS, _HISTOGRAM = Need.EVERYTHING, Need.TOKENS, Need.HISTOGRAM

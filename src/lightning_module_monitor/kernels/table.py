@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.kernel import Kernel
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
@@ -25,29 +26,57 @@ class MomentTable:
     def __init__(self) -> None:
         self._kernels: dict[torch.device | None, Kernel] = {}
         """By device; ``None`` stands for the compiled loops of the host."""
+        self._masked: dict[torch.device, TorchKernel] = {}
+        """Counts of tensors of which not every element counts."""
         self._merged: list[tuple[list[int], Tensor]] = []
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows; it may change as soon as this returns."""
-        if needs and tensor.numel():
-            self._kernel(tensor).add(rows, tensor.detach(), needs)
+        """Measure a tensor once and merge it into rows; it may change as soon as this returns.
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
-        """:meth:`add` of many tensors that exist at the same time, each into one row."""
+        Args:
+            rows: Numbers of the rows.
+            tensor: Any shape and layout, any real floating dtype. It may be part of a graph, which is left as it is.
+            needs: Bits of ``Need``.
+
+        Raises:
+            ValueError: If the tensor has no elements of its own.
+        """
+        is_on_host = numba_kernel.takes(tensor)
+        tensor = tensor if is_on_host else strided(tensor).detach()
+        if tensor.numel():
+            (self._on_host() if is_on_host else self._kernel(tensor)).add(rows, tensor, needs)
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
+        """:meth:`add` of many tensors that exist at the same time, each into one row.
+
+        Returns:
+            The tensors that cannot be read: place and error.
+        """
+        failed: list[tuple[int, Exception]] = []
         by_kernel: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
-        for row, tensor, need in zip(rows, tensors, needs, strict=True):
-            if need and tensor.numel():
-                by_kernel[self._kernel(tensor)].append((row, tensor.detach(), need))
+        for place, tensor in enumerate(tensors):
+            try:
+                is_on_host = numba_kernel.takes(tensor)
+                readable = tensor if is_on_host else strided(tensor).detach()
+            except Exception as error:
+                failed.append((place, error))
+                continue
+            if readable.numel():
+                by_kernel[self._on_host() if is_on_host else self._kernel(readable)].append((rows[place], readable, needs[place]))
         for kernel, members in by_kernel.items():
             kernel.add_all(*zip(*members, strict=True))
+        return failed
 
     def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
         """:meth:`add` of ``tensor - other - shift``; of half-precision tensors in float32, which does not round it again."""
-        if needs and tensor.numel():
-            others = [one for one in (other, shift) if one is not None]
-            kernels = {self._kernel(one) for one in (tensor, *others)}
-            kernel = kernels.pop() if len(kernels) == 1 else self._torch_kernel(tensor.device)
-            kernel.add_difference(rows, tensor, other, shift, needs)
+        if not tensor.numel():
+            return
+        if all(one is None or numba_kernel.takes(one) for one in (tensor, other, shift)):
+            kernel = self._on_host()
+        else:
+            tensor, kernel = strided(tensor).detach(), self._kernel(tensor)
+            other, shift = (None if one is None else strided(one).detach() for one in (other, shift))
+        kernel.add_difference(rows, tensor, other, shift, needs)
 
     def add_moments(self, rows: list[int], moments: Moments) -> None:
         """Merge moments that were taken elsewhere, float64, shape ``(rows,)``."""
@@ -67,21 +96,20 @@ class MomentTable:
 
     def collect_counts(self, rows: Sequence[int]) -> list[Tensor]:
         """Shares of the counts of rows, to be added up, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device."""
-        return [kernel.counts(rows) for kernel in self._kernels.values()] if rows else []
+        return [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
 
     def add_counts(self, row: int, tensor: Tensor, counting: Tensor) -> None:
         """Count in a row's histogram the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
-        self._torch_kernel(tensor.device).add_counted(row, tensor, counting)
+        if tensor.device not in self._masked:
+            self._masked[tensor.device] = TorchKernel(tensor.device)
+        self._masked[tensor.device].add_counted(row, tensor, counting)
 
-    def _kernel(self, tensor: Tensor) -> Kernel:
-        if not numba_kernel.takes(tensor):
-            return self._torch_kernel(tensor.device)
+    def _on_host(self) -> Kernel:
         if None not in self._kernels:
             self._kernels[None] = NumbaKernel()
         return self._kernels[None]
 
-    def _torch_kernel(self, device: torch.device) -> TorchKernel:
-        kernel = self._kernels.get(device)
-        if not isinstance(kernel, TorchKernel):
-            kernel = self._kernels[device] = TorchKernel(device)
-        return kernel
+    def _kernel(self, tensor: Tensor) -> Kernel:
+        if tensor.device not in self._kernels:
+            self._kernels[tensor.device] = TorchKernel(tensor.device)
+        return self._kernels[tensor.device]

@@ -65,11 +65,10 @@ class Observation:
             watch: What is wanted of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
         """
-        tensor = strided(tensor)
         if watch.needs:
             self._table.add((self._row(watch),), tensor, watch.needs)
         if watch.units and tensor.numel():
-            signs = signs_of_life(tensor.detach())
+            signs = signs_of_life(strided(tensor).detach())
             before = self._units.get(watch.identity)
             self._units[watch.identity] = (watch, signs if before is None else torch.maximum(before[1], signs))
         if watch.functions:
@@ -133,23 +132,15 @@ class Observation:
 
     def measure_all(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
-        rows: list[int] = []
-        tensors: list[Tensor] = []
-        needs: list[int] = []
-        for watch, tensor in pairs:
-            if watch.needs:
-                try:
-                    tensors.append(strided(tensor))
-                except Exception as error:
-                    self.fail(watch, tensor, error)
-                else:
-                    rows.append(self._row(watch))
-                    needs.append(watch.needs)
-        self._table.add_all(rows, tensors, needs)
+        seen = [(watch, tensor) for watch, tensor in pairs if watch.needs]
+        rows = [self._row(watch) for watch, _tensor in seen]
+        failed = self._table.add_all(rows, [tensor for _watch, tensor in seen], [watch.needs for watch, _tensor in seen])
+        for place, error in failed:
+            self.fail(*seen[place], error)
 
     def _add(self, rows: Sequence[int], term: Difference, needs: int) -> None:
         if term.other is None and term.shift is None:
-            self._table.add(rows, strided(term.tensor), needs)
+            self._table.add(rows, term.tensor, needs)
         else:
             self._table.add_difference(rows, term.tensor, term.other, term.shift, needs)
 
@@ -183,7 +174,7 @@ class Observation:
         """Take in what relative statistics are relative to, for watches that have one."""
         for watch, tensor in pairs:
             if watch.base_needs:
-                self._table.add((self._row(watch) + BASE,), strided(tensor), watch.base_needs)
+                self._table.add((self._row(watch) + BASE,), tensor, watch.base_needs)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
