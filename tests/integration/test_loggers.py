@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
-from lightning_module_monitor.sinks.loggers import rolled_up
+from lightning_module_monitor.sinks.loggers import RollUps
 
 Series = dict[str, dict[int, float]]
 
@@ -254,7 +254,7 @@ def test_a_nan_anywhere_makes_a_roll_up_nan(place: int) -> None:
     """Wherever the NaN stands among the sites: Python's min and max alone would depend on the order."""
     members = [1.0, 2.0]
     members.insert(place, float("nan"))
-    result = rolled_up({f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0})
+    result = RollUps()({f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0})
     assert all(math.isnan(result[f"activation/{site}/rms"]) for site in ("_min_", "_median_", "_max_"))
     assert [result[f"activation/{site}/mean"] for site in ("_min_", "_median_", "_max_")] == [3.0] * 3
 

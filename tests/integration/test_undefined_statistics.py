@@ -17,7 +17,7 @@ from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule,
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import read_run
 from lightning_module_monitor.report.verdict import verdict_on
-from lightning_module_monitor.sinks.loggers import rolled_up
+from lightning_module_monitor.sinks.loggers import RollUps
 from lightning_module_monitor.values import UNDEFINED, is_undefined
 
 
@@ -97,7 +97,7 @@ def test_biases_from_zero_are_healthy(tmp_path: Path) -> None:
         assert Payload(10, 0).table(table)["data"]
     verdict = verdict_on(run.tables, run.figures, run.said)
     assert not [finding for finding in verdict.findings if finding.site == "model.0.bias"]
-    rolled = rolled_up(records.records[-1].values)
+    rolled = RollUps()(records.records[-1].values)
     assert rolled["update/_max_/ratio"] == max(
         value for key, value in records.records[-1].values.items() if key.startswith("update/") and not math.isnan(value)
     )
@@ -108,9 +108,9 @@ def test_a_roll_up_leaves_out_what_is_not_defined_and_hides_no_other_nan(others:
     """Where nothing is left it is NaN."""
     values = {f"update/layer{place}/ratio": value for place, value in enumerate([UNDEFINED, *others])}
     expected = [1.0, 2.0, 3.0] if others else [math.nan] * 3
-    found = rolled_up(values)
+    found = RollUps()(values)
     np.testing.assert_equal([found[f"update/{site}/ratio"] for site in ("_min_", "_median_", "_max_")], expected)
-    broken = rolled_up(values | {"update/other/ratio": math.nan})
+    broken = RollUps()(values | {"update/other/ratio": math.nan})
     assert all(math.isnan(broken[f"update/{site}/ratio"]) for site in ("_min_", "_median_", "_max_"))
     assert not is_undefined(broken["update/_max_/ratio"])
     assert torch.tensor(UNDEFINED).isnan()

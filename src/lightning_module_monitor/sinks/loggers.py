@@ -6,22 +6,22 @@ import importlib
 import logging
 import math
 import re
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
+from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Key, Record
 from lightning_module_monitor.values import is_undefined
 
 *_SITES, ALL = ROLL_UP_SITES
-ROLL_UPS: dict[str, Callable[[list[float]], float]] = dict(zip(_SITES, (min, statistics.median, max), strict=True))
-"""Sites that stand for all, and how they do."""
+"""The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
 
 FINDINGS = f"{OWN_KIND}/findings"
 """Where loggers get texts."""
@@ -42,16 +42,17 @@ class LoggerSink:
 
     def __init__(self, loggers: Sequence[Logger], roll_up: bool, always: Sequence[re.Pattern[str]], messages: logging.Logger) -> None:
         self._loggers = list(loggers)
-        self._roll_up = roll_up
-        self._always = always
+        self._roll_up = RollUps(always) if roll_up else None
         self._messages = messages
         self._failed: set[int] = set()
         self._has_said_who_has_no_histograms = False
 
     def write(self, record: Record) -> None:
         """Log a record. A logger that fails is said once, and tried again with the next record."""
-        values = rolled_up(record.values, self._always) if self._roll_up else dict(record.values.items())
-        histograms = added_up(record.histograms) if self._roll_up else record.histograms
+        if not self._loggers:
+            return
+        values = dict(record.values.items()) if self._roll_up is None else self._roll_up(record.values)
+        histograms = record.histograms if self._roll_up is None else added_up(record.histograms)
         without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
         if histograms and without and not self._has_said_who_has_no_histograms:
             self._has_said_who_has_no_histograms = True
@@ -127,33 +128,52 @@ def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
     return together
 
 
-def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = ()) -> dict[str, float]:
-    """Minimum, median and maximum over the sites, for each kind and statistic.
+class RollUps:
+    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once, for all records that have them.
 
     A NaN among the values makes all three NaN, so that it is not hidden; one of a statistic that finite tensors do not have is left out.
 
     Args:
-        values: Value by key.
         always: Patterns of keys that are kept as they are. So are keys without a site, and summaries.
-
-    Returns:
-        Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``.
     """
-    kept: dict[str, float] = {}
-    groups: defaultdict[Key, list[float]] = defaultdict(list)
-    patterns = list(always)
-    for text, value in values.items():
-        key = Key.parse(text)
-        if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in patterns):
-            kept[text] = value
-        if key.site not in ("", SUMMARY_SITE):
-            groups[key._replace(site="")].append(value)
-    for group, every in groups.items():
-        members = [member for member, is_nothing in zip(every, is_undefined(every).tolist(), strict=True) if not is_nothing]
-        has_nan = any(math.isnan(member) for member in members) or not members
-        for site, roll_up in ROLL_UPS.items():
-            kept[group._replace(site=site).format()] = float("nan") if has_nan else roll_up(members)
-    return kept
+
+    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
+        self._always = list(always)
+        self._keys: list[str] = []
+        self._kept: list[int] = []
+        """Places of the keys that stay."""
+        self._groups: list[tuple[list[str], NDArray[np.int64]]] = []
+        """The three keys of a group, and the places of its members."""
+
+    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``."""
+        keys = list(values)
+        if keys != self._keys:
+            self._read(keys)
+        numbers = np.fromiter(values.values(), np.float64, len(keys))
+        rolled = {keys[place]: float(numbers[place]) for place in self._kept}
+        for names, places in self._groups:
+            members = numbers[places]
+            if np.isnan(members).any():
+                members = members[~is_undefined(members)]
+            if not len(members) or np.isnan(members).any():
+                rolled.update(dict.fromkeys(names, math.nan))
+            else:
+                rolled.update(zip(names, (float(members.min()), float(np.median(members)), float(members.max())), strict=True))
+        return rolled
+
+    def _read(self, keys: list[str]) -> None:
+        self._keys, self._kept = keys, []
+        places_by_group: defaultdict[Key, list[int]] = defaultdict(list)
+        for place, text in enumerate(keys):
+            key = Key.parse(text)
+            if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
+                self._kept.append(place)
+            if key.site not in ("", SUMMARY_SITE):
+                places_by_group[key._replace(site="")].append(place)
+        self._groups = [
+            ([group._replace(site=site).format() for site in _SITES], np.array(places)) for group, places in places_by_group.items()
+        ]
 
 
 class CallbackMetrics:
