@@ -20,8 +20,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.kernels import numba_kernel, transfer
 from lightning_module_monitor.kinds import CAPTURED, KINDS
-from lightning_module_monitor.statistics import running, table
 
 STATISTICS = ["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [
@@ -113,15 +113,15 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
     from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
 
     transfers = []
-    original = table.transfer
+    original = transfer.transfer
 
     def count(tensor: Tensor) -> Tensor:
         transfers.append(tensor.numel())
         return original(tensor)
 
-    monkeypatch.setattr(table, "transfer", count)
+    monkeypatch.setattr(transfer, "transfer", count)
     if not has_kernel:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     for name in ("mlp", "cnn", "outputs", "transformer", "gpt"):
         model = Classifier(name)
         transfers.clear()
