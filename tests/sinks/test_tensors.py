@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,10 +21,9 @@ from helpers.processes import kill, start
 from torch import Tensor
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks import layout, tensors
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.tensors import TensorStore
 
@@ -150,19 +152,57 @@ def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
     assert load_store(tmp_path / "other.h5").tensors() == []
 
 
-def test_layout_is_the_documented_one(tmp_path: Path) -> None:
-    """For people with other tools: the bytes are found by the table, in plain h5py."""
-    first, second = torch.tensor([[1.5, -2.0]]), torch.tensor([3, 4, 5], dtype=torch.int16)
-    run(tmp_path / "m.h5", record(7, raw(first), raw(second, "head.weight", "parameter")))
+def test_other_programs_show_it(tmp_path: Path) -> None:
+    """Plain h5py: a dataset for each tensor, under kind, site and step, in its own dtype and shape; further calls beside the first."""
+    values = [torch.randn(2, 3), torch.tensor([3, 4, 5], dtype=torch.int16), torch.tensor(True), torch.randn(4, dtype=torch.complex64)]
+    sites = ["fc", "fc.output_1", "attn.head_0.query", "attn.head_0"]
+    again = torch.randn(2, 3)
+    run(tmp_path / "m.h5", record(7, *map(raw, values, sites), raw(again, call=1), raw(again, "fc.weight", "parameter")))
     with h5py.File(tmp_path / "m.tensors.h5") as file:
-        assert set(file) == {"data", "tensors"}
-        assert set(file.attrs) == {"format_version", "package_version", "started", "configurations"}
-        row = file["tensors"][1]
-        assert (row["kind"], row["site"], row["step"], row["call"], row["dtype"]) == (b"parameter", b"head.weight", 7, 0, b"int16")
-        assert row["shape"][: row["num_dimensions"]].tolist() == [3]
-        stored = file["data"][row["start"] : row["start"] + row["num_bytes"]]
-        assert stored.view("<i2").tolist() == [3, 4, 5]
-        assert file["data"][:8].view("<f4").tolist() == [1.5, -2.0]
+        assert {kind: sorted(group) for kind, group in file.items()} == {"activation": sorted(sites), "parameter": ["fc.weight"]}
+        for site, value in zip(sites, values, strict=True):
+            dataset = file[f"activation/{site}/7"]
+            assert dataset.dtype == value.numpy().dtype
+            np.testing.assert_array_equal(dataset[()], value.numpy(), strict=True)
+            assert dataset.attrs["dtype"] == str(value.dtype).removeprefix("torch.")
+        assert sorted(file["activation/fc"]) == ["7", "7.call_1"]
+        np.testing.assert_array_equal(file["activation/fc/7.call_1"], again.numpy())
+        np.testing.assert_array_equal(file["parameter/fc.weight/7"], again.numpy())
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, "u2"), (torch.float8_e4m3fn, "u1"), (torch.float8_e5m2, "u1")], ids=str)
+def test_a_dtype_that_hdf5_does_not_have_is_its_bits(tmp_path: Path, dtype: torch.dtype, stored: str) -> None:
+    """Unsigned integers of the same size, and an attribute that names the dtype."""
+    value = random_bits((3, 5), dtype)
+    run(tmp_path / "m.h5", record(0, raw(value)))
+    with h5py.File(tmp_path / "m.tensors.h5") as file:
+        dataset = file["activation/fc/0"]
+        assert (dataset.dtype, dataset.shape) == (np.dtype(stored), (3, 5))
+        assert dataset[...].tobytes() == bytes(bits(value))
+        assert dataset.attrs["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_second_record_of_a_step(tmp_path: Path) -> None:
+    """What both have is of the later one, as it is in the store; the rest is of both."""
+    first, second = (
+        record(4, raw(torch.tensor([1])), raw(torch.tensor([2]), "a")),
+        record(4, raw(torch.tensor([3])), raw(torch.tensor([4]), "b")),
+    )
+    run(tmp_path / "m.h5", first, second)
+    store = load_store(tmp_path / "m.h5")
+    assert {one.site: store.tensor(*one[:4]).item() for one in store.tensors()} == {"fc": 3, "a": 2, "b": 4}
+
+
+def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Any program opens it between two captured steps, and one that has it open keeps what it sees."""
+    files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
+    files.write(record(0, raw(torch.tensor([1]))))
+    with h5py.File(tmp_path / "m.tensors.h5") as held:
+        files.write(record(1, raw(torch.tensor([2]))))
+        assert list(held["activation/fc"]) == ["0"]
+        with h5py.File(tmp_path / "m.tensors.h5") as file:
+            assert [file[f"activation/fc/{step}"][0] for step in (0, 1)] == [1, 2]
+    files.close()
 
 
 def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
@@ -198,9 +238,9 @@ def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest
 
 
 def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
-    """Bytes and rows of later steps are gone, and with them their space; both configurations are kept."""
+    """Tensors of later steps are gone, and with them their space; both configurations are kept."""
     path = tmp_path / "m.h5"
-    values = {step: torch.full((1000,), float(step)) for step in range(6)}
+    values = {step: torch.full((10_000,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
     run(path, record(3, raw(-values[3])), record(4, raw(-values[4], call=1)), resume_from=3)
     assert content(path) == {
@@ -209,8 +249,8 @@ def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) 
         ("activation", "fc", 4, 1): bits(-values[4]),
     }
     with h5py.File(tmp_path / "m.tensors.h5") as file:
-        assert len(file["data"]) == 5 * 4000
-        assert len(file["tensors"]) == 5
+        assert sorted(file["activation/fc"]) == ["0", "1", "2", "3", "4.call_1"]
+    assert (tmp_path / "m.tensors.h5").stat().st_size < 6 * 40_000
     runs = StoreReader(tmp_path / "m.tensors.h5").attributes["configurations"]
     assert [run["first_step"] for run in runs] == [0, 3]  # type: ignore[attr-defined]
 
@@ -245,25 +285,39 @@ def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.
 # ------------------------------------------------------------------ trouble
 
 
-def test_bytes_that_a_ctrl_c_left_are_no_tensor(tmp_path: Path) -> None:
-    """Between the bytes and their row, and between a row's place and its content: neither is read, and both are gone after a resume."""
+def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
+    """A function during one of whose calls the user presses Ctrl-C."""
+    calls = itertools.count(1)
+
+    def call(*arguments: object) -> object:
+        if next(calls) == at_call:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("moment", ["tensors", "name"])
+def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Between the tensors of a step, and before the file has its name: none of that step is there, and nothing is left beside it."""
     path = tmp_path / "m.tensors.h5"
     opened = TensorStore(path, configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
-    assert opened._file is not None
-    opened._file["data"].resize(1000, axis=0)
-    opened._file["tensors"].resize(2, axis=0)
-    opened.close()
+    with monkeypatch.context() as patch:
+        if moment == "tensors":
+            patch.setattr(tensors, "_to_array", interrupted(tensors._to_array, at_call=2))
+        else:
+            patch.setattr(layout, "replace", interrupted(layout.replace, at_call=1))
+        with pytest.raises(KeyboardInterrupt):
+            opened.write(record(1, raw(torch.tensor([2])), raw(torch.tensor([3]), "b")))
     assert list(content(path)) == [("activation", "fc", 0, 0)]
-    resumed = TensorStore(path, configuration={}, resume_from=1)
-    resumed.write(record(1, raw(torch.tensor([2]))))
-    resumed.close()
-    assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 1)] == [1, 2]
-    with h5py.File(path) as file:
-        assert (len(file["data"]), len(file["tensors"])) == (16, 2)
+    assert not layout.temporary_path(path).exists()
+    opened.write(record(2, raw(torch.tensor([4]))))
+    opened.close()
+    assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 2)] == [1, 4]
 
 
-@pytest.mark.parametrize("moment", ["creation", "append", "resume", "close"])
+@pytest.mark.parametrize("moment", ["creation", "append", "resume"])
 def test_a_disk_that_is_full_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
@@ -274,12 +328,11 @@ def test_a_disk_that_is_full_at_any_moment(
         first.write(record(0, raw(torch.tensor([1]))))
         first.close()
     opened = TensorStore(path, configuration={}, resume_from=1 if moment == "resume" else None)
-    if moment in {"append", "close"}:
+    if moment == "append":
         opened.write(record(0, raw(torch.tensor([1]))))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    if moment != "close":
-        opened.write(record(1, raw(torch.tensor([2]))))
-        opened.write(record(2, raw(torch.tensor([3]))))
+    opened.write(record(1, raw(torch.tensor([2]))))
+    opened.write(record(2, raw(torch.tensor([3]))))
     opened.close()
     assert opened.failed
     assert ["the disk is full" in message for message in caplog.messages] == [True]
@@ -351,7 +404,7 @@ def assert_written(path: Path, last_step: int, size: int) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
-    """Killed at any moment: readable at once, as plain HDF5 after a repair, and gone on in by the resumed run."""
+    """Killed at any moment: readable at once, by plain h5py too, and gone on in by the resumed run."""
     for number in range(3):
         path = tmp_path / f"m{number}.h5"
         process = start(WRITER, path, "guarded", 100_000, size)
@@ -360,12 +413,8 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
         time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
         last_step = kill(process, first)
         assert_written(path, last_step, size)
-        if number == 0:
-            load_store(path).repair()
-            assert not is_in_use(layout.tensors_path(path))
-            assert_written(path, last_step, size)
-            with h5py.File(layout.tensors_path(path)) as file:
-                assert len(file["tensors"]) > 3 * last_step
+        with h5py.File(layout.tensors_path(path)) as file:
+            np.testing.assert_array_equal(file[f"activation/fc2/{last_step}"], torch.full((size,), last_step).bfloat16().view(torch.int16))
         cut = last_step // 2 + 1
         run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)
         assert_written(path, cut, size)

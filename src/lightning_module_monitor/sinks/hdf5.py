@@ -36,15 +36,15 @@ class _Table:
         """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
         if self.last_row is not None and step == self.last_step:
             row = np.where(layout.is_absent(row), self.last_row, row)
-            writer.put(self.values, self.num_rows - 1, row)
+            _put(self.values, self.num_rows - 1, row)
         else:
-            writer.put(self.values, self.num_rows, row)
+            _put(self.values, self.num_rows, row)
         self.last_row = row
 
     def put_step(self, step: int) -> None:
         """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
         if step != self.last_step or not self.num_rows:
-            writer.put(self.steps, self.num_rows, step)
+            _put(self.steps, self.num_rows, step)
             self.num_rows += 1
             self.last_step = step
 
@@ -100,6 +100,7 @@ class Store(writer.Writer):
     ) -> None:
         super().__init__(path, configuration=configuration, resume_from=resume_from, logger=logger)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
+        self._file: h5py.File | None = None
         self._tables: list[_NumberTable] = []
         self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
@@ -138,8 +139,9 @@ class Store(writer.Writer):
             message = "The run that is resumed had another configuration (%s). In its store rows from step %d on are of this one."
             self._logger.warning(message, "; ".join(changes), step)
 
-    def _adopt(self, file: h5py.File) -> None:
-        self._file, self._place_by_key, self._last_keys = file, {}, None
+    def _put_in_place(self, temporary: Path) -> None:
+        self._file = file = layout.append_in_place(temporary, self.path)
+        self._place_by_key, self._last_keys = {}, None
         self._tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
             keys = [layout.join(group, column) for column in columns]
@@ -201,15 +203,28 @@ class Store(writer.Writer):
         layout.rewrite(self._file, temporary, more=columns)
         # All of it was flushed, and its successor has it all.
         layout.abandon(self._file)
-        self._adopt(writer.append_in_place(temporary, self.path))
+        self._put_in_place(temporary)
 
-    def _has_rests(self) -> bool:
-        """A Ctrl-C in the middle of a row left values without a step, which xarray would not open."""
-        return any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables))
+    def _finish(self) -> None:
+        if self._file is None:
+            return
+        writer.require_space(self.path.parent, 0)
+        # A Ctrl-C in the middle of a row left values without a step, which xarray would not open.
+        if any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables)):
+            temporary = layout.temporary_path(self.path)
+            writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
+            self._rewrite(self._file, temporary)
+            layout.abandon(self._file)
+            layout.replace(temporary, self.path)
+        self._file.close()
+        self._file = None
 
     def _let_go(self) -> None:
-        super()._let_go()
+        if self._file is not None:
+            layout.abandon(self._file)
+        self._file = None
         self._tables, self._histogram_tables = [], []
+        super()._let_go()
 
 
 def _at_end(group: h5py.Group) -> dict[str, Any]:
@@ -219,3 +234,10 @@ def _at_end(group: h5py.Group) -> dict[str, Any]:
     if len(steps):
         end |= {"last_step": int(steps[-1]), "last_row": group["values"][len(steps) - 1]}
     return end
+
+
+def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
+    """Write one item of a dataset that grows along its first axis."""
+    if len(dataset) <= index:
+        dataset.resize(index + 1, axis=0)
+    dataset[index] = item

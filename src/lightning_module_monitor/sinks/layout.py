@@ -230,6 +230,26 @@ def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
         raise
 
 
+@contextmanager
+def successor(path: Path) -> Iterator[h5py.File]:
+    """A copy of a closed file, open for changes in the block; the copy then replaces the file. After an error the file stays as it was."""
+    temporary = temporary_path(path)
+    try:
+        shutil.copyfile(path, temporary)
+        file = h5py.File(temporary, "r+", libver=_LIBVER, locking=False)
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            abandon(file)
+            raise
+        _synchronize(temporary)
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def create_tables(file: h5py.File, tables: Mapping[str, Sequence[str]]) -> None:
     """Empty tables with these columns, by group, and a place for findings."""
     findings.create(file)
@@ -271,6 +291,23 @@ def open_for_appending(path: Path) -> h5py.File:
     # A flush walks through the cached chunks, and a row is a chunk that nobody asks for again: hardly any are cached.
     file = h5py.File(path, "r+", libver=_LIBVER, locking=False, rdcc_nslots=31, rdcc_nbytes=1 << 16)
     file.swmr_mode = True
+    return file
+
+
+def append_in_place(temporary: Path, path: Path) -> h5py.File:
+    """Open a finished file for appending and give it its name.
+
+    In this order: a file at ``path`` can be read at any moment, also if a kill comes in between.
+    """
+    if os.name == "nt":  # Windows renames no open file; a kill in between needs HDF5's h5clear tool
+        replace(temporary, path)
+        return open_for_appending(path)
+    file = open_for_appending(temporary)
+    try:
+        replace(temporary, path)
+    except BaseException:
+        abandon(file)
+        raise
     return file
 
 

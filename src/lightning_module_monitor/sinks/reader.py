@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,17 +305,22 @@ class StoreReader:
             KeyError: If it was not captured; the message names the nearest that was.
             FileNotFoundError: If nothing was.
         """
-        wanted = {"kind": kind, "site": site, "step": step, "call": call}
         with self._open_tensors() as file:
-            found = tensors.read_tensors(file)
-            for name, value in wanted.items():
-                known = dict.fromkeys(getattr(one, name) for one in found)
-                if value not in known:
-                    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
-                    given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-                    raise KeyError(f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}")
-                found = [one for one in found if getattr(one, name) == value]
-            return tensors.read_tensor(file, found[-1])
+            value = tensors.find_tensor(file, kind, site, step, call)
+            if value is None:
+                raise KeyError(self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call}))
+            return value
+
+    def _not_captured(self, found: list[StoredTensor], wanted: Mapping[str, str | int]) -> str:
+        """Which part of what is wanted is wrong, with the nearest right one."""
+        for name, value in wanted.items():
+            known = dict.fromkeys(getattr(one, name) for one in found)
+            if value not in known:
+                break
+            found = [one for one in found if getattr(one, name) == value]
+        near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+        given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
+        return f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}"
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
         """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
@@ -336,43 +341,37 @@ class StoreReader:
         return [one for one in found if kind in (None, one.kind) and site in (None, one.site) and step in (None, one.step)]
 
     def repair(self) -> None:
-        """Make files that a kill left half open readable for every HDF5 program; their content stays. Atomic.
+        """Make a store that a kill left half open readable for every HDF5 program; its content stays. Atomic.
 
-        The store, and that of the raw tensors beside it. A file that was closed is left as it is.
+        A file that was closed is left as it is, and so are the raw tensors beside it, whose file is always closed.
 
         Raises:
-            RuntimeError: If a run is still writing to one.
+            RuntimeError: If a run is still writing to it.
         """
-        _repair(self.path.resolve(), layout.rewrite)
-        beside = layout.tensors_path(self.path.resolve())
-        if beside.exists():
-            _repair(beside, tensors.rewrite)
+        path = self.path.resolve()
+        held = lock.acquire(path)
+        if held is None:
+            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
+            raise RuntimeError(message)
+        try:
+            temporary = layout.temporary_path(path)
+            with layout.open_store(path, has_writer=False) as source:
+                if not is_in_use(path):
+                    return
+                layout.rewrite(source, temporary)
+            layout.replace(temporary, path)
+        finally:
+            lock.release(held)
 
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
         # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
         beside = layout.tensors_path(self.path)
         with layout.open_store(beside if beside.exists() else self.path) as file:
-            if not isinstance(file.get("tensors"), h5py.Dataset):
+            if not tensors.has_tensors(file):
                 message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
                 raise FileNotFoundError(message)
             yield file
-
-
-def _repair(path: Path, rewrite: Callable[[h5py.File, Path], None]) -> None:
-    held = lock.acquire(path)
-    if held is None:
-        message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
-        raise RuntimeError(message)
-    try:
-        temporary = layout.temporary_path(path)
-        with layout.open_store(path, has_writer=False) as source:
-            if not is_in_use(path):
-                return
-            rewrite(source, temporary)
-        layout.replace(temporary, path)
-    finally:
-        lock.release(held)
 
 
 def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:

@@ -62,8 +62,8 @@ class Writer(ABC):
         self._resume_from = resume_from
         self._logger = logger
         self._closed = False
-        self._file: h5py.File | None = None
         self._lock: BaseFileLock | None = None
+        """Held from the first record that concerns this file to the end."""
 
     def write(self, record: Record) -> None:
         """Append what there is of a record, and flush it. Never raises.
@@ -75,7 +75,7 @@ class Writer(ABC):
             return
         try:
             if self._concerns(record):
-                if self._file is None:
+                if self._lock is None:
                     self._begin(record)
                 self._append(record)
         except Exception as error:  # whatever it is, it must not end the training
@@ -85,7 +85,7 @@ class Writer(ABC):
         """Close the file so that any HDF5 program opens it. Never raises; twice does no harm."""
         self._closed = True
         try:
-            self._close_file()
+            self._finish()
         except Exception as error:  # see write
             self._give_up(error)
         finally:
@@ -113,16 +113,16 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def _adopt(self, file: h5py.File) -> None:
-        """Make an open file the one that is appended to."""
+    def _put_in_place(self, temporary: Path) -> None:
+        """Give a finished file its name, and append to it from here on. A file at the name can be read at any moment."""
 
     @abstractmethod
     def _append(self, record: Record) -> None:
-        """Write a record behind the others, and flush it."""
+        """Write a record behind the others; afterwards a kill does it no harm."""
 
-    def _has_rests(self) -> bool:
-        """Whether a Ctrl-C left something in the file that other programs would trip over."""
-        return False
+    @abstractmethod
+    def _finish(self) -> None:
+        """Close the file, if it is open, so that any HDF5 program opens it."""
 
     def _taken(self, path: Path) -> str:
         """Why a new file cannot be at ``path``; empty if it can."""
@@ -134,7 +134,7 @@ class Writer(ABC):
         """Open the file to go on in, or a new one."""
         run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
         reason = self._resume(run, record) if self._resume_from is not None and self.path.exists() else ""
-        if self._file is None:
+        if self._lock is None:
             self._create(run, record, reason)
 
     def _resume(self, run: dict[str, object], record: Record) -> str:
@@ -152,7 +152,7 @@ class Writer(ABC):
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
             self._let_go()
             return f"it cannot be resumed: {textwrap.shorten(str(error), 300)}".rstrip(".")
-        self._adopt(append_in_place(temporary, self.path))
+        self._put_in_place(temporary)
         return ""
 
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
@@ -168,7 +168,7 @@ class Writer(ABC):
         try:
             with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
                 self._create_content(file, record)
-            self._adopt(append_in_place(temporary, self.path))
+            self._put_in_place(temporary)
         except BaseException:
             self.path.unlink()
             raise
@@ -191,19 +191,6 @@ class Writer(ABC):
 
     # -------------------------------------------------------------- ending
 
-    def _close_file(self) -> None:
-        if self._file is None:
-            return
-        require_space(self.path.parent, 0)
-        if self._has_rests():
-            temporary = layout.temporary_path(self.path)
-            require_space(self.path.parent, bytes_to_copy(self.path))
-            self._rewrite(self._file, temporary)
-            layout.abandon(self._file)
-            layout.replace(temporary, self.path)
-        self._file.close()
-        self._file = None
-
     def _give_up(self, error: Exception) -> None:
         self.failed = True
         # HDF5's messages are long, and have line ends in them.
@@ -213,12 +200,10 @@ class Writer(ABC):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Forget the file, as it was last flushed, and let others have it."""
-        if self._file is not None:
-            layout.abandon(self._file)
+        """Let others have the file, as it was last flushed."""
         if self._lock is not None:
             lock.release(self._lock)
-        self._file, self._lock = None, None
+        self._lock = None
 
 
 class _NoSpaceError(OSError):
@@ -240,30 +225,6 @@ def require_space(folder: Path, num_bytes: int) -> None:
 def bytes_to_copy(path: Path) -> int:
     """Bytes that a rewritten copy of a file takes at most."""
     return path.stat().st_size * 5 // 4  # a union of columns is a little larger than its parts
-
-
-def append_in_place(temporary: Path, path: Path) -> h5py.File:
-    """Open a finished file for appending and give it its name.
-
-    In this order: a file at ``path`` can be read at any moment, also if a kill comes in between.
-    """
-    if os.name == "nt":  # Windows renames no open file; a kill in between needs HDF5's h5clear tool
-        layout.replace(temporary, path)
-        return layout.open_for_appending(path)
-    file = layout.open_for_appending(temporary)
-    try:
-        layout.replace(temporary, path)
-    except BaseException:
-        layout.abandon(file)
-        raise
-    return file
-
-
-def put(dataset: h5py.Dataset, index: int, item: object) -> None:
-    """Write one item of a dataset that grows along its first axis."""
-    if len(dataset) <= index:
-        dataset.resize(index + 1, axis=0)
-    dataset[index] = item
 
 
 def _numbered(path: Path) -> Iterator[Path]:
