@@ -71,7 +71,7 @@ def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogC
     path = tmp_path / "m.h5"
     last_step = run_and_kill(path, "append", wait_s=0.1)
     first = last_step // 2
-    store = Store(path, configuration={"by": "resumed"}, resume_from=first)
+    store = Store(path, configuration={"by": "resumed"}, resumed=path, resume_from=first)
     store.write(Record(first, {"activation/fc/rms": -1.0, "activation/out/rms": -2.0}))
     store.close()
     assert store.path == path
@@ -110,7 +110,7 @@ def test_reading_while_a_run_ends(tmp_path: Path) -> None:
     """Opening and closing of a run are no moment at which its file cannot be read."""
     script = """
 for run in range(30):
-    store = Store(path, configuration={}, resume_from=run)
+    store = Store(path, configuration={}, resumed=path, resume_from=run)
     store.write(Record(run, {"loss": float(run)}))
     store.close()
     print(run, flush=True)
@@ -164,7 +164,7 @@ def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, ca
     path.write_bytes(content[:1500] + (bytes(rest) if damage == "zeros" else b""))
     with pytest.raises((ValueError, OSError, RuntimeError, KeyError)):
         StoreReader(path).repair()
-    store = Store(path, configuration={}, resume_from=1)
+    store = Store(path, configuration={}, resumed=path, resume_from=1)
     store.write(Record(1, {"loss": 1.0}))
     store.close()
     assert store.path == tmp_path / "m-2.h5"

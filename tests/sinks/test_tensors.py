@@ -50,9 +50,10 @@ def raw(value: Tensor, site: str = "fc", kind: str = "activation", call: int = 0
     return RawTensor(kind, site, call, value)
 
 
-def run(path: Path, *records: Record, resume_from: int | None = None) -> tuple[Path, Path]:
-    """A run's two files, as the callback writes them: closed again. Returns where they are."""
-    files = RunFiles(path, configuration={}, resume_from=resume_from, logger=logging.getLogger("test"))
+def run(path: Path, *records: Record, resume_from: int | None = None, resumed: Path | None = None) -> tuple[Path, Path]:
+    """A run's two files, as the callback writes them: closed again; their paths. By default a run resumes the one at the path."""
+    resumed = None if resume_from is None else resumed or path
+    files = RunFiles(path, configuration={}, resumed=resumed, resume_from=resume_from, logger=logging.getLogger("test"))
     for record in records:
         files.write(record)
     files.close()
@@ -238,9 +239,9 @@ def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest
 
 
 def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
-    """Tensors of later steps are gone, and with them their space; both configurations are kept."""
+    """Tensors of later steps are superseded, and passed by; both configurations are kept."""
     path = tmp_path / "m.h5"
-    values = {step: torch.full((10_000,), float(step)) for step in range(6)}
+    values = {step: torch.full((1000,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
     run(path, record(3, raw(-values[3])), record(4, raw(-values[4], call=1)), resume_from=3)
     assert content(path) == {
@@ -250,7 +251,7 @@ def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) 
     }
     with h5py.File(tmp_path / "m.tensors.h5") as file:
         assert sorted(file["activation/fc"]) == ["0", "1", "2", "3", "4.call_1"]
-    assert (tmp_path / "m.tensors.h5").stat().st_size < 6 * 40_000
+        assert {int(step): value[0] for step, value in file["superseded/1/activation/fc"].items()} == {3: 3.0, 4: 4.0, 5: 5.0}
     runs = StoreReader(tmp_path / "m.tensors.h5").attributes["configurations"]
     assert [run["first_step"] for run in runs] == [0, 3]  # type: ignore[attr-defined]
 
@@ -264,6 +265,23 @@ def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path:
     assert digest(tmp_path / "m.tensors.h5") == before
     run(path, record(5), resume_from=5)
     assert list(content(path)) == [("activation", "fc", 0, 0)]
+
+
+def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the tensors of earlier steps, also if it captures none; the file of the resumed run is not touched."""
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "m.h5"
+    values = {step: torch.full((10,), float(step)) for step in range(6)}
+    run(path, *(record(step, raw(value)) for step, value in values.items()))
+    before = digest(tmp_path / "m.tensors.h5")
+    run(tmp_path / "other.h5", record(3), resumed=path, resume_from=3)
+    run(tmp_path / "third.h5", record(3, raw(-values[3])), resumed=path, resume_from=3)
+    assert content(tmp_path / "other.h5") == {("activation", "fc", step, 0): bits(values[step]) for step in range(3)}
+    assert content(tmp_path / "third.h5") == {("activation", "fc", step, 0): bits(values[step] * (-1) ** (step == 3)) for step in range(4)}
+    assert digest(tmp_path / "m.tensors.h5") == before
+    own, copied = tmp_path / "other.tensors.h5", tmp_path / "m.tensors.h5"
+    message = f"{own} goes on from step 3; it begins with a copy of 3 tensors of earlier steps from {copied}, which is left as it is."
+    assert message in caplog.messages
 
 
 def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -327,7 +345,8 @@ def test_a_disk_that_is_full_at_any_moment(
         first = TensorStore(path, configuration={})
         first.write(record(0, raw(torch.tensor([1]))))
         first.close()
-    opened = TensorStore(path, configuration={}, resume_from=1 if moment == "resume" else None)
+    resumed: dict[str, Any] = {"resumed": path, "resume_from": 1} if moment == "resume" else {}
+    opened = TensorStore(path, configuration={}, **resumed)
     if moment == "append":
         opened.write(record(0, raw(torch.tensor([1]))))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))

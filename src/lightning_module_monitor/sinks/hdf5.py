@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import findings, layout, writer
+from lightning_module_monitor.sinks.rewrite import Count, rewrite
 
 _logger = logging.getLogger(__name__)
 
@@ -79,12 +80,12 @@ class Store(writer.Writer):
     A second record of a step is merged into the first. Read it with ``load_store``.
 
     Args:
-        path: Where the file should be; see :class:`~lightning_module_monitor.sinks.writer.Writer`.
+        path: Where the file should be; for it, and for ``resumed``, see :class:`~lightning_module_monitor.sinks.writer.Writer`.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
         keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
         histogram_keys: Likewise of histograms.
-        resume_from: The first step of a resumed run: it goes on in the file at ``path``, whose rows of this step and later ones
-            are taken out when the first record comes. ``None``: a new run.
+        resumed: The file of the run that is resumed, or whose next loop this is.
+        resume_from: The first step of this run, if it resumes another.
         logger: Gets a warning when another name is taken and when the store stops, and word of late keys.
     """
 
@@ -95,10 +96,11 @@ class Store(writer.Writer):
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
         histogram_keys: Iterable[str] = (),
+        resumed: Path | None = None,
         resume_from: int | None = None,
         logger: logging.Logger = _logger,
     ) -> None:
-        super().__init__(path, configuration=configuration, resume_from=resume_from, logger=logger)
+        super().__init__(path, configuration=configuration, resumed=resumed, resume_from=resume_from, logger=logger)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._file: h5py.File | None = None
         self._tables: list[_NumberTable] = []
@@ -120,12 +122,10 @@ class Store(writer.Writer):
     def _create_content(self, file: h5py.File, record: Record) -> None:
         layout.create_tables(file, self._columns(record))
 
-    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
-        if record is None:
-            layout.rewrite(source, target, attributes=attributes)
-        else:
-            layout.rewrite(source, target, attributes=attributes, more=self._columns(record), before_step=self._resume_from)
-            self._tell_changes(layout.read_attributes(source).configurations[-1], record.step)
+    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
+        self._tell_changes(attributes.configurations[-2], record.step)
+        columns = self._columns(record)
+        return rewrite(source, target, attributes=attributes, more=columns, before_step=self._resume_from, with_superseded=with_superseded)
 
     def _tell_changes(self, before: Mapping[str, Any], step: int) -> None:
         """Say what a run that is resumed was configured with, if that was something else."""
@@ -200,7 +200,7 @@ class Store(writer.Writer):
     def _widen(self, columns: Mapping[str, list[str]]) -> None:
         temporary = layout.temporary_path(self.path)
         writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
-        layout.rewrite(self._file, temporary, more=columns)
+        rewrite(self._file, temporary, more=columns)
         # All of it was flushed, and its successor has it all.
         layout.abandon(self._file)
         self._put_in_place(temporary)
@@ -213,7 +213,7 @@ class Store(writer.Writer):
         if any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables)):
             temporary = layout.temporary_path(self.path)
             writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
-            self._rewrite(self._file, temporary)
+            rewrite(self._file, temporary)
             layout.abandon(self._file)
             layout.replace(temporary, self.path)
         self._file.close()

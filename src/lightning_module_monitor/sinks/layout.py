@@ -7,6 +7,8 @@ A kind's histograms are a table of the same sort, in the group ``histograms`` in
 ``bins`` (int64 counts), ``bins`` says in words what is counted at each place, and the attribute ``edges`` has the bins' edges.
 
 ``findings`` has a row for each thing that was found to be wrong.
+
+``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers pass them by.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ SITELESS = "logged"
 HISTOGRAMS = "histograms"
 """Group of a kind's histograms, inside the kind's own."""
 
-_RESERVED = {"", ".", SITELESS, HISTOGRAMS, findings.NAME, "values", "steps", "columns"}
+SUPERSEDED = "superseded"
+"""Group of the rows that resumed runs have run again, with a numbered group for each of these runs."""
+
+_RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, findings.NAME, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
-_BYTES_PER_COPY = 1 << 24
 _ATTEMPTS = 3
 """A run can begin or end between the look at a file and its opening."""
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
@@ -68,7 +72,8 @@ class Attributes:
     """ISO 8601, UTC."""
 
     configurations: list[dict[str, object]]
-    """One ``{"started", "first_step", "configuration"}`` per run, oldest first."""
+    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"copied_from"`` is the path of the file that the rows of
+    earlier runs were copied from."""
 
 
 def split(key: str) -> tuple[str, str]:
@@ -186,7 +191,12 @@ def read_attributes(file: h5py.File) -> Attributes:
 
 
 def read_columns(file: h5py.File) -> dict[str, list[str]]:
-    """The columns of every table in the file, of numbers and of histograms, by group."""
+    """The columns of every table in the file, of numbers and of histograms, by group; without those that are superseded."""
+    return {group: columns for group, columns in read_all_columns(file).items() if not is_superseded(group)}
+
+
+def read_all_columns(file: h5py.File) -> dict[str, list[str]]:
+    """The columns of every table in the file, by group, with those that are superseded."""
     groups: list[str] = []
 
     def visit(name: str) -> None:
@@ -195,6 +205,21 @@ def read_columns(file: h5py.File) -> dict[str, list[str]]:
 
     file.visit(visit)
     return {group: read_columns_of(file, group) for group in groups}
+
+
+def is_superseded(name: str) -> bool:
+    """Whether a group or dataset of a file belongs to what a resumed run has run again."""
+    return name.startswith(f"{SUPERSEDED}/")
+
+
+def superseded_groups(file: h5py.File) -> list[str]:
+    """The groups of superseded rows, one for each resumed run: ``superseded/1``, ..."""
+    return [f"{SUPERSEDED}/{number}" for number in file.get(SUPERSEDED, ())]
+
+
+def next_superseded(file: h5py.File) -> str:
+    """The group for the rows that are superseded from now on, e.g. ``superseded/2``."""
+    return f"{SUPERSEDED}/{len(superseded_groups(file)) + 1}"
 
 
 def read_columns_of(file: h5py.File, group: str) -> list[str]:
@@ -333,51 +358,6 @@ def temporary_path(path: Path) -> Path:
 def tensors_path(path: Path) -> Path:
     """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
-
-
-def rewrite(
-    source: h5py.File,
-    target: Path,
-    *,
-    attributes: Attributes | None = None,
-    more: Mapping[str, Sequence[str]] | None = None,
-    before_step: int | None = None,
-) -> None:
-    """Copy a store into a new, plain file at ``target``: the one way to repair, to widen, and to cut.
-
-    Args:
-        source: The store, open in any mode.
-        target: Path of the copy; not the source's own.
-        attributes: Replaces the source's own.
-        more: Columns by group that the copy has besides the source's.
-        before_step: Only rows, and findings, of earlier steps are copied.
-    """
-    tables = read_columns(source)
-    wider = dict(tables)
-    for group, columns in (more or {}).items():
-        wider[group] = list(dict.fromkeys((*tables.get(group, ()), *columns)))
-    with new_file(target, attributes or read_attributes(source)) as copy:
-        create_tables(copy, wider)
-        for group in tables:
-            _copy_rows(source[group], copy[group], before_step)
-        findings.append(copy, [one for one in findings.read(source) if before_step is None or one.step < before_step])
-
-
-def _copy_rows(source: h5py.Group, target: h5py.Group, before_step: int | None) -> None:
-    steps = read_steps(source)
-    kept = np.flatnonzero(steps < before_step) if before_step is not None else np.arange(len(steps))
-    columns, row_shape = source["values"].shape[1], target["values"].shape[1:]
-    rows_per_copy = max(1, _BYTES_PER_COPY // (8 * int(np.prod(row_shape))))
-    for name in ("values", "steps"):
-        target[name].resize(len(kept), axis=0)
-    target["steps"][...] = steps[kept]
-    # The union begins with the source's own columns, in their order; in blocks, because a store can be larger than memory.
-    for first in range(0, len(kept), rows_per_copy):
-        rows = kept[first : first + rows_per_copy]
-        block = source["values"][rows[0] : rows[-1] + 1][rows - rows[0]]
-        wide = np.full((len(rows), *row_shape), target["values"].fillvalue, target["values"].dtype)
-        wide[:, :columns] = block
-        target["values"][first : first + len(rows)] = wide
 
 
 def _synchronize(path: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Finding, Key
 from lightning_module_monitor.sinks import findings, layout, lock, tensors
 from lightning_module_monitor.sinks.killed import is_in_use
+from lightning_module_monitor.sinks.rewrite import rewrite
 from lightning_module_monitor.sinks.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class StoreReader:
             with layout.open_store(path, has_writer=False) as source:
                 if not is_in_use(path):
                     return
-                layout.rewrite(source, temporary)
+                rewrite(source, temporary)
             layout.replace(temporary, path)
         finally:
             lock.release(held)

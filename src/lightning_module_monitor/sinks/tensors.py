@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout, writer
+from lightning_module_monitor.sinks import layout, lock, writer
+from lightning_module_monitor.sinks.rewrite import Count
 
 if TYPE_CHECKING:  # who reads numbers only does without torch
     from torch import Tensor
@@ -45,34 +46,45 @@ class StoredTensor(NamedTuple):
 class TensorStore(writer.Writer):
     """Writes the raw tensors of the records of one run; read them with ``load_store(path).tensor``.
 
-    Arguments are those of :class:`~lightning_module_monitor.sinks.writer.Writer`. In a resumed run, tensors of steps that are run again are
-    taken out with its first record, whether that has tensors or not.
+    Arguments are those of :class:`~lightning_module_monitor.sinks.writer.Writer`. A resumed run supersedes tensors, or begins with a copy
+    of them, with its first record, whether that has tensors or not.
     """
 
+    _ITEMS = "tensors"
     _is_first = True
 
     def _concerns(self, record: Record) -> bool:
         is_first, self._is_first = self._is_first, False
-        return bool(record.tensors) or (is_first and self._has_steps_that_run_again())
+        return bool(record.tensors) or (is_first and self._has_to_resume())
 
-    def _has_steps_that_run_again(self) -> bool:
-        if self._resume_from is None or not self.path.exists():
+    def _has_to_resume(self) -> bool:
+        """Whether the file of the resumed run has tensors to supersede, or to copy."""
+        if self._resumed is None or self._resume_from is None or not self._resumed.exists():
             return False
         try:
-            with layout.open_store(self.path) as file:
-                return any(stored.step >= self._resume_from for stored in read_tensors(file))
-        except Exception:  # what is wrong with it is said when there are tensors to write
+            with layout.open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
+                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in read_tensors(file))
+        except Exception:  # what is wrong with it is reported when there are tensors to write
             return False
 
     def _create_content(self, file: h5py.File, record: Record) -> None:
         file.attrs[_MARK] = _CONTENT
 
-    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
-        with layout.new_file(target, attributes or layout.read_attributes(source)) as copy:
-            copy.attrs[_MARK] = _CONTENT
+    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
+        num_kept = num_superseded = 0
+        with layout.new_file(target, attributes) as copy:
+            self._create_content(copy, record)
             for stored in read_tensors(source):
+                name = _name(*stored[:4])
                 if self._resume_from is None or stored.step < self._resume_from:
-                    source.copy(_name(*stored[:4]), copy, _name(*stored[:4]))
+                    source.copy(name, copy, name)
+                    num_kept += 1
+                elif with_superseded:
+                    source.copy(name, copy, f"{layout.next_superseded(source)}/{name}")
+                    num_superseded += 1
+            for group in layout.superseded_groups(source) if with_superseded else ():
+                source.copy(group, copy, group)
+        return Count(num_kept, num_superseded)
 
     def _put_in_place(self, temporary: Path) -> None:
         layout.replace(temporary, self.path)
@@ -98,7 +110,7 @@ def read_tensors(file: h5py.File) -> list[StoredTensor]:
     found: list[tuple[int, int, StoredTensor]] = []
 
     def visit(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        if isinstance(item, h5py.Dataset):
+        if isinstance(item, h5py.Dataset) and not layout.is_superseded(name):
             stored = _described(name, item)
             found.append((stored.step, int(item.attrs["index"]), stored))
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import logging
 import os
+import re
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from filelock import BaseFileLock
 
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout, lock
+from lightning_module_monitor.sinks.rewrite import Count
 
 _logger = logging.getLogger(__name__)
 
@@ -36,13 +38,18 @@ class Writer(ABC):
         path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
             taken instead (``monitor-2.h5``), and said.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
-        resume_from: The first step of a resumed run: it goes on in the file at ``path``, of which this step and later ones
-            are taken out. ``None``: a new run.
-        logger: Gets a warning when another name is taken and when the writer stops.
+        resumed: The file of the run that is resumed, or whose next loop this is. If it is the one at ``path``, this run goes on in it.
+            Otherwise this run begins its own file with a copy of the other one, which is only read.
+        resume_from: The first step of this run, if it resumes another. What the other one recorded of this step and later ones moves to the
+            group ``superseded`` of a file that is gone on in, and is left out of a copy.
+        logger: Gets a warning when another name is taken and when the writer stops, and a line when a run is resumed.
     """
 
     path: Path
     """The file; the name it really has is known when the first record is written."""
+
+    _ITEMS = "rows"
+    """What there is a number of in a message."""
 
     failed: bool
     """Whether the writer has stopped, because of a full disk or another trouble."""
@@ -52,6 +59,7 @@ class Writer(ABC):
         path: str | os.PathLike[str],
         *,
         configuration: Mapping[str, object],
+        resumed: Path | None = None,
         resume_from: int | None = None,
         logger: logging.Logger = _logger,
     ) -> None:
@@ -59,6 +67,7 @@ class Writer(ABC):
         self.path = Path(path).resolve()
         self.failed = False
         self._configuration = configuration
+        self._resumed = None if resumed is None else resumed.resolve()
         self._resume_from = resume_from
         self._logger = logger
         self._closed = False
@@ -102,14 +111,15 @@ class Writer(ABC):
         """Fill a new file with all that is to be there before it is appended to."""
 
     @abstractmethod
-    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
-        """Copy a file of this kind to ``target``.
+    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
+        """Copy the file of the run that is resumed, so that this run goes on in the copy.
 
         Args:
             source: The file, open in any mode.
             target: Where the copy should be.
             attributes: Replaces the source's own.
-            record: With it, the copy is one to go on in: without the steps that are run again, with room for the record.
+            record: The first one of this run; the copy has room for it.
+            with_superseded: Whether the copy has what this run supersedes, and what is superseded already.
         """
 
     @abstractmethod
@@ -133,26 +143,29 @@ class Writer(ABC):
     def _begin(self, record: Record) -> None:
         """Open the file to go on in, or a new one."""
         run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
-        reason = self._resume(run, record) if self._resume_from is not None and self.path.exists() else ""
+        if self._resumed is not None and not self._resumed.exists():
+            self._resumed = None
+        reason = self._go_on(run, record) if self._resumed == self.path else ""
         if self._lock is None:
             self._create(run, record, reason)
 
-    def _resume(self, run: dict[str, object], record: Record) -> str:
-        """Go on in the file at ``path``, if that is possible; otherwise say why not."""
+    def _go_on(self, run: dict[str, object], record: Record) -> str:
+        """Go on in the file at ``path``, if that is possible; otherwise return why not."""
         self._lock = lock.acquire(self.path)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
         temporary = layout.temporary_path(self.path)
         require_space(self.path.parent, bytes_to_copy(self.path))
         try:
-            with layout.open_store(self.path, has_writer=False) as source:
-                attributes = layout.read_attributes(source)
-                attributes.configurations.append(run)
-                self._rewrite(source, temporary, attributes, record)
+            count = self._copy_resumed(temporary, run, record, is_own=True)
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
             self._let_go()
-            return f"it cannot be resumed: {textwrap.shorten(str(error), 300)}".rstrip(".")
+            self._resumed = None
+            return f"it cannot be resumed: {_reason(error)}".rstrip(".")
         self._put_in_place(temporary)
+        if self._resume_from is not None:
+            message = "%s goes on from step %d; %d %s of steps that run again are now in its group superseded."
+            self._logger.info(message, self.path, self._resume_from, count.superseded, self._ITEMS)
         return ""
 
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
@@ -166,12 +179,34 @@ class Writer(ABC):
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", wanted, reason, self.path)
         temporary = layout.temporary_path(self.path)
         try:
-            with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
-                self._create_content(file, record)
+            if not self._begin_with_copy(temporary, run, record):
+                with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
+                    self._create_content(file, record)
             self._put_in_place(temporary)
         except BaseException:
             self.path.unlink()
             raise
+
+    def _begin_with_copy(self, temporary: Path, run: dict[str, object], record: Record) -> bool:
+        """Copy what the file of the resumed run has of earlier steps; returns whether there is one that can be read."""
+        if self._resumed is None:
+            return False
+        try:
+            count = self._copy_resumed(temporary, run | {"copied_from": str(self._resumed)}, record, is_own=False)
+        except Exception as error:  # see _go_on
+            message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
+            self._logger.warning(message, self.path, self._resumed, _reason(error))
+            return False
+        message = "%s goes on from step %s; it begins with a copy of %d %s of earlier steps from %s, which is left as it is."
+        self._logger.info(message, self.path, record.step, count.kept, self._ITEMS, self._resumed)
+        return True
+
+    def _copy_resumed(self, temporary: Path, run: dict[str, object], record: Record, *, is_own: bool) -> Count:
+        assert self._resumed is not None
+        with layout.open_store(self._resumed, has_writer=not is_own and lock.has_holder(self._resumed)) as source:
+            attributes = layout.read_attributes(source)
+            attributes.configurations.append(run)
+            return self._copy(source, temporary, attributes, record, with_superseded=is_own)
 
     def _reserve(self, wanted: Path) -> tuple[Path, BaseFileLock]:
         """The first free name, made an empty file so that no other program takes it, and its lock."""
@@ -193,10 +228,8 @@ class Writer(ABC):
 
     def _give_up(self, error: Exception) -> None:
         self.failed = True
-        # HDF5's messages are long, and have line ends in them.
-        reason = textwrap.shorten(str(error) or type(error).__name__, 300)
         message = "The store %s stops here (%s). Training goes on; what was written before can be read with load_store."
-        self._logger.warning(message, self.path, reason)
+        self._logger.warning(message, self.path, _reason(error))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -231,6 +264,17 @@ def _numbered(path: Path) -> Iterator[Path]:
     yield path
     for number in itertools.count(2):
         yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def is_name_of(path: Path, wanted: Path) -> bool:
+    """Whether a run that asks for a file at ``wanted`` may have got this one: the same, or a numbered one beside it."""
+    names = re.escape(wanted.stem) + r"(-\d+)?" + re.escape(wanted.suffix)
+    return path.parent == wanted.parent and re.fullmatch(names, path.name) is not None
+
+
+def _reason(error: Exception) -> str:
+    # HDF5's messages are long, and have line ends in them.
+    return textwrap.shorten(str(error) or type(error).__name__, 300)
 
 
 def _package_version() -> str:
