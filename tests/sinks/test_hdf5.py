@@ -9,7 +9,6 @@ import os
 import shutil
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -445,49 +444,6 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ trouble
-
-
-def fill_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let the disk say that it has so many bytes left."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-
-
-def test_a_full_disk_is_said_once_and_nothing_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning, nothing more is written, and what was written before is readable."""
-    opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record(0, {RMS: 1.0}))
-    fill_disk(monkeypatch, 100)
-    for step in range(1, 4):
-        opened.write(Record(step, {RMS: 2.0}))
-    opened.close()
-    assert opened.failed
-    assert ["the disk is full" in record.getMessage() for record in caplog.records] == [True]
-    assert content(tmp_path / "m.h5") == {RMS: [(0, bits(1.0))]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
-
-
-@pytest.mark.parametrize("moment", ["creation", "widening", "resume", "close"])
-def test_a_disk_that_is_full_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
-) -> None:
-    """Creating, widening, cutting and closing look at the free space first; the file stays as it was last flushed."""
-    path = tmp_path / "m.h5"
-    if moment != "creation":
-        store(path, Record(0, {RMS: 1.0}))
-    opened = Store(path, configuration={}, resumed=path, resume_from=1)
-    if moment in {"widening", "close"}:
-        opened.write(Record(1, {RMS: 2.0}))
-    fill_disk(monkeypatch, 0)
-    if moment != "close":
-        opened.write(Record(2, {STD: 2.0}))
-    opened.close()
-    assert opened.failed
-    assert len(caplog.records) == 1
-    monkeypatch.undo()
-    written = {"creation": [], "resume": [(0, bits(1.0))]}.get(moment, [(0, bits(1.0)), (1, bits(2.0))])
-    assert (content(path) if path.exists() else {RMS: []}) == {RMS: written}
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

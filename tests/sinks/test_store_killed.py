@@ -1,4 +1,4 @@
-"""The store in processes that are killed, that race, or that run out of disk."""
+"""The store in processes that are killed, or that race."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, caps
     """HDF5 would wait without end for a writer who mends it."""
     path = tmp_path / "m.h5"
     run_and_kill(path, "append", wait_s=0.1)
-    content = path.read_bytes()
+    content = path.read_bytes().rstrip(b"\0")  # what was reserved ahead is no part of it
     path.write_bytes(content[: len(content) // 2])
     assert main(["summary", str(path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -218,47 +218,3 @@ store.close()
     before, after = map(int, output.split())
     assert after - before < 4 * 2**20
     assert load_store(tmp_path / "m.h5").series("activation/m.1/rms")[1].sum() == 5000 * 5001 / 2
-
-
-# ------------------------------------------------------------------ a full disk
-
-
-FILLER = """
-import random
-sys.argv[2] == "unguarded" and exec("from lightning_module_monitor.sinks import writer; writer.require_space = lambda *_: None")
-store = Store(path, configuration={})
-for step in range(600):
-    store.write(Record(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))
-    if not store.failed:
-        print(step, flush=True)
-store.close()
-print("trained to the end")
-"""
-
-
-@pytest.mark.parametrize("guard", ["guarded", "unguarded"])
-def test_a_disk_that_really_fills_up(small_disk: Path, guard: str) -> None:
-    """One warning, the process ends with status 0, and all that was written can be read.
-
-    "unguarded": somebody else takes the last byte between the look at the free space and the write, so HDF5's write fails.
-    """
-    process = start(FILLER, small_disk / "m.h5", guard)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert output.endswith("trained to the end\n")
-    assert errors.count("The store") == errors.count("\n") == 1
-    last_step = int(output.split("\n")[-3])
-    steps, values = load_store(small_disk / "m.h5").series("activation/m.7/rms")
-    np.testing.assert_array_equal(steps, np.arange(last_step + 1))
-    np.testing.assert_array_equal(np.floor(values), steps)
-
-
-def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
-    """No file, one warning, status 0; also if the free space was told wrong."""
-    (small_disk / "ballast").write_bytes(bytes(12 * 2**20))
-    for guard in ("guarded", "unguarded"):
-        process = start(FILLER.replace("600", "3"), small_disk / "m.h5", guard)
-        output, errors = process.communicate()
-        assert (process.returncode, output) == (0, "trained to the end\n"), errors
-        assert errors.count("\n") == 1
-        assert not (small_disk / "m.h5").exists()

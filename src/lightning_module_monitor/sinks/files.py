@@ -45,6 +45,8 @@ class RunFiles:
         """Append a record. Never raises."""
         self._store.write(record)
         if self._tensors is None:
+            if not self._store.has_begun:
+                return  # its name is not known yet
             resumed = None if self._resumed is None else tensors_path(self._resumed)
             self._tensors = TensorStore(tensors_path(self.path), resumed=resumed, **self._options)
         self._tensors.write(record)

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 
 from lightning_module_monitor.record import Finding, Severity
+from lightning_module_monitor.sinks import space
 
 NAME = "findings"
 """The dataset. It has to be there before anybody appends to the file: what is new in a file that others read they never see."""
@@ -41,8 +42,8 @@ def read(file: h5py.Group) -> list[Finding]:
 
 
 def num_bytes(findings: Sequence[Finding]) -> int:
-    """What they take in the file."""
-    return len(findings) * _ROW.itemsize
+    """What they take in the file at most, with the rest of a chunk."""
+    return (len(findings) + _ROWS_PER_CHUNK) * _ROW.itemsize + space.index_bytes(0, len(findings)) if findings else 0
 
 
 def _described(finding: Finding) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import findings, layout, writer
+from lightning_module_monitor.sinks import findings, layout, space, writer
 from lightning_module_monitor.sinks.rewrite import Count, rewrite
 
 _logger = logging.getLogger(__name__)
@@ -155,17 +156,17 @@ class Store(writer.Writer):
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
-        self._make_room(record)
+        self._make_columns(record)
         rows = list(self._rows(record))
-        writer.require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows) + findings.num_bytes(record.findings))
-        for table, row in rows:
-            table.put_values(record.step, row)
-        findings.append(self._file, record.findings)
+        for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
+        with space.room(self._file, sum(row.nbytes for _table, row in rows) + findings.num_bytes(record.findings) + 2 * for_steps):
+            for table, row in rows:
+                table.put_values(record.step, row)
+            findings.append(self._file, record.findings)
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
-        self._file.flush()
-        for table, _row in rows:
-            table.put_step(record.step)
-        self._file.flush()
+        with space.room(self._file, for_steps):
+            for table, _row in rows:
+                table.put_step(record.step)
 
     def _rows(self, record: Record) -> Iterator[tuple[_Table, layout.Values]]:
         """The tables that get a row, and what it is."""
@@ -187,7 +188,7 @@ class Store(writer.Writer):
             self._last_keys = keys
         return self._last_places
 
-    def _make_room(self, record: Record) -> None:
+    def _make_columns(self, record: Record) -> None:
         """A column for each of the record's keys."""
         numbers = record.values if tuple(record.values) != self._last_keys else ()
         late = [key for key in numbers if key not in self._place_by_key]
@@ -199,25 +200,23 @@ class Store(writer.Writer):
 
     def _widen(self, columns: Mapping[str, list[str]]) -> None:
         temporary = layout.temporary_path(self.path)
-        writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
         rewrite(self._file, temporary, more=columns)
-        # All of it was flushed, and its successor has it all.
-        layout.abandon(self._file)
+        space.close(self._file)
         self._put_in_place(temporary)
 
     def _finish(self) -> None:
-        if self._file is None:
+        file, self._file = self._file, None
+        if file is None:
             return
-        writer.require_space(self.path.parent, 0)
-        # A Ctrl-C in the middle of a row left values without a step, which xarray would not open.
+        successor = None
+        # After a Ctrl-C, or without space, in the middle of a row there are values without a step, which xarray would not open.
         if any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables)):
-            temporary = layout.temporary_path(self.path)
-            writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
-            rewrite(self._file, temporary)
-            layout.abandon(self._file)
-            layout.replace(temporary, self.path)
-        self._file.close()
-        self._file = None
+            with suppress(space.NoSpaceError):
+                rewrite(file, layout.temporary_path(self.path))
+                successor = layout.temporary_path(self.path)
+        space.close(file)
+        if successor is not None:
+            layout.replace(successor, self.path)
 
     def _let_go(self) -> None:
         if self._file is not None:

@@ -13,9 +13,11 @@ A kind's histograms are a table of the same sort, in the group ``histograms`` in
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.bins import EDGES, LABELS
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.record import Key
-from lightning_module_monitor.sinks import findings
+from lightning_module_monitor.sinks import findings, space
 from lightning_module_monitor.sinks.killed import ClosedView, is_cut_short, is_in_use
 
 FORMAT_VERSION = 1
@@ -61,6 +63,10 @@ _LIBVER = ("v110", "v110")
 
 Values = NDArray[np.float64] | NDArray[np.int64]
 """Numbers, or counts."""
+
+
+class AbsentKeyError(KeyError):
+    """A file does not have what was asked for; it is whole."""
 
 
 @dataclass
@@ -131,12 +137,12 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
 
     Args:
         path: The file.
-        has_writer: Whether somebody may be writing to it. ``False`` is for who has the writer's lock: damage that a crash of the
-            machine did is then an error at once, where HDF5 waits for a writer to mend it.
+        has_writer: Whether another run may be writing to it. If not, damage done by a crash of the machine is an error at once, where HDF5
+            waits for a writer to mend it.
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If it is not a store that this version can read.
+        ValueError: If it is not a store that this version can read, or if anything in the block fails to be read.
     """
     if not path.is_file():
         message = f"There is no store at {str(path)!r}."
@@ -145,12 +151,10 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
         version = file.attrs.get("format_version")
         if version is None or "configurations" not in file.attrs:
             message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
-            raise ValueError(message)
+            raise ConfigError(message)
         if version > FORMAT_VERSION:
-            message = (
-                f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. Update lightning-module-monitor to read it."
-            )
-            raise ValueError(message)
+            remedy = "Update lightning-module-monitor to read it."
+            raise ConfigError(f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. {remedy}")
         yield file
 
 
@@ -164,14 +168,12 @@ def _open_hdf5(path: Path, has_writer: bool) -> Iterator[h5py.File]:
         file = stack.enter_context(_opened(path, view))
         try:
             yield file
-        except FileNotFoundError:
-            raise  # a file beside it
-        except (OSError, KeyError, RuntimeError) as error:
-            # Who has the lock writes too, and of a whole file it is a key that is not there.
-            if not is_cut and (not has_writer or isinstance(error, KeyError)):
-                raise
+        except (FileNotFoundError, ConfigError, AbsentKeyError, space.NoSpaceError):
+            raise
+        except Exception as error:  # h5py, numpy and json have an exception each for a file that is not as it should be
             how = "cut short: what was asked for lies behind its end" if is_cut else "damaged: what was asked for cannot be read"
-            raise ConfigError(f"{str(path)!r} is {how} ({error}). Give a whole copy of it.") from error
+            what = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            raise ConfigError(f"{str(path)!r} is {how} ({what}). Give a whole copy of it.") from error
 
 
 def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:
@@ -239,16 +241,35 @@ def read_steps(group: h5py.Group) -> NDArray[np.int64]:
 
 @contextmanager
 def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
-    """A new file, replacing what is at ``path``; afterwards it is closed and on the disk, or gone after an error."""
-    file = h5py.File(path, "w", libver=_LIBVER, locking=False)
-    try:
+    """A new file, made in memory; after the block it is written, replacing what is at ``path``, or gone after an error.
+
+    Raises:
+        NoSpaceError: If it cannot be written.
+    """
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver=_LIBVER) as file:
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["package_version"] = attributes.package_version
         file.attrs["started"] = attributes.started
         file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
         yield file
-        file.close()
-        _synchronize(path)
+    try:
+        with space.refusals():
+            path.write_bytes(image.getbuffer())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def changes(path: Path) -> Iterator[h5py.File]:
+    """A closed file, open for changes within ``space.room``; afterwards it is closed and on the disk, or gone after an error."""
+    file = h5py.File(path, "r+", libver=_LIBVER, locking=False)
+    try:
+        yield file
+        space.close(file)
+        with space.refusals():
+            _synchronize(path)
     except BaseException:
         abandon(file)
         path.unlink()
@@ -257,18 +278,13 @@ def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
 
 @contextmanager
 def successor(path: Path) -> Iterator[h5py.File]:
-    """A copy of a closed file, open for changes in the block; the copy then replaces the file. After an error the file stays as it was."""
+    """A copy of a closed file, open as by :func:`changes`; it then replaces the file, which after an error stays as it was."""
     temporary = temporary_path(path)
     try:
-        shutil.copyfile(path, temporary)
-        file = h5py.File(temporary, "r+", libver=_LIBVER, locking=False)
-        try:
+        with space.refusals():
+            shutil.copyfile(path, temporary)
+        with changes(temporary) as file:
             yield file
-            file.close()
-        except BaseException:
-            abandon(file)
-            raise
-        _synchronize(temporary)
         replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -339,8 +355,8 @@ def append_in_place(temporary: Path, path: Path) -> h5py.File:
 def abandon(file: h5py.File) -> None:
     """Close a file without another byte to its disk, which stays as it was last flushed.
 
-    After a failed write HDF5 tries again when it closes the file, fails again, and ends the process with SIGSEGV at exit,
-    whatever was caught. So what it still has to say goes into memory that is thrown away.
+    For errors in the middle of a change. Should the disk itself have failed, HDF5 tries again when it closes the file, fails again, and
+    ends the process with SIGSEGV at exit. So what it still has to write goes into memory that is thrown away.
     """
     with suppress(Exception):
         if file and hasattr(os, "memfd_create"):

@@ -126,9 +126,9 @@ class StoreReader:
                 return steps[present], values[present]
         if key in self.histogram_keys():
             message = f"{key!r} in {str(self.path)!r} is a histogram, and no series of numbers; read it with histogram({key!r})."
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def kinds(self) -> list[str]:
         """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
@@ -191,7 +191,7 @@ class StoreReader:
         group_by_kind = _group_by_kind(tables)
         if kind not in group_by_kind:
             message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         return group_by_kind[kind], tables[group_by_kind[kind]]
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
@@ -236,7 +236,7 @@ class StoreReader:
                 present = ~layout.is_absent(rows[:, 0])
                 return steps[present], rows[present], values.attrs["edges"]
         message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def findings(self) -> list[Finding]:
         """What was found to be wrong with the model, in the order in which it was found."""
@@ -309,7 +309,9 @@ class StoreReader:
         with self._open_tensors() as file:
             value = tensors.find_tensor(file, kind, site, step, call)
             if value is None:
-                raise KeyError(self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call}))
+                raise layout.AbsentKeyError(
+                    self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call})
+                )
             return value
 
     def _not_captured(self, found: list[StoredTensor], wanted: Mapping[str, str | int]) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Finding
-from lightning_module_monitor.sinks import findings, layout
+from lightning_module_monitor.sinks import findings, layout, space
 
-_BYTES_PER_COPY = 1 << 24
+_BYTES_PER_COPY = 1 << 22
 
 
 class Count(NamedTuple):
@@ -52,11 +52,14 @@ def rewrite(
     found = [(group, some) for group, some in _findings(source, until) if with_superseded or not layout.is_superseded(group)]
     with layout.new_file(target, attributes or layout.read_attributes(source)) as copy:
         layout.create_tables(copy, {**more, **{part.target: part.columns for part in parts}})
-        for part in parts:
-            _copy_rows(source[part.source], copy[part.target], part.rows)
-        for group, some in found:
+        for group, _some in found:
             findings.create(copy.require_group(group))
-            findings.append(copy[group], some)
+    with layout.changes(target) as copy:
+        for part in parts:
+            _copy_rows(source[part.source], copy, part)
+        for group, some in found:
+            with space.room(copy, findings.num_bytes(some)):
+                findings.append(copy[group], some)
     kept = sum(len(part.rows) for part in parts if not layout.is_superseded(part.target))
     return Count(kept, sum(len(part.rows) for part in parts if part.source != part.target))
 
@@ -89,16 +92,19 @@ def _findings(source: h5py.File, until: int) -> Iterator[tuple[str, list[Finding
         yield group, findings.read(source[group])
 
 
-def _copy_rows(source: h5py.Group, target: h5py.Group, rows: NDArray[np.int64]) -> None:
-    columns, row_shape = source["values"].shape[1], target["values"].shape[1:]
+def _copy_rows(source: h5py.Group, copy: h5py.File, part: _Part) -> None:
+    target, rows = copy[part.target], part.rows
+    row_shape = target["values"].shape[1:]
     rows_per_copy = max(1, _BYTES_PER_COPY // (8 * int(np.prod(row_shape))))
-    for name in ("values", "steps"):
-        target[name].resize(len(rows), axis=0)
-    target["steps"][...] = layout.read_steps(source)[rows]
+    with space.room(copy, 8 * len(rows) + space.index_bytes(len(rows), len(rows))):
+        for name in ("values", "steps"):
+            target[name].resize(len(rows), axis=0)
+        target["steps"][...] = layout.read_steps(source)[rows]
     # A wider table begins with the source's own columns, in their order; in blocks, because a store can be larger than memory.
     for first in range(0, len(rows), rows_per_copy):
         some = rows[first : first + rows_per_copy]
         block = source["values"][some[0] : some[-1] + 1][some - some[0]]
         wide = np.full((len(some), *row_shape), target["values"].fillvalue, target["values"].dtype)
-        wide[:, :columns] = block
-        target["values"][first : first + len(some)] = wide
+        wide[:, : block.shape[1]] = block
+        with space.room(copy, wide.nbytes + space.index_bytes(len(rows), len(some))):
+            target["values"][first : first + len(some)] = wide

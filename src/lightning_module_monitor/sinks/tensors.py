@@ -10,6 +10,7 @@ module in a step is ``/kind/site/step.call_1``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout, lock, writer
+from lightning_module_monitor.sinks import layout, lock, space, writer
 from lightning_module_monitor.sinks.rewrite import Count
 
 if TYPE_CHECKING:  # who reads numbers only does without torch
@@ -51,12 +52,11 @@ class TensorStore(writer.Writer):
     """
 
     _ITEMS = "tensors"
-    _is_first = True
 
     def _concerns(self, record: Record) -> bool:
-        is_first, self._is_first = self._is_first, False
-        return bool(record.tensors) or (is_first and self._has_to_resume())
+        return bool(record.tensors) or (self._lock is None and self._has_to_resume)
 
+    @functools.cached_property
     def _has_to_resume(self) -> bool:
         """Whether the file of the resumed run has tensors to supersede, or to copy."""
         if self._resumed is None or self._resume_from is None or not self._resumed.exists():
@@ -71,20 +71,19 @@ class TensorStore(writer.Writer):
         file.attrs[_MARK] = _CONTENT
 
     def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
-        num_kept = num_superseded = 0
+        stored = read_tensors(source)
+        kept = [_name(*one[:4]) for one in stored if self._resume_from is None or one.step < self._resume_from]
+        moved = {name: name for name in kept}
+        if with_superseded:
+            later, cut = [name for one in stored if (name := _name(*one[:4])) not in moved], layout.next_superseded(source)
+            moved |= {name: f"{cut}/{name}" for name in later} | {name: name for name in _names(source, is_superseded=True)}
         with layout.new_file(target, attributes) as copy:
             self._create_content(copy, record)
-            for stored in read_tensors(source):
-                name = _name(*stored[:4])
-                if self._resume_from is None or stored.step < self._resume_from:
-                    source.copy(name, copy, name)
-                    num_kept += 1
-                elif with_superseded:
-                    source.copy(name, copy, f"{layout.next_superseded(source)}/{name}")
-                    num_superseded += 1
-            for group in layout.superseded_groups(source) if with_superseded else ():
-                source.copy(group, copy, group)
-        return Count(num_kept, num_superseded)
+        with layout.changes(target) as copy:
+            for name, new_name in moved.items():
+                with space.room(copy, source[name].nbytes + _overhead(1)):
+                    source.copy(name, copy, new_name)
+        return Count(len(kept), len(stored) - len(kept))
 
     def _put_in_place(self, temporary: Path) -> None:
         layout.replace(temporary, self.path)
@@ -95,8 +94,7 @@ class TensorStore(writer.Writer):
     def _append(self, record: Record) -> None:
         if record.tensors:
             num_bytes = sum(raw.value.numel() * raw.value.element_size() for raw in record.tensors)
-            writer.require_space(self.path.parent, writer.bytes_to_copy(self.path) + num_bytes)
-            with layout.successor(self.path) as file:
+            with layout.successor(self.path) as file, space.room(file, num_bytes + _overhead(len(record.tensors))):
                 _add(file, record.step, record.tensors)
 
 
@@ -107,15 +105,8 @@ def has_tensors(file: h5py.File) -> bool:
 
 def read_tensors(file: h5py.File) -> list[StoredTensor]:
     """The tensors of a file, in the order in which they were captured."""
-    found: list[tuple[int, int, StoredTensor]] = []
-
-    def visit(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        if isinstance(item, h5py.Dataset) and not layout.is_superseded(name):
-            stored = _described(name, item)
-            found.append((stored.step, int(item.attrs["index"]), stored))
-
-    file.visititems(visit)
-    return [stored for _step, _index, stored in sorted(found)]
+    found = [(_described(name, file[name]), int(file[name].attrs["index"])) for name in _names(file, is_superseded=False)]
+    return [stored for stored, _index in sorted(found, key=lambda one: (one[0].step, one[1]))]
 
 
 def find_tensor(file: h5py.File, kind: str, site: str, step: int, call: int) -> Tensor | None:
@@ -129,6 +120,23 @@ def find_tensor(file: h5py.File, kind: str, site: str, step: int, call: int) -> 
     if value.numel():
         dataset.read_direct(_to_array(value))
     return value
+
+
+def _names(file: h5py.File, *, is_superseded: bool) -> list[str]:
+    """Of all datasets, without or with only those that are superseded."""
+    names: list[str] = []
+
+    def visit(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(item, h5py.Dataset) and layout.is_superseded(name) is is_superseded:
+            names.append(name)
+
+    file.visititems(visit)
+    return names
+
+
+def _overhead(num_tensors: int) -> int:
+    """What HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    return (1 << 16) + (1 << 14) * num_tensors
 
 
 def _add(file: h5py.File, step: int, tensors: Sequence[RawTensor]) -> None:

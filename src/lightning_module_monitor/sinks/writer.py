@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -20,19 +19,19 @@ from filelock import BaseFileLock
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout, lock
 from lightning_module_monitor.sinks.rewrite import Count
+from lightning_module_monitor.sinks.space import NoSpaceError
 
 _logger = logging.getLogger(__name__)
 
 _DISTRIBUTION = "lightning-module-monitor"
-_SPARE_BYTES = 8 * 2**20
-"""Free space the disk must have besides what is about to be written: HDF5's own bookkeeping, and others who write to it."""
 
 
 class Writer(ABC):
     """Writes what concerns it of the records of one run to one HDF5 file; the single writer of that file.
 
     The file comes into being with the first record that concerns it. From then on it can be read at any time, also after a
-    ``kill -9``. A writer never raises and never touches a file that is not its own: trouble is said once, training goes on.
+    ``kill -9``. A writer never raises and never touches a file that is not its own. Where there is no space for a record, one warning
+    is logged, and records are tried again at growing distances.
 
     Args:
         path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
@@ -42,7 +41,7 @@ class Writer(ABC):
             Otherwise this run begins its own file with a copy of the other one, which is only read.
         resume_from: The first step of this run, if it resumes another. What the other one recorded of this step and later ones moves to the
             group ``superseded`` of a file that is gone on in, and is left out of a copy.
-        logger: Gets a warning when another name is taken and when the writer stops, and a line when a run is resumed.
+        logger: Gets a warning when another name is taken and when records are lost, and a line when a run is resumed.
     """
 
     path: Path
@@ -52,7 +51,7 @@ class Writer(ABC):
     """What there is a number of in a message."""
 
     failed: bool
-    """Whether the writer has stopped, because of a full disk or another trouble."""
+    """Whether any record could not be written."""
 
     def __init__(
         self,
@@ -64,15 +63,20 @@ class Writer(ABC):
         logger: logging.Logger = _logger,
     ) -> None:
         # Without links: replacing the file at a link's name would leave the file it points to behind.
-        self.path = Path(path).resolve()
+        self.path = self._wanted = Path(path).resolve()
         self.failed = False
         self._configuration = configuration
         self._resumed = None if resumed is None else resumed.resolve()
         self._resume_from = resume_from
         self._logger = logger
-        self._closed = False
+        self._is_closed = False
         self._lock: BaseFileLock | None = None
         """Held from the first record that concerns this file to the end."""
+        self.has_begun = False
+        """Whether there is a file at the path that this run has begun, or has gone on in."""
+        self._num_missing = 0
+        """Records that were lost since the last one that was written."""
+        self._num_to_skip, self._next_distance = 0, 1
 
     def write(self, record: Record) -> None:
         """Append what there is of a record, and flush it. Never raises.
@@ -80,19 +84,36 @@ class Writer(ABC):
         Args:
             record: What one step gave. Nothing is written after :meth:`close`.
         """
-        if self.failed or self._closed:
+        if self._is_closed:
             return
         try:
             if self._concerns(record):
-                if self._lock is None:
-                    self._begin(record)
-                self._append(record)
+                self._write(record)
         except Exception as error:  # whatever it is, it must not end the training
             self._give_up(error)
 
+    def _write(self, record: Record) -> None:
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            self._num_missing += 1
+            return
+        try:
+            if self._lock is None:
+                self._begin(record)
+            self._append(record)
+        except OSError as error:
+            # Nothing is open before the beginning, and a file whose space was refused is as it was flushed.
+            if self._lock is not None and not isinstance(error, NoSpaceError):
+                raise
+            self._postpone(record.step, error)
+        else:
+            if self._num_missing:
+                self._logger.info("%s is written again from step %d on; %d records are missing.", self.path, record.step, self._num_missing)
+            self._num_missing = 0
+
     def close(self) -> None:
         """Close the file so that any HDF5 program opens it. Never raises; twice does no harm."""
-        self._closed = True
+        self._is_closed = True
         try:
             self._finish()
         except Exception as error:  # see write
@@ -141,7 +162,16 @@ class Writer(ABC):
     # -------------------------------------------------------------- beginning
 
     def _begin(self, record: Record) -> None:
-        """Open the file to go on in, or a new one."""
+        """Open the file to go on in, or a new one; after an error nothing is open."""
+        try:
+            self._open(record)
+        except BaseException:
+            self.path = self._wanted
+            self._let_go()
+            raise
+        self.has_begun = True
+
+    def _open(self, record: Record) -> None:
         run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
         if self._resumed is not None and not self._resumed.exists():
             self._resumed = None
@@ -155,9 +185,10 @@ class Writer(ABC):
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
         temporary = layout.temporary_path(self.path)
-        require_space(self.path.parent, bytes_to_copy(self.path))
         try:
             count = self._copy_resumed(temporary, run, record, is_own=True)
+        except NoSpaceError:
+            raise
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
             self._let_go()
             self._resumed = None
@@ -171,12 +202,10 @@ class Writer(ABC):
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
         """Begin a new file, at ``path`` or beside it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        require_space(self.path.parent, 0)
-        wanted = self.path
-        reason = reason or self._taken(wanted) or "another run begins it"
-        self.path, self._lock = self._reserve(wanted)
-        if self.path != wanted:
-            self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", wanted, reason, self.path)
+        reason = reason or self._taken(self._wanted) or "another run begins it"
+        self.path, self._lock = self._reserve()
+        if self.path != self._wanted:
+            self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
         temporary = layout.temporary_path(self.path)
         try:
             if not self._begin_with_copy(temporary, run, record):
@@ -193,6 +222,8 @@ class Writer(ABC):
             return False
         try:
             count = self._copy_resumed(temporary, run | {"copied_from": str(self._resumed)}, record, is_own=False)
+        except NoSpaceError:
+            raise
         except Exception as error:  # see _go_on
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
             self._logger.warning(message, self.path, self._resumed, _reason(error))
@@ -208,9 +239,9 @@ class Writer(ABC):
             attributes.configurations.append(run)
             return self._copy(source, temporary, attributes, record, with_superseded=is_own)
 
-    def _reserve(self, wanted: Path) -> tuple[Path, BaseFileLock]:
+    def _reserve(self) -> tuple[Path, BaseFileLock]:
         """The first free name, made an empty file so that no other program takes it, and its lock."""
-        for path in _numbered(wanted):
+        for path in _numbered(self._wanted):
             if self._taken(path) or (held := lock.acquire(path)) is None:
                 continue
             try:
@@ -226,10 +257,20 @@ class Writer(ABC):
 
     # -------------------------------------------------------------- ending
 
-    def _give_up(self, error: Exception) -> None:
+    def _postpone(self, step: int, error: OSError) -> None:
+        """Lose a record for want of space, and the next ones up to the next trial."""
+        if not self._num_missing:
+            rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
+            message = "The store %s cannot be written at step %d (%s). Training goes on; %s later records are tried again."
+            self._logger.log(logging.INFO if self.failed else logging.WARNING, message, self.path, step, _reason(error), rest)
         self.failed = True
-        message = "The store %s stops here (%s). Training goes on; what was written before can be read with load_store."
-        self._logger.warning(message, self.path, _reason(error))
+        self._num_missing += 1
+        self._num_to_skip, self._next_distance = self._next_distance, 2 * self._next_distance
+
+    def _give_up(self, error: Exception) -> None:
+        self.failed = self._is_closed = True
+        rest = "; what was written before can be read with load_store" if self.has_begun else ""
+        self._logger.warning("The store %s stops here (%s). Training goes on%s.", self.path, _reason(error), rest)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -237,27 +278,6 @@ class Writer(ABC):
         if self._lock is not None:
             lock.release(self._lock)
         self._lock = None
-
-
-class _NoSpaceError(OSError):
-    """The disk is about to be full."""
-
-
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Check that so many bytes can be written.
-
-    Raises:
-        OSError: If the disk would be full. Before, not after: HDF5 does not survive a failed write (see layout.abandon).
-    """
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes + _SPARE_BYTES:
-        message = f"the disk is full: {free / 2**20:.1f} MiB are free in {folder}, {(num_bytes + _SPARE_BYTES) / 2**20:.1f} MiB are needed"
-        raise _NoSpaceError(message)
-
-
-def bytes_to_copy(path: Path) -> int:
-    """Bytes that a rewritten copy of a file takes at most."""
-    return path.stat().st_size * 5 // 4  # a union of columns is a little larger than its parts
 
 
 def _numbered(path: Path) -> Iterator[Path]:
