@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks import findings, layout
+from lightning_module_monitor.sinks import findings, layout, lock
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.reader import load_store
@@ -392,7 +392,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("how", "reason"), [*REASONS.items(), ("incomplete", "steps")])
+@pytest.mark.parametrize(("how", "reason"), [*(one for one in REASONS.items() if one[0] != "empty"), ("incomplete", "steps")])
 def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str) -> None:
     """A damaged, foreign or newer file is not touched: a numbered name, and one sentence with the reason."""
     path = tmp_path / "m.h5"
@@ -405,6 +405,43 @@ def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pyt
     assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m-2.h5", "m.h5"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool) -> None:
+    """One of zero bytes, at the store's name or the tensors', without a holder of its lock, holds nothing: the run takes the name."""
+    path = tmp_path / "m.h5"
+    path.touch()
+    layout.tensors_path(path).touch()
+    opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
+    assert opened.path == path
+    assert content(path) == {RMS: [(3, bits(1.0))]}
+    assert not caplog.messages
+
+
+def test_an_empty_file_whose_lock_is_held_is_not(tmp_path: Path) -> None:
+    """A run is about to put its file there."""
+    path = tmp_path / "m.h5"
+    path.touch()
+    held = lock.acquire(path)
+    assert held is not None
+    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-2.h5"
+    lock.release(held)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    """Its locks, and files that it was about to put in place, by the next run that passes its name; those of a live run stay."""
+    path = tmp_path / "m.h5"
+    store(path, Record(0, {RMS: 1.0}))
+    store(path, Record(0, {RMS: 1.0}))
+    for name in ("m.h5", "m.tensors.h5"):
+        (tmp_path / f".{name}.lock").touch()
+        (tmp_path / f".{name}.new").write_bytes(b"half a file")
+    live = Store(tmp_path / "m-2.h5", configuration={}, resumed=tmp_path / "m-2.h5")
+    live.write(Record(1, {RMS: 1.0}))
+    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-3.h5"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".m-2.h5.lock", "m-2.h5", "m-3.h5", "m.h5"]
+    live.close()
 
 
 @pytest.mark.parametrize(("how", "reason"), REASONS.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,82 @@ def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogC
     configurations = reader.attributes["configurations"]
     assert [run["configuration"]["by"] for run in configurations] == ["writer", "resumed"]  # type: ignore[attr-defined]
     h5py.File(path).close()
+
+
+# A process for every 37th line of the sinks that a run goes through: it kills itself there.
+KILLED = """
+import logging, os, signal, torch
+from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.reader import load_store
+folder = os.path.dirname(layout.__file__)
+
+def run(first, resumed):
+    options = {"resumed": path, "resume_from": first} if resumed else {}
+    files = RunFiles(path, configuration={}, **options, logger=logging.getLogger("test"))
+    for step in range(first, first + 2):
+        files.write(Record(step, {"loss": float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.tensor([step]))]))
+    files.close()
+    return files.path
+
+def killed_at(line, resumed):
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if os.path.dirname(frame.f_code.co_filename) != folder:
+            return None
+        seen += event == "line"
+        if seen == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    child = os.fork()
+    if not child:
+        sys.settrace(trace)
+        run(1, resumed)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+def content(one):
+    return load_store(one).series("loss")[0].tolist() if one.exists() else []
+
+line = 0
+while True:
+    line += 37
+    for old in path.parent.iterdir():
+        old.unlink()
+    if sys.argv[2] == "resumed":
+        run(0, False)
+    was_killed = killed_at(line, sys.argv[2] == "resumed")
+    found, tensors = content(path), [one.step for one in load_store(path).tensors()] if path.exists() else []
+    if sys.argv[2] == "resumed":
+        assert found in ([0, 1], [0], [0, 1, 2]), (line, found)
+        assert tensors in ([0, 1], [0], [0, 1, 2]), (line, tensors)
+    else:
+        assert found in ([], [1], [1, 2]), (line, found)
+        assert tensors in ([], [1], [1, 2]), (line, tensors)
+    if not was_killed:
+        break
+    is_free = not path.exists()
+    taken = run(5, False)
+    assert taken.name == ("m.h5" if is_free else "m-2.h5"), (line, taken)
+    assert content(taken) == [5, 6]
+    left = sorted(one.name for one in path.parent.iterdir() if one.name.startswith("."))
+    assert not left, (line, left)
+print(line)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("mode", ["new", "resumed"])
+def test_killed_anywhere(tmp_path: Path, mode: str) -> None:
+    """The name stands for a readable file or for none, from the first moment; the next run takes a free name, and removes what is left."""
+    process = start(KILLED, tmp_path / "m.h5", mode)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert int(output) > 300
 
 
 @pytest.mark.parametrize("mode", ["append", "widen"])

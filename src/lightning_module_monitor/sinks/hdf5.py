@@ -115,7 +115,12 @@ class Store(writer.Writer):
 
     def _taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
-        return super()._taken(path) or (f"{layout.tensors_path(path).name} exists" if layout.tensors_path(path).exists() else "")
+        beside = layout.tensors_path(path)
+        return super()._taken(path) or (f"{beside.name} exists" if layout.is_there(beside) else "")
+
+    def _sweep(self, path: Path) -> None:
+        super()._sweep(path)
+        super()._sweep(layout.tensors_path(path))
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
         return layout.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))

@@ -371,6 +371,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything at a path but an empty file, which holds nothing to lose."""
+    return path.exists() and not (path.is_file() and path.stat().st_size == 0)
+
+
 def tensors_path(path: Path) -> Path:
     """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
@@ -383,6 +388,7 @@ def _synchronize(path: Path) -> None:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Put a finished file in another's place, atomically: a kill leaves one or the other, whole."""
-    shutil.copymode(path, temporary)
+    """Give a finished file its name, atomically: a kill leaves this file there or the one before, whole."""
+    if path.exists():
+        shutil.copymode(path, temporary)
     temporary.replace(path)

@@ -22,13 +22,19 @@ def acquire(path: Path) -> BaseFileLock | None:
 
 
 def has_holder(path: Path) -> bool:
-    """Whether a store, in this or another process, has the right to write to ``path``."""
-    if not _file_of(path).exists():
-        return False
-    lock = acquire(path)
+    """Whether a store, in this or another process, has the right to write to ``path``; true if that cannot be known."""
+    try:
+        lock = acquire(path) if exists(path) else None
+    except OSError:  # e.g. a folder that is not ours
+        return True
     if lock is not None:
         release(lock)
-    return lock is None
+    return exists(path)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a hidden file for ``path``: of a store that is open, or of a run that was killed."""
+    return _file_of(path).exists()
 
 
 def release(lock: BaseFileLock) -> None:

@@ -59,7 +59,7 @@ class TensorStore(writer.Writer):
     @functools.cached_property
     def _has_to_resume(self) -> bool:
         """Whether the file of the resumed run has tensors to supersede, or to copy."""
-        if self._resumed is None or self._resume_from is None or not self._resumed.exists():
+        if self._resumed is None or self._resume_from is None or not layout.is_there(self._resumed):
             return False
         try:
             with layout.open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:

@@ -157,7 +157,14 @@ class Writer(ABC):
 
     def _taken(self, path: Path) -> str:
         """Why a new file cannot be at ``path``; empty if it can."""
-        return "it exists" if path.exists() else ""
+        return "it exists" if layout.is_there(path) else ""
+
+    def _sweep(self, path: Path) -> None:
+        """Remove what a killed run left beside the file at ``path``."""
+        held = lock.acquire(path) if lock.exists(path) else None
+        if held is not None:
+            layout.temporary_path(path).unlink(missing_ok=True)
+            lock.release(held)
 
     # -------------------------------------------------------------- beginning
 
@@ -173,7 +180,7 @@ class Writer(ABC):
 
     def _open(self, record: Record) -> None:
         run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
-        if self._resumed is not None and not self._resumed.exists():
+        if self._resumed is not None and not layout.is_there(self._resumed):
             self._resumed = None
         reason = self._go_on(run, record) if self._resumed == self.path else ""
         if self._lock is None:
@@ -203,18 +210,14 @@ class Writer(ABC):
         """Begin a new file, at ``path`` or beside it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         reason = reason or self._taken(self._wanted) or "another run begins it"
-        self.path, self._lock = self._reserve()
+        self.path, self._lock = self._lock_free_name()
         if self.path != self._wanted:
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
         temporary = layout.temporary_path(self.path)
-        try:
-            if not self._begin_with_copy(temporary, run, record):
-                with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
-                    self._create_content(file, record)
-            self._put_in_place(temporary)
-        except BaseException:
-            self.path.unlink()
-            raise
+        if not self._begin_with_copy(temporary, run, record):
+            with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
+                self._create_content(file, record)
+        self._put_in_place(temporary)
 
     def _begin_with_copy(self, temporary: Path, run: dict[str, object], record: Record) -> bool:
         """Copy what the file of the resumed run has of earlier steps; returns whether there is one that can be read."""
@@ -239,20 +242,15 @@ class Writer(ABC):
             attributes.configurations.append(run)
             return self._copy(source, temporary, attributes, record, with_superseded=is_own)
 
-    def _reserve(self) -> tuple[Path, BaseFileLock]:
-        """The first free name, made an empty file so that no other program takes it, and its lock."""
+    def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
+        """The first free name, at which no other run begins a file while its lock is held."""
         for path in _numbered(self._wanted):
-            if self._taken(path) or (held := lock.acquire(path)) is None:
-                continue
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError:
+            if self._taken(path):
+                self._sweep(path)
+            elif (held := lock.acquire(path)) is not None:
+                if not self._taken(path):  # by a run that had the lock until now
+                    return path, held
                 lock.release(held)
-                continue
-            except BaseException:
-                lock.release(held)
-                raise
-            return path, held
         raise AssertionError  # the names do not end
 
     # -------------------------------------------------------------- ending
