@@ -73,7 +73,7 @@ FLOW, HISTOGRAMS = "gradient flow", "histograms"
 IDLE_TARGET = 0.01
 NONFINITE_TARGET = 0.02
 """Most that looking for values that are not finite at every step may add to a plain step, on the workloads that have it."""
-RCC_TARGET = 1.25
+RCC_TARGET = 2.0
 """Forward passes that the check may cost beyond that of the reference."""
 NUM_RESAMPLES = 1000
 """How often the rounds are drawn anew, to tell how sure a figure is."""

@@ -641,7 +641,7 @@ def test_no_wrapper_is_in_a_name(wrapper: str) -> None:
         setattr(outside, wrapper, module)
         return outside
 
-    model = nn.ModuleDict({"block": wrapped(nn.Sequential(nn.Linear(2, 2))), f"my{wrapper}": nn.Linear(2, 2)})
+    model = nn.Sequential(OrderedDict({"block": wrapped(nn.Sequential(nn.Linear(2, 2))), f"my{wrapper}": nn.Linear(2, 2)}))
     for root in (model, wrapped(model)):
         with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm", exclude=".*bias")) as monitor:
             monitor.set_module(root)

@@ -105,7 +105,7 @@ MODULE_MONITOR = {
         "probes/test_coordinate_check.py::test_terms_without_the_bias_are_those_of_the_forward_pass_although_the_optimizer_has_stepped "
         "probes/test_coordinate_check.py::test_the_check_is_the_same_whatever_the_split_into_micro_batches "
         "probes/test_coordinate_check.py::test_token_rms_is_token_norm_over_the_root_of_the_features "
-        "probes/test_coordinate_check.py::test_further_outputs_and_inputs_have_names",
+        "probes/test_coordinate_check.py::test_attention_is_checked_by_its_projections",
     ),
     "cpu_offload": Row("cpu_offload", "probes/test_reference.py::test_every_statistic_of_every_difference"),
 }

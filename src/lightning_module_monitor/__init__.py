@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.mixin import MonitorMixin
     from lightning_module_monitor.monitor import ModuleMonitor
+    from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
     from lightning_module_monitor.record import Finding, Record
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.reader import load_store
@@ -49,6 +50,7 @@ __all__ = [
     "coordinate_check",
     "load_store",
     "monitor_scaled_dot_product_attention",
+    "register_rcc_layer",
     "track",
 ]
 
@@ -59,6 +61,7 @@ _HOMES = {
     "health.options": ("Alert", "Health"),
     "mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
+    "probes.rcc_layers": ("register_rcc_layer",),
     "record": ("Finding", "Record"),
     "sinks.history": ("StorageManager",),
     "sinks.reader": ("load_store",),

@@ -37,6 +37,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.nonfinite_of_run import NonfiniteOfRun
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
 from lightning_module_monitor.overhead import Overhead, check_limit, clock_of
+from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.processes import is_first_process
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Finding, Record
 from lightning_module_monitor.redirected import RedirectedCalls
@@ -83,7 +84,7 @@ class ModuleMonitorCallback(Callback):
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
-            function of the step.
+            function of the step. Values that modules record themselves are taken in these, also where no rule is due.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
@@ -149,6 +150,7 @@ class ModuleMonitorCallback(Callback):
         self._attention = attention
         self._max_overhead = max_overhead
         self._dry_run = dry_run
+        self._has_rcc = rcc
         self._module_name = module
         reference = os.fspath(reference) if isinstance(reference, os.PathLike) else reference
         self._save_reference = save_reference
@@ -230,9 +232,7 @@ class ModuleMonitorCallback(Callback):
         if source is not None and not (isinstance(source, str | nn.Module) and source):
             raise ConfigError(f"reference is {source!r}; expected 'init', the path of a checkpoint, or a module.")
         if rcc:
-            terms, *of_known_types = coordinate_check_rules()
-            self.monitor.add_rules(terms, "rcc")
-            self.monitor.add_rules(of_known_types, "rcc", are_optional=True)
+            self.monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
         elif source is not None and needed_by is None:
             self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
 
@@ -587,6 +587,10 @@ class ModuleMonitorCallback(Callback):
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}
         self._sinks_of_run.expect([name for name, is_measured in measured.items() if is_measured])
+        modules = [site.module for site in self.monitor.wishes.sites.modules]
+        if self._has_rcc and not any(layer_parts(module) for module in modules):
+            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            self._say(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
         self._health_of_run.begin(self._sinks_of_run.planned_keys(), self._sinks_of_run.planned_histograms(), is_fit=self._is_fit)
         self._check_others(trainer)
 
@@ -615,8 +619,9 @@ class ModuleMonitorCallback(Callback):
         keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
         captured = wishes.capture_plan()
+        num_modules = sum(one.site.runs for one in plan.modules)
         return (
-            f"Watching {len(plan.modules)} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
+            f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."
             + self._sinks_of_run.roll_ups_in_words()
             + (f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters." if captured is not None else "")
         )

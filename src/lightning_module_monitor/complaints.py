@@ -78,10 +78,16 @@ class Complaints:
             self._said.add(once or message)
             self._logger.warning("%s Said once; monitor/errors counts them.", message)
 
-    def say_once(self, message: str, level: int = logging.INFO) -> None:
-        """Say what is good to know; what is no problem one of several ranks says."""
-        if (level >= logging.WARNING or self._speaks_for_all()) and message not in self._said:
-            self._said.add(message)
+    def say_once(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+        """Say what is good to know; what is no problem one of several ranks says.
+
+        Args:
+            message: A sentence.
+            level: Of the logger.
+            once: What of it is said once; without it the sentence itself.
+        """
+        if (level >= logging.WARNING or self._speaks_for_all()) and (once or message) not in self._said:
+            self._said.add(once or message)
             self._logger.log(level, message)
 
     def forget(self) -> None:

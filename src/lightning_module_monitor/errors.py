@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 
@@ -29,6 +29,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_lower_case = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.0)
     return f"; nearest: {by_lower_case[found[0]]!r}" if found else ""
+
+
+def shortened(names: Sequence[str], limit: int = 3) -> str:
+    """The first of many names, and how many more there are; each once.
+
+    >>> shortened(["a", "b", "c", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    once = list(dict.fromkeys(names))
+    return ", ".join(once[:limit]) + (f" and {len(once) - limit} more" if len(once) > limit else "")
 
 
 def require(module: str, extra: str) -> ModuleType:

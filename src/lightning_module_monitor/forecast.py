@@ -30,7 +30,7 @@ def forecast(
     Returns:
         Lines to print.
     """
-    watches = plan.watches()
+    watches = plan.expected()
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
     sites = Counter(watch.kind for watch in watches)
     for kind, num_sites in sites.items():

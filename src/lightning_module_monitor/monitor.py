@@ -24,14 +24,14 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
-from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.modules.names import without_wrappers
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.modules.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, Units
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
@@ -44,6 +44,7 @@ from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
     OVERHEAD_FRACTION,
     OWN_KIND,
+    RCC_SKIPPED_CALLS,
     STAGES,
     STEP_SKIPPED,
     TRAIN,
@@ -101,7 +102,7 @@ class ModuleMonitor:
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -180,13 +181,33 @@ class ModuleMonitor:
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
         self._operator_norms = OperatorNorms()
-        self._units = Units()
+        self._begun: int | None = None
+        """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
         self._silenced = 0
+        self._awaits_attention = True
+        """Whether no step has ended yet in which attention was to be watched."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
+
+    # What there is
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is monitored; ``None`` before :meth:`set_module`."""
+        return self._module
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """The module that it is compared with; ``None`` if there is none."""
+        return None if self._reference is None else self._reference.module
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
+        return self._begun if self._window is None else self._window.step
 
     # What is watched
 
@@ -208,9 +229,7 @@ class ModuleMonitor:
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
-        for old, new in sites.renamed.items():
-            fit = "loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._complaints.say_once(f"{old!r} is called {new!r} in keys: {fit}.")
+        self._say_renamed()
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -222,9 +241,10 @@ class ModuleMonitor:
                     reference(x)
             loss_fn(model(x), y).backward()
 
-        It then runs without a graph, in the model's train or eval mode, on the random numbers that the model is about to
-        draw, which draws them again; its buffers stay as they are. What does not go through the reference's own
-        ``forward`` (``reference.training_step(batch, 0)``) is run ``with monitor.running_reference()``.
+        It then runs in the model's train or eval mode and with its ``requires_grad`` flags, so that torch selects the same
+        kernels, and on the random numbers that the model draws after it. Flags and buffers are as before afterwards, and what it
+        returns has no graph. What does not go through the reference's own ``forward`` (``reference.training_step(batch, 0)``)
+        is run ``with monitor.running_reference()``.
 
         Args:
             module: A module of the same structure as the monitored one; a copy of it, say, made at its initialization.
@@ -239,7 +259,7 @@ class ModuleMonitor:
         self.remove_reference_module()
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.wishes.sites.within
-        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload)
+        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
         self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
@@ -247,7 +267,6 @@ class ModuleMonitor:
         if self._reference is not None:
             self.abandon()
         self._reference = None
-        self._units.clear()
 
     def has_reference_module(self) -> bool:
         """Whether there is a module to compare with."""
@@ -270,16 +289,30 @@ class ModuleMonitor:
         with self.no_monitor(), self._reference.running():
             yield
 
-    def reference_failed(self, error: Exception) -> None:
-        """Note that the reference could not be run: this is said and counted, and training goes on.
+    def run_reference(self, call: Callable[[], object]) -> None:
+        """Run the reference; an error is reported and counted, and training continues.
+
+        Args:
+            call: Runs it, e.g. by its ``training_step``. A second time if it needs tensors for a backward pass of its own.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        with self.no_monitor():
+            for probe in () if self._window is None else self._window.probes:
+                if isinstance(probe, ReferenceProbe):
+                    probe.run(call)
+
+    def _reference_failed(self, error: Exception) -> None:
+        """Report and count that the reference could not be run.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
         if self._window is not None:
             self._window.observation.num_errors += 1
-        name = type(error).__name__
-        self._complaints.report(f"The reference could not run ({name}: {error}).", error, f"reference {name}")
+        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
+        self._complaints.report(f"The reference could not run ({name}: {cause}).", error, f"reference {name}")
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -396,8 +429,8 @@ class ModuleMonitor:
     # Phases of a step
 
     def is_step_monitored(self, step: int) -> bool:
-        """Whether any rule is due in a step, or tensors are captured in it."""
-        return any(self._due(step)) or self.wishes.is_captured(step)
+        """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
+        return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
@@ -418,10 +451,10 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, is_captured = self._due(step), self.wishes.is_captured(step)
-        if any(due) or is_captured:
+        due, self._begun = self._due(step), step
+        if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
-        return any(due) or is_captured
+        return due is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -544,7 +577,10 @@ class ModuleMonitor:
         Returns:
             The record, if the step was monitored.
         """
-        if self._window is None or self._window.stage != TRAIN:
+        if self.is_in_stage():
+            return None
+        self._begun = None
+        if self._window is None:
             return None
         self.monitor_updates()
         return self._finish()
@@ -629,7 +665,7 @@ class ModuleMonitor:
         for window in (self._window, *self._suspended):
             if window is not None:
                 window.close()
-        self._window = None
+        self._window = self._begun = None
         self._suspended.clear()
 
     def close(self) -> None:
@@ -642,6 +678,7 @@ class ModuleMonitor:
         self._exchanges.clear()
         self._has_agreed = False
         self._free_keys.clear()
+        self._awaits_attention = True
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -714,16 +751,25 @@ class ModuleMonitor:
     def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
         self.wishes.add(rule, label, is_optional=is_optional)
         self._exchanges.clear()
-        self._units.clear()
         self._has_agreed = False
+        if self._module is not None:
+            self._say_renamed()
 
-    def _due(self, step: int) -> Due:
-        """What is due; nothing where a function of the user's cannot say so."""
+    def _say_renamed(self) -> None:
+        """Say, in one line, which names in keys are not those of the model."""
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
+        if changed:
+            differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
+            fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
+            self._complaints.say_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
+
+    def _due(self, step: int) -> Due | None:
+        """What is due in a step, if it is monitored; where a function of the user's fails, raw tensors alone are captured."""
         try:
             return self.wishes.due(step)
         except Exception as error:
             self._complaints.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return Due((), gradient_flow=False)
+            return Due((), gradient_flow=False) if self.wishes.is_captured(step) else None
 
     def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
@@ -737,7 +783,7 @@ class ModuleMonitor:
         self._window = Window(step, stage, observation, exchange, whole_tensors)
         rank = 0 if exchange is None else exchange.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reference, rank),
+            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._complaints.say_once, self._reference, rank),
             ActivationProbe(plan.outputs, observation, sites.further_name, self._complaints.say_once),
         ]
         if plan.chain is not None:
@@ -746,7 +792,14 @@ class ModuleMonitor:
             probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, observation, sites.head_name, self._complaints.say_once)
+        attention = AttentionProbe(
+            plan.modules,
+            plan.modules_with_heads,
+            observation,
+            sites.head_name,
+            self._complaints.say_once,
+            is_asked_for=self.wishes.asks_for_attention(due),
+        )
         self._window.attach(attention, probes)
         self._set_open()
 
@@ -754,9 +807,8 @@ class ModuleMonitor:
         gone = self.wishes.leave_out_what_is_gone()
         if gone:
             self._exchanges.clear()
-            shown = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
             why = "what took its place is not watched, and there are no more values of it before the next fit"
-            self._complaints.say_once(f"{shown} was taken out of the model while it trains: {why}.", logging.WARNING)
+            self._complaints.say_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _ranks(self) -> Ranks | None:
         """The processes that train together; ``None`` where this is the only one."""
@@ -775,10 +827,10 @@ class ModuleMonitor:
     def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.wishes.sites.further_name, self._complaints.say_once
-        twins = ReferenceProbe(reference, self.reference_failed, say)
+        twins = ReferenceProbe(reference, self._reference_failed, say)
         probes = [
-            DifferenceProbe(plan.modules, observation, twins, name, say),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._units, name, say),
+            DifferenceProbe(plan.modules, observation, twins, name),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []
@@ -822,10 +874,24 @@ class ModuleMonitor:
             window.observation.close()
         if window.observation.is_lost:
             return None
+        self._note_attention(window)
         values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _note_attention(self, window: Window) -> None:
+        """Say so if the first step in which attention was to be watched had none."""
+        if window.attention is None or not (self._awaits_attention and window.attention.is_asked_for):
+            return
+        self._awaits_attention = False
+        if not window.attention.has_seen and self._speaks_for_all():
+            message = (
+                f"attention: step {window.step} called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and "
+                'nn.MultiheadAttention, and no attention is recorded. Try attn_implementation="sdpa" for a Hugging Face model, and '
+                "monitor_scaled_dot_product_attention in a forward of your own."
+            )
+            self._complaints.say_once(message, logging.WARNING)
 
     def _check_is_free(self, parts: Key, stage: str) -> None:
         """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""
@@ -838,8 +904,11 @@ class ModuleMonitor:
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._window is not None:
-            watch = self._own_watch(OWN_KIND, "", name, self._window.stage)
-            self._window.observation.add_result(watch, UserFunction(name, float, "max"), value, 1)
+            function = UserFunction(name, float, "max")
+            self._window.observation.add_result(self._own_figure(name, self._window.stage), function, value, 1)
+
+    def _own_figure(self, name: str, stage: str = TRAIN) -> Watch:
+        return self._own_watch(OWN_KIND, "", name, stage)
 
     def _own_watch(self, kind: str, site: str, name: str, stage: str) -> Watch:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""

@@ -12,12 +12,12 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.modules.blocks import find_blocks
 from lightning_module_monitor.modules.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.modules.outputs import Path, suffix
-from lightning_module_monitor.probes import activations, checked_modules
+from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
@@ -68,7 +68,7 @@ class Plan:
     def watches(self) -> list[Watch]:
         """Every watch of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
-        of_modules = [one for watch in of_modules for one in (watch, watch.alone) if one is not None]
+        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
     def all_watches(self) -> list[Watch]:
@@ -81,30 +81,30 @@ class Plan:
             return False
         return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches() if kind in ("", watch.kind))
 
+    def has_coordinate_check(self) -> bool:
+        """Whether anything of the refined coordinate check is watched."""
+        return any(watch.kind in rcc_layers.KINDS for watch in self.watches())
+
     def has_heads(self) -> bool:
         """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
         return any(KINDS[watch.kind].of_heads for watch in self.watches())
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for watch in self._expected() for key in watch.planned_keys()]
+        of_rules = [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.planned_keys()]
         return of_rules + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
-        return [key for watch in self._expected() for key in watch.histogram_keys]
+        return [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.histogram_keys]
 
-    def _expected(self) -> list[Watch]:
-        """The watches that values are expected of, kind by kind: a frozen parameter has no gradient, and heads are not known yet."""
-        frozen = {
-            id(watch)
-            for one in self.parameters
-            for kind, watch in one.watches.items()
-            if kind.startswith("gradient") and (tensor := one.site.tensor()) is not None and not tensor.requires_grad
-        }
-        watches = [watch for watch in self.watches() if id(watch) not in frozen and not KINDS[watch.kind].of_heads]
+    def expected(self) -> list[Watch]:
+        """The watches that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if _can_occur(watched.site, kind)]
+        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
+        of_parameters = [one for watched in self.parameters for kind, one in watched.watches.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(watches, key=lambda watch: order[watch.kind])
+        return sorted(of_modules + of_parameters, key=lambda watch: order[watch.kind])
 
 
 class Sites:
@@ -128,7 +128,6 @@ class Sites:
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
         self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
         """Outside of this nothing is watched."""
-        self._units = checked_modules.units(self.within)
         self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -214,7 +213,15 @@ class Sites:
         return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
 
     def _has_kind(self, site: ModuleSite, kind: str) -> bool:
-        return kind not in checked_modules.KINDS or (site.module in self._units and checked_modules.has_kind(site.module, kind))
+        return kind not in rcc_layers.KINDS or bool(rcc_layers.layer_sites(site.module, kind))
+
+    def left_out_of_coordinate_check(self, rule: ParsedRule) -> list[str]:
+        """The modules that a rule picks and that own weights, but are of no type that the coordinate check knows: name and type."""
+        if rcc_layers.OUTPUT not in rule.kinds:
+            return []
+        unchecked = rcc_layers.unchecked_modules(self.within)
+        picked = [site for site in self.modules if site.module in unchecked and _is_picked(site, site.module, rule)]
+        return [f"{site.name} ({type(site.module).__name__})" for site in picked]
 
     def check(self, rule: ParsedRule) -> list[str]:
         """Check that a rule picks anything.
@@ -225,9 +232,14 @@ class Sites:
         Raises:
             ConfigError: If it picks nothing at all; names the nearest right name.
         """
-        idle = [kind for kind in rule.kinds if not self.matching(rule, kind)]
+        matching = {kind: self.matching(rule, kind) for kind in rule.kinds}
+        idle = [kind for kind, found in matching.items() if not any(_can_occur(site, kind) for site in found)]
         if len(idle) < len(rule.kinds):
             return idle
+        never_run = [site.name for found in matching.values() for site in found]
+        if never_run:
+            expected = f"expected modules that are called, e.g. {re.escape(never_run[0]) + '[.].*'!r}"
+            raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
         what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
         if not any(matches(site.aliases, rule.sites) for site in sites):
@@ -236,6 +248,9 @@ class Sites:
         options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
         limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
         limits += ["leaf_modules"] if rule.leaf_modules else []
+        if not limits:
+            why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
         expected = "expected at least one site; loosen one of them"
         raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
@@ -266,8 +281,9 @@ class Sites:
                 for site in self.matching(rule, kind):
                     compared = is_compared and KINDS[kind].site == "module"
                     watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix, is_compared=compared))
-                    if isinstance(site, ModuleSite) and checked_modules.has_weight_site(site.module, kind):
-                        watch.alone = watch.at(f"{site.name}.weight")
+                    if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS:
+                        suffixes = rcc_layers.layer_sites(site.module, kind)
+                        watch.parts = {one: watch.at(f"{site.name}{one}") if one else watch for one in suffixes}
                     _join(watch, rule)
         return Plan(
             [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],
@@ -281,6 +297,11 @@ def _join(watch: Watch, rule: ParsedRule) -> None:
     watch.histograms.update(dict.fromkeys(rule.histograms))
     watch.units.update(dict.fromkeys(rule.units))
     watch.functions.update({function.name: function for function in rule.functions})
+
+
+def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
+    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
+    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
 
 
 def _one_by_one(watch: Watch) -> str:

@@ -26,7 +26,10 @@ STEP_SKIPPED = "step_skipped"
 OVERHEAD_FRACTION = "overhead_fraction"
 """The name of the figure that is the share of the time that monitoring takes."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED)
+RCC_SKIPPED_CALLS = "rcc_skipped_calls"
+"""The name of the number of calls that the refined coordinate check leaves out, of all ranks."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

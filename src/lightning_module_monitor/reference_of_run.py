@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -116,11 +117,7 @@ class ReferenceOfRun:
     def run(self, trainer: Trainer, batch: object, batch_idx: int, monitor: ModuleMonitor) -> None:
         """Run it on the batch that the model is about to get."""
         assert isinstance(self._module, LightningModule)
-        try:
-            with monitor.running_reference():
-                run_training_step(self._module, trainer, batch, batch_idx)
-        except Exception as error:
-            monitor.reference_failed(error)
+        monitor.run_reference(functools.partial(run_training_step, self._module, trainer, batch, batch_idx))
 
     def _name(self) -> str:
         return self.source if isinstance(self.source, str) else MODULE

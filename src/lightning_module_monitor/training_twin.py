@@ -14,38 +14,42 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 
-class _Silent(LightningModule):
-    """What a copy does not do, whatever its class does: log anywhere, or touch the optimizers of the model."""
+class _TrainerWithoutLoggers:
+    """What a copy takes for its trainer: the model's, but for the loggers; what the copy sets on it reaches nothing.
 
-    def log(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    Args:
+        trainer: The model's.
+    """
 
-    def log_dict(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.logger = DummyLogger()
+        self.loggers = [self.logger]
 
-    def print(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
+        return getattr(object.__getattribute__(self, "_trainer"), name)  # that of a copy that is being made is not there yet
 
-    @property
-    def logger(self) -> DummyLogger:
-        return DummyLogger()
 
-    @property
-    def loggers(self) -> list[Any]:
-        return [DummyLogger()]
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Stands in a copy for what would log or print."""
 
-    def optimizers(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
 
-    lr_schedulers = optimizers
-    manual_backward = optimizers
+def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """Stands in a copy for what would reach the optimizers of the model."""
+    raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
+
+
+_SILENT = {
+    **dict.fromkeys(("log", "log_dict", "print"), _do_nothing),
+    **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
+}
 
 
 def silence(twin: LightningModule) -> None:
-    """Make a copy one that nobody notices; also the LightningModules within it."""
+    """Take from a copy, and from the LightningModules within it, what logs or reaches optimizers: attributes shadow methods."""
     for part in twin.modules():
-        if isinstance(part, LightningModule) and not isinstance(part, _Silent):
-            part.__class__ = type(type(part).__name__, (_Silent, type(part)), {})
+        if isinstance(part, LightningModule):
+            vars(part).update(_SILENT)
 
 
 def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
@@ -53,7 +57,7 @@ def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, ba
 
     Args:
         twin: A silenced copy.
-        trainer: It is attached to this while it runs.
+        trainer: The copy is attached to this, without its loggers, while it runs.
         batch: On the device and in the precision of the run. The copy gets a copy, for it may write into it.
         batch_idx: Its number.
 
@@ -62,7 +66,7 @@ def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, ba
     """
     takes_index = is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
-    twin.trainer = trainer
+    twin.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
     try:
         with trainer.precision_plugin.train_step_context(), _unchanged_attributes(twin):
             return twin.training_step(*arguments)

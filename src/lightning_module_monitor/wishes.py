@@ -19,7 +19,7 @@ from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.probe import Watched, WatchedModule
-from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key
+from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
@@ -36,7 +36,7 @@ class Say(Protocol):
 
 
 class Due(NamedTuple):
-    """What is to be watched in a step; ``any(due)`` tells whether anything is."""
+    """What is due in a monitored step; nothing of it where only values that modules log themselves are recorded."""
 
     rules: tuple[int, ...]
     """Numbers of the rules."""
@@ -194,10 +194,19 @@ class Wishes:
 
     # When
 
-    def due(self, step: int) -> Due:
-        """What is to be watched in a step. An error is one of a function of the user's."""
-        rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
-        return Due(rules, self._gradient_flow is not None and self._schedule(step))
+    def due(self, step: int) -> Due | None:
+        """What is due in a step; ``None`` if the step is not monitored. An error is one of a function of the user's.
+
+        A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
+        """
+        is_picked = self._schedule(step)
+        due = Due(tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step)), self._gradient_flow is not None and is_picked)
+        return due if is_picked or due.rules or self.is_captured(step) else None
+
+    def asks_for_attention(self, due: Due) -> bool:
+        """Whether a rule that is due is about attention, and may not match nothing."""
+        rules = (self._rules[i] for i in due.rules)
+        return any(KINDS[kind].of_heads for rule in rules if not rule.is_optional for kind in rule.kinds)
 
     def everything(self) -> Due:
         """What is watched when every rule is due."""
@@ -241,6 +250,15 @@ class Wishes:
 
     # Keys
 
+    def renamed(self) -> dict[str, str]:
+        """New name by old name of what is watched, where loggers would not take the old one."""
+        changed = self.sites.renamed
+        if not changed:
+            return {}
+        plan = self.plan()
+        used = {watch.site for watch in plan.watches()}.union(plan.chain.transitions if plan.chain is not None else ())
+        return {old: new for old, new in changed.items() if new in used}
+
     def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
@@ -250,7 +268,8 @@ class Wishes:
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
-        return keys + ([self.own_key(name) for name in figures] if TRAIN in names else [])
+        more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
+        return keys + ([self.own_key(name) for name in (*figures, *more)] if TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
@@ -319,6 +338,10 @@ class Wishes:
             _check_tensor_parallel(rule)
         for kind in () if rule.is_optional else sites.check(rule):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        left_out = sites.left_out_of_coordinate_check(rule)
+        if left_out:
+            shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+            self._say(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
 
 
 def _check_tensor_parallel(rule: ParsedRule) -> None:

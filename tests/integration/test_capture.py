@@ -101,13 +101,13 @@ def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) 
 
 
 def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a rule: the steps of the capture are monitored, and what is captured is announced."""
+    """Without a rule: the steps of the capture are monitored beside those of the schedule, and what is captured is announced."""
     callback = ModuleMonitorCallback(rules=[], capture=Capture(sites="model.layers.3.*", steps=[1, 3]))
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, [callback], max_steps=6).fit(Classifier("mlp"), loader(), loader(8))
     store = load_store(tmp_path / "monitor.h5")
     assert store.keys() == ["monitor/errors"]
-    assert store.series("monitor/errors")[0].tolist() == [1, 3]
+    assert store.series("monitor/errors")[0].tolist() == [0, 1, 3]
     assert [(one.kind, one.site, one.step) for one in store.tensors()] == [
         (kind, site, step)
         for step in (1, 3)

@@ -254,7 +254,7 @@ def test_captures_only_what_is_asked_and_when() -> None:
     wish = Capture(sites="layers.0(.weight)?", steps=[2, 4], kinds=["activation", "gradient"])
     rules = [Rule(kinds="parameter", statistics="norm", every_n_steps=3)]
     seen: dict[int, list[tuple[str, str]]] = {}
-    with ModuleMonitor(rules=rules, capture=wish) as monitor:
+    with ModuleMonitor(3, rules=rules, capture=wish) as monitor:
         monitor.set_module(model)
         for step in range(6):
             begun = monitor.begin_step(step)
@@ -355,7 +355,7 @@ def test_what_a_transform_wraps_is_captured_whole(transform: str) -> None:
 def test_a_model_that_raises_leaves_no_hook() -> None:
     """The next step takes off what an error left on."""
     model = make("mlp")
-    with ModuleMonitor(capture=Capture(sites=".*", steps=[0])) as monitor:
+    with ModuleMonitor([0], capture=Capture(sites=".*", steps=[0])) as monitor:
         monitor.set_module(model)
         monitor.begin_step(0)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

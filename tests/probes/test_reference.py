@@ -297,7 +297,7 @@ def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFix
         assert monitor.awaits_reference()
         model(x)
         assert monitor.end_step().values == {"monitor/errors": 0}  # type: ignore[union-attr]
-        assert "layers.0: the reference has not run for this call of it" in caplog.text
+        assert "The reference has not run before the model" in caplog.text
         monitor.begin_step(1)
         reference(x), reference(x)
         model(x)

@@ -94,6 +94,18 @@ def test_sections_are_those_that_there_is_data_for(tmp_path: Path) -> None:
     assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "run"]
 
 
+def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
+    """What was planned and never recorded is in no table and in no panel: the histograms' panel opens on the first site that has one."""
+    counts = Histogram(np.ones(NUM_COUNTS, np.int64))
+    histograms = {"activation/_root_/hist": [], "activation/fc/hist": [counts], "gradient/never/hist": []}
+    series: dict[str, list[float | None]] = {"activation/_root_/rms": [], **SERIES}
+    payload = payload_of(page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series, histograms=histograms)))
+    (run,) = payload["runs"]
+    sites = {one["statistic"]: payload["lists"][one["sites"]] for one in (*run["tables"], *run["histograms"])}
+    assert sites == {"rms": ["fc", "out"], "hist": ["fc"]}
+    assert [one["kind"] for one in run["histograms"]] == ["activation"]
+
+
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     """With the site's name and the evidence, readable without a script; and what was not looked at."""
     store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, 1.0, 1.0, 1.0], "monitor/errors": [0.0]})

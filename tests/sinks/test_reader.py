@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lightning_module_monitor.bins import FINITE, NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout
 from lightning_module_monitor.sinks.hdf5 import Store
@@ -40,6 +43,31 @@ def test_keys_are_those_that_were_recorded(path: Path) -> None:
     keys = load_store(path).keys()
     assert sorted(keys) == sorted(VALUES)
     assert [key for key in keys if key.startswith("activation/")] == list(VALUES)[:3]
+
+
+def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
+    """A key that was planned and never recorded is in no answer; one that was recorded as NaN is. What is being written is no exception."""
+    keys = ["activation/seldom/rms", "activation/never/rms", "activation/nan/rms", "activation/never/std", "validation/activation/nan/rms"]
+    histograms = ["activation/never/hist", "activation/seldom/hist", "gradient/never/hist"]
+    row = np.arange(NUM_COUNTS)
+    with closing(Store(tmp_path / "monitor.h5", configuration={}, keys=keys, histogram_keys=histograms)) as store:
+        store.write(Record(0, {"activation/nan/rms": math.nan}))
+        reader = load_store(tmp_path / "monitor.h5")
+        assert (reader.keys(), reader.histogram_keys(), reader.histogram_kinds()) == (["activation/nan/rms"], [], [])
+        store.write(Record(10, {"activation/seldom/rms": 1.0}, {"activation/seldom/hist": Histogram(row)}))
+        store.write(Record(20, {"activation/nan/rms": 2.0}))
+    assert (reader.keys(), reader.kinds()) == (["activation/seldom/rms", "activation/nan/rms"], ["activation"])
+    matrix = reader.matrix("activation")
+    assert [key.format() for key in matrix.keys] == reader.keys()
+    np.testing.assert_array_equal(matrix.values, [[math.nan, math.nan], [1.0, math.nan], [math.nan, 2.0]])
+    np.testing.assert_array_equal(matrix.is_recorded, [[False, True], [True, False], [False, True]])
+    assert reader.to_frame()["site"].tolist() == ["nan", "seldom", "nan"]
+    dataset = reader.to_xarray("activation")
+    assert (list(dataset), dataset["site"].values.tolist()) == (["rms"], ["seldom", "nan"])
+    assert (reader.histogram_keys(), reader.histogram_kinds()) == (["activation/seldom/hist"], ["activation"])
+    of_kind = reader.histogram_matrix("activation")
+    assert [key.format() for key in of_kind.keys] == ["activation/seldom/hist"]
+    np.testing.assert_array_equal(of_kind.counts, [[row[FINITE]]])
 
 
 def test_every_series_has_its_own_values(path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import pytest
 import torch
 from helpers.textbook import textbook
 from torch import Tensor
 
-from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
@@ -72,13 +69,8 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     difference = forms(torch.float32)["of two"]
     observation = Observation(lambda *_trouble: None)
     added: list[object] = []
-    original = observation._table.add_differences
-
-    def add(several: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
-        added.extend(kept := [*several])
-        original(kept, readable)
-
-    monkeypatch.setattr(observation._table, "add_differences", add)
+    original = observation._table.add
+    monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
@@ -110,38 +102,3 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
         for i, chunk in enumerate(chunks):
             assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)
-
-
-def test_terms_of_one_shape_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer's terms are made of is read from memory once; terms of another shape by a call of their own."""
-    kernel = running.compiled_terms()
-    if kernel is None:
-        pytest.skip("needs the compiled kernel")
-    calls: list[tuple[int, int]] = []
-    original = kernel.add_differences
-    monkeypatch.setattr(kernel, "add_differences", lambda *args: (calls.append((len(args[0]), args[1])), original(*args)))
-    a, b, c = torch.randn(3, 5, 40)
-    x = torch.randn(5, 16)
-    terms = [Difference(a), Difference(x), Difference(a, b), Difference(b, c), Difference(a, b, c[0]), Difference(x, 2 * x)]
-    observation = Observation(lambda *_trouble: None)
-    observation.observe_for((term, [(watch(f"term_{i}", "norm"), OWN)]) for i, term in enumerate(terms))
-    assert sorted(calls) == [(2, x.numel()), (4, a.numel())]
-    values = observation.collect()
-    for i, term in enumerate(terms):
-        assert values[f"activation_difference/term_{i}/norm"] == pytest.approx(textbook("norm", term.computed()), rel=1e-6)
-
-
-def test_what_shares_its_memory_until_it_is_written_is_read_without_a_copy() -> None:
-    """And a part of a tensor is read where it begins."""
-    if running.kernel() is None or not hasattr(torch._C, "_is_cow_tensor"):
-        pytest.skip("needs the compiled kernel, and torch's private word for it")
-    x = torch.randn(4, 300)
-    kept = torch._lazy_clone(x)
-    observation = Observation(lambda *_trouble: None)
-    observation.observe_for(
-        [(Difference(kept, 3 * x), [(watch("all", "norm"), OWN)]), (Difference(kept[2]), [(watch("part", "norm"), OWN)])]
-    )
-    assert torch._C._is_cow_tensor(x)
-    values = observation.collect()
-    assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", 2 * x), rel=1e-6)
-    assert values["activation_difference/part/norm"] == pytest.approx(textbook("norm", x[2]), rel=1e-6)

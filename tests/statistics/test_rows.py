@@ -15,7 +15,7 @@ from lightning_module_monitor.statistics import dlpack, running
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.rows import Rows
-from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
+from lightning_module_monitor.statistics.watch import Watch
 
 
 def watch(site: str, *names: str) -> Watch:
@@ -116,24 +116,6 @@ def test_a_copy_numbers_its_own_watches() -> None:
     copied_watches, copied_rows = copy.deepcopy((watches, rows))
     assert [copied_rows.first(one) for one in copied_watches] == firsts == [0, 1, 2, 3, 5]
     assert [*map(id, copied_rows.watches)] == [id(one) for one in copied_watches for _row in range(one.num_rows)]
-
-
-@pytest.mark.skipif(running.kernel() is None, reason="needs the compiled kernel")
-def test_totals_of_terms_go_into_every_row_that_wishes_for_them() -> None:
-    """Into the second row of one that is relative too; what is measured twice in a step is merged."""
-    relative, plain, rows = watch("x", "norm", "ratio"), watch("y", "norm"), Rows()
-    wishes = [[(relative, OWN), (plain, OWN)], [(relative, BASE)]]
-    for _step in range(2):
-        observation = Observation(lambda *_trouble: None, rows)
-        totals = np.zeros((2, running.NUM_FIELDS))
-        totals[:, 0], totals[:, 2] = 4, [9.0, 36.0]
-        observation.add_totals([(wishes, totals)])
-        observation.add_totals([(wishes, totals)])
-        assert observation.collect() == {
-            "activation/x/norm": pytest.approx(18**0.5),
-            "activation/x/ratio": pytest.approx(0.5),
-            "activation/y/norm": pytest.approx(18**0.5),
-        }
 
 
 def test_tensors_of_known_watches_are_read_by_one_call() -> None:

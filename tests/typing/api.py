@@ -98,7 +98,10 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.set_module(model)
         monitor.add_activation_metric("k", kurtosis, ".*", torch.max)
         begun: bool = monitor.begin_step(0)
+        step: int | None = monitor.current_step
         assert begun
+        assert step == 0
+        monitor.current_step = 1  # type: ignore[misc]
         x = torch.zeros(2, 2, 3, 4)
         monitor_scaled_dot_product_attention(monitor, "attn", x, x, x, None, 0.0, True, activation=x)
         monitor.begin_backward(torch.tensor(256.0))
@@ -122,6 +125,11 @@ def compared(model: nn.Module, reference: nn.Module) -> None:
     with monitor.running_reference():
         reference(torch.ones(1))
     check.refined_coordinate_check()
+    watched: list[nn.Module | None] = [monitor.module, monitor.reference_module, check.module, check.reference_module]
+    assert watched[0] is model
+    monitor.module = model  # type: ignore[misc]
+    monitor.reference_module = None  # type: ignore[misc]
+    check.module = check.reference_module = None  # type: ignore[misc]
     has_one: bool = monitor.has_reference_module()
     if has_one:
         monitor.remove_reference_module()

@@ -21,6 +21,9 @@ _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_modul
 UNWATCHED = (Metric, torch.jit.ScriptModule)
 """A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""They hold modules and parameters for others to use."""
+
 NameFormat = Callable[[str], str]
 
 
@@ -38,6 +41,12 @@ class ModuleSite:
     is_last_part: bool = False
     """Whether it is the last part of another, which then may return what it returns."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether it can be called: one of :data:`CONTAINERS` cannot, unless it has a ``forward`` of its own."""
+        has_forward = type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
+        return has_forward or not isinstance(self.module, CONTAINERS)
+
 
 @dataclass(frozen=True)
 class ParameterSite:
@@ -54,6 +63,13 @@ class ParameterSite:
         if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
             return parameter
         return None if isinstance(parameter, UninitializedParameter) else parameter
+
+    def has(self, kind: str) -> bool:
+        """Whether there are values of a kind: of real floating parameters, and gradients of those that are trained."""
+        parameter = self.tensor()
+        if parameter is None:
+            return True  # not yet
+        return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
 
 
 def tensors_of(sites: Sequence[ParameterSite]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
@@ -113,34 +113,76 @@ def in_graph(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies in the place of their tensors, outside of any graph.
+def with_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
+    """A value with other tensors in it, in containers of the same types.
 
     Args:
         value: A tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested at will. Anything else in
             it stays the same object.
-        memo: Copies by the identity of the tensor. A tensor that is there twice is there twice in the copy: attention looks
-            whether its query is its key.
+        replace: Gets every tensor.
     """
-    memo = {} if memo is None else memo
     if isinstance(value, Tensor):
-        if id(value) not in memo:
-            memo[id(value)] = value.detach().clone()
-        return memo[id(value)]
+        return replace(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(part, memo) for part in value))
+        return type(value)(*(with_tensors(part, replace) for part in value))
     if isinstance(value, tuple | list):
-        return _of_class(type(value), [copied(part, memo) for part in value])
+        return _of_class(type(value), [with_tensors(part, replace) for part in value])
     if isinstance(value, dict | UserDict):
         clone = copy.copy(value)
-        clone.update((name, copied(part, memo)) for name, part in value.items())
+        for name, part in value.items():
+            clone[name] = with_tensors(part, replace)  # Hugging Face's outputs refuse `update`
         return clone
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for name, part in parts(value):
-            object.__setattr__(twin, str(name), copied(part, memo))
+            object.__setattr__(twin, str(name), with_tensors(part, replace))
         return twin
     return value
+
+
+def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies in the place of their tensors, outside of any graph.
+
+    Args:
+        value: As :func:`with_tensors` takes it.
+        memo: Copies by the identity of the tensor. A tensor that is there twice is there twice in the copy: attention looks
+            whether its query is its key.
+    """
+    known = {} if memo is None else memo
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.detach().clone()
+        return known[id(tensor)]
+
+    return with_tensors(value, copy_of)
+
+
+def same_layout(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the tensor, by which torch selects kernels too: ``clone`` keeps them only where there are no gaps."""
+    clone = tensor.clone()
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return clone
+    own = tensor[_written_once(tensor)]
+    try:
+        return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
+    except RuntimeError:
+        return clone  # elements overlap: windows of one tensor
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor of the same shape, which may be an expanded one."""
+    if tensor.layout is not torch.strided:
+        tensor.copy_(values)
+        return
+    own = _written_once(tensor)
+    tensor[own].copy_(values[own])
+
+
+def _written_once(tensor: Tensor) -> tuple[slice, ...]:
+    """The index of the part of a tensor that has memory of its own: of one that was expanded the first of each repeated slice."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def is_first(path: Path) -> bool:

@@ -72,7 +72,8 @@ class _Watching:
     @classmethod
     def of(cls, watched: WatchedModule) -> _Watching:
         forward = getattr(watched.site.module.forward, "__func__", None)
-        of_torch = getattr(forward, "__module__", "").startswith("torch.nn.modules.")
+        defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
+        of_torch = defined_in.startswith("torch.nn.modules.")
         return cls(watched, of_torch, forward is nn.MultiheadAttention.forward)
 
 
@@ -89,6 +90,11 @@ class AttentionProbe(Probe):
         observation: Where figures go.
         head_name: Names heads.
         say: Takes a sentence for the user.
+        is_asked_for: Whether the user wants attention, and not only a built-in watch what there may be of it.
+
+    Attributes:
+        is_asked_for: As above.
+        has_seen: Whether there was any call of attention.
     """
 
     def __init__(
@@ -98,7 +104,11 @@ class AttentionProbe(Probe):
         observation: Observation,
         head_name: HeadName,
         say: Callable[[str], None],
+        *,
+        is_asked_for: bool,
     ) -> None:
+        self.is_asked_for = is_asked_for
+        self.has_seen = False
         self._all = watched
         self._watched = [one for one in map(_Watching.of, with_heads) if one.can_attend()]
         self._observation = observation
@@ -150,6 +160,7 @@ class AttentionProbe(Probe):
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
         if not self.is_open or torch._C._current_graph_task_id() != -1:
             return
+        self.has_seen = True
         try:
             with torch.no_grad():
                 heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))

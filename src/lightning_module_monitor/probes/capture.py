@@ -22,7 +22,7 @@ from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.running import in_memory
+from lightning_module_monitor.statistics.running import in_memory, own_elements
 
 
 class CaptureProbe(BackwardProbe):
@@ -212,4 +212,4 @@ def _copy(tensor: Tensor) -> Tensor:
     """
     tensor = unwrapped(tensor).detach()
     tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return in_memory(tensor).clone() if tensor.layout is torch.strided else tensor.to_dense()
+    return in_memory(own_elements(tensor)).clone() if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,136 +1,178 @@
-r"""The refined coordinate check: how much of a change is the weight's own, and how much comes in with the input.
+r"""The refined coordinate check: how much of a change is the weight's own, and how much arrives with the input.
 
-For a module with weights, of the model ``W`` with input ``x``, of the reference ``W0`` with input ``x0``::
+For a layer with the weight ``W`` and the input ``x``, and the reference's layer with ``W0`` and ``x0``::
 
     W x - W0 x0  =  (W - W0) x       +  W0 (x - x0)
                     effective update    propagating update
 
 M. Haas et al., "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025,
-arXiv 2505.22491. ``W x`` is what the model gives and ``W0 x0`` what the reference gave; for ``W0 x`` the reference's module
-is run once more, right behind the model's own, when ``x`` is still there and the optimizer has not stepped.
+arXiv 2505.22491. ``W x`` is the layer's output and ``W0 x0`` the reference's. ``W0 x`` is computed by the function of the
+layer's type (:mod:`rcc_layers`), behind the layer's forward, before anything overwrites ``x``. No module is called again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, UncopiedHook, runs_forward_alone
-from lightning_module_monitor.modules.outputs import Path, copied, is_first, named_tensors
-from lightning_module_monitor.probes.checked_modules import ALIGNMENT, INPUT_CHANGE, KINDS, OPERATOR_NORM
-from lightning_module_monitor.probes.layers import layer_of
-from lightning_module_monitor.probes.linear_again import LinearAgain
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
+from lightning_module_monitor.modules.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
-from lightning_module_monitor.probes.reference import Call, Reference, ReferenceProbe, named_inputs
-from lightning_module_monitor.probes.terms import Part, Parts, Term, Unit
-from lightning_module_monitor.probes.terms_in_place import TermsInPlace, is_plain
-from lightning_module_monitor.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.probes.rcc_layers import (
+    ALIGNMENT,
+    EFFECTIVE,
+    INPUT,
+    INPUT_CHANGE,
+    KINDS,
+    OPERATOR_NORM,
+    OUTPUT,
+    PROPAGATING,
+    REFERENCE_OUTPUT,
+    LayerType,
+    every_vector_once,
+    is_plain,
+    layer_parts,
+    weight_and_bias,
+)
+from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
+from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.watch import Watch, Wish
+from lightning_module_monitor.statistics.watch import BASE, OWN, Watch, Wish
 
-_NAME = "rcc"
-_ALIGNED = {"effective": "update", "propagating": "reference"}
-"""The operator norm of an alignment by the alignment's name."""
+_NORM_OF_ALIGNMENT = {"effective": "update", "propagating": "reference"}
+"""The operator norm that an alignment is relative to."""
 
-_UPDATE, _REFERENCE = UserFunction("update", float, "mean"), UserFunction("reference", float, "mean")
-"""What was computed, as an observation takes it."""
+_NO_ALIGNMENT = -1.0
+"""The ratio of norms where the input is zero. NaN would stand for values that are not finite."""
 
-MOST_WAITING_SECONDS = 1.0
-"""For another thread that checks a layer."""
 
-_NOTHING = -1.0
-"""Stands for no alignment, where the input is zero or there is no norm of it; not a NaN, which tells of values that are not finite."""
+class Term(NamedTuple):
+    """A term of the check: ``tensor - minus``, of the parts of a call."""
+
+    kind: str
+    tensor: str
+    minus: str | None = None
+    bias: str | None = None
+    """The bias in the term, which the site of the weight alone leaves out."""
+    alignment: str = ""
+    """The alignment that the norm of the term, without the bias, belongs to."""
+
+
+RCC_TERMS = (
+    Term(OUTPUT, "output", bias="bias"),
+    Term(REFERENCE_OUTPUT, "reference_output", bias="reference_bias"),
+    Term(EFFECTIVE, "output", "again", bias="bias_change", alignment="effective"),
+    # The bias of the reference is in both parts.
+    Term(PROPAGATING, "again", "reference_output", alignment="propagating"),
+)
+"""The terms of outputs. ``again`` is ``W0 x + b0``."""
+
+RCC_INPUT_TERMS = (
+    Term(INPUT, "input", alignment="effective"),
+    Term(INPUT_CHANGE, "input", "reference_input", alignment="propagating"),
+)
+"""The terms of inputs, and of what the weight is applied to."""
 
 
 def _ratio_of_norms(moments: HostMoments, base: HostMoments) -> Array:
-    return np.where(base.squares == 0, _NOTHING, np.sqrt(moments.squares / base.squares))
+    return np.where(base.squares == 0, _NO_ALIGNMENT, np.sqrt(moments.squares / base.squares))
 
 
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
-_Wished = tuple[Difference, list[Wish]]
-"""A term, and what it is for."""
+_Observed = tuple[Difference, list[Wish]]
+"""A term, and the rows of moments that it goes into."""
 
 
-class Units:
-    """The modules that are checked, with what is prepared for them: it lives from step to step."""
+class Log(Protocol):
+    """Logs a message once."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Sequence[WatchedModule], Reference, list[CheckedUnit]]] = {}
-        """By the identity of what is watched."""
-        self.linear_again = LinearAgain()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-        self.linear_again.clear()
-
-    def __reduce__(self) -> tuple[type[Units], tuple[()]]:
-        """A copy knows nothing: what is prepared are addresses."""
-        return Units, ()
-
-    def of(self, watched: Sequence[WatchedModule], reference: Reference) -> list[CheckedUnit]:
-        """Those of what is watched that have a sibling.
-
-        Args:
-            watched: Modules. It is the same object as long as it is the same modules and wishes.
-            reference: What has the siblings.
-        """
-        known = self._known.get(id(watched))
-        if known is None or known[1] is not reference or any(not one.is_as_it_was() for one in known[2]):
-            pairs = ((one, reference.twin(one.site.module)) for one in watched if not one.watches.keys().isdisjoint(KINDS))
-            units = [CheckedUnit(_unit(one, twin)) for one, twin in pairs if twin is not None]
-            known = self._known[id(watched)] = watched, reference, units
-        return known[2]
+    def __call__(self, message: str, level: int = logging.INFO) -> None:
+        """Log it."""
+        ...
 
 
-class CheckedUnit:
-    """A module that is checked, and how.
+@dataclass(frozen=True)
+class CheckedLayer:
+    """A linear map of a module, and the same map of the reference.
 
     Attributes:
-        unit: The module.
-        in_place: Reads its terms in the quicker way, where that can be done.
+        type: How it is applied.
+        part: Its name in the module, ``""`` for the module itself.
+        site: Its name in keys.
+        module: The model's module.
+        twin: The reference's module.
+        watches: What is recorded at the layer's site, by kind.
+        of_weight: What is recorded at the site of the weight alone, by kind.
+        alignments: The ratio of the norms of term and input, by the name of the alignment.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.in_place = TermsInPlace(unit) if is_plain(unit) else None
-        self._made = self._structure()
+    type: LayerType
+    part: str
+    site: str
+    module: nn.Module
+    twin: nn.Module
+    watches: dict[str, Watch] = field(default_factory=dict)
+    of_weight: dict[str, Watch] = field(default_factory=dict)
+    alignments: dict[str, Watch] = field(default_factory=dict)
 
-    def is_as_it_was(self) -> bool:
-        """Whether the module is what it was: it may get or lose a parametrization, or a parameter, or normalize otherwise."""
-        return self._made == self._structure()
+    def operator_norm_watch(self) -> Watch | None:
+        """The watch of the operator norms; one that is not recorded where only alignments are."""
+        watch = self.watches.get(OPERATOR_NORM)
+        if watch is not None or not self.alignments:
+            return watch
+        other = self.watches[ALIGNMENT]
+        return other.made_of.setdefault(OPERATOR_NORM, Watch(OPERATOR_NORM, other.site, other.stage, other.prefix))
 
-    def _structure(self) -> list[object]:
-        return [_structure(one) for one in (self.unit.watched.site.module, self.unit.twin)]
+    def operator_norm_names(self) -> tuple[set[str], set[str]]:
+        """The operator norms that are recorded, and those that are computed."""
+        watch = self.watches.get(OPERATOR_NORM)
+        recorded = set() if watch is None else set(watch.functions)
+        return recorded, recorded | {_NORM_OF_ALIGNMENT[name] for name in self.alignments}
 
 
-def _structure(module: nn.Module) -> object:
-    """What the terms of a module are made of: its type, its forward, its parameters, and how it normalizes."""
-    layer = layer_of(module)
-    shapes = [(name, parameter.shape) for name, parameter in module._parameters.items() if parameter is not None]
-    return type(module), "forward" in vars(module), shapes, None if layer is None else layer.token_normalization(module)
+def checked_layers(watched: WatchedModule, twin: nn.Module | None) -> list[CheckedLayer]:
+    """The linear maps of a module that the check observes.
 
-
-def _unit(watched: WatchedModule, twin: nn.Module) -> Unit:
-    wish = watched.watches.get(ALIGNMENT)
-    alignment = {} if wish is None else {
-        name: wish.made_of.setdefault(name, Watch(wish.kind, wish.site, wish.stage, wish.prefix, {name: _RATIO_OF_NORMS}))
-        for name in wish.functions
-    }  # fmt: skip
-    return Unit(watched, twin, alignment)
+    Args:
+        watched: The module, and what is recorded of it.
+        twin: The reference's module.
+    """
+    module, found = watched.site.module, []
+    kinds = [kind for kind in KINDS if kind in watched.watches]
+    parts = layer_parts(module) if kinds and twin is not None and layer_parts(twin).keys() == layer_parts(module).keys() else {}
+    for part, layer_type in parts.items():
+        assert twin is not None
+        start = f".{part}" if part else ""
+        layer = CheckedLayer(layer_type, part, f"{watched.site.name}{start}", module, twin)
+        for kind in kinds:
+            by_site = watched.watches[kind].parts
+            if start in by_site:
+                layer.watches[kind] = by_site[start]
+            if f"{start}.weight" in by_site:
+                layer.of_weight[kind] = by_site[f"{start}.weight"]
+        if ALIGNMENT in layer.watches:
+            watch = layer.watches[ALIGNMENT]
+            for name in watch.functions:
+                ratio = Watch(watch.kind, watch.site, watch.stage, watch.prefix, {name: _RATIO_OF_NORMS})
+                layer.alignments[name] = watch.made_of.setdefault(name, ratio)
+        found.append(layer)
+    return found
 
 
 class CoordinateCheckProbe(Probe):
@@ -138,252 +180,254 @@ class CoordinateCheckProbe(Probe):
 
     Args:
         watched: The modules.
-        observation: Where the terms go.
-        twins: What the reference gave.
-        operator_norms: The reference's, which live from step to step.
-        units: What lives from step to step of the modules.
-        further_name: Names further outputs and inputs, from the module's site, the path, and which of both it is.
-        say: Takes a sentence for the user.
+        observation: Takes the terms.
+        twins: Keeps what the reference's modules got and gave.
+        operator_norms: Those of the reference, which live from step to step.
+        skipped_calls: Takes the number of calls that are left out.
+        further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
+        log: Logs a message once.
     """
 
-    def __init__(  # noqa: PLR0917  # told by the monitor, once
+    def __init__(  # noqa: PLR0917  # called by the monitor, once
         self,
         watched: Sequence[WatchedModule],
         observation: Observation,
         twins: ReferenceProbe,
         operator_norms: OperatorNorms,
-        units: Units,
+        skipped_calls: Watch,
         further_name: Callable[[str, Path, str], str],
-        say: Callable[[str], None],
+        log: Log,
     ) -> None:
         self._observation = observation
         self._twins = twins
         self._operator_norms = operator_norms
+        self._skipped_calls = skipped_calls
         self._further_name = further_name
-        self._say = say
+        self._log = log
         self._device = twins.reference.device()
-        self._linear_again = units.linear_again
         self._hooks = HookSet()
-        self._checked = units.of(watched, twins.reference)
-        self._units = [one.unit for one in self._checked]
-        for unit in self._units:
-            kinds = unit.watched.watches.keys()
-            twins.want(unit.twin, _NAME, inputs=INPUT_CHANGE in kinds or ALIGNMENT in kinds)
+        self._layers = [layer for one in watched for layer in checked_layers(one, twins.reference.twin(one.site.module))]
+        self._num_skipped = 0
+        for layer in self._layers:
+            if layer.type.is_called:
+                twins.want(layer.twin, _wanted_by(layer), functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
-        """Put the hooks on."""
-        for checked in self._checked:
-            module = checked.unit.watched.site.module
-            if any(not isinstance(hook, ForwardHook) for hook in checked.unit.twin._forward_pre_hooks.values()):
-                called = UncopiedHook(functools.partial(self._before_forward, checked.unit.called))
-                self._hooks.add(module.register_forward_pre_hook(called, with_kwargs=True, prepend=True))
-            if checked.unit.may_draw:
-                before = UncopiedHook(functools.partial(self._before_forward, checked.unit.begun))
-                self._hooks.add(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = UncopiedHook(functools.partial(self._after_forward, checked))
-            self._hooks.add_forward(module, after, with_kwargs=True)
-        try:
-            with _exactly(self._device):
-                self._see_weights()
-        except MonitorError:
-            raise
-        except Exception as error:
-            for unit in self._units:
-                for kind in (OPERATOR_NORM, ALIGNMENT):
-                    if kind in unit.watched.watches:
-                        self._observation.fail(unit.watched.watches[kind], unit.watched.site.module, error)
-
-    def end_micro_batch(self) -> None:
-        """Forget the calls that an error has ended."""
-        for unit in self._units:
-            unit.begun.clear()
-            unit.called.clear()
+        """Put the hooks on, and take the operator norms of the weights that the step's forward passes will use."""
+        for layer in self._layers:
+            if layer.type.is_called:
+                hook = UncopiedHook(functools.partial(self._after_forward, layer))
+                # Before other hooks, which may replace the output: the terms are those of the layer itself.
+                self._hooks.add(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        with torch.no_grad(), _full_precision(self._device):
+            self._take_operator_norms()
 
     def finish(self) -> None:
-        """Take in what was read in place."""
-        self._observation.add_totals(self._totals())
+        """Record how many calls were left out."""
+        if self._layers:
+            self._observation.add_result(self._skipped_calls, UserFunction(RCC_SKIPPED_CALLS, float, "sum"), float(self._num_skipped), 1)
 
     def close(self) -> None:
-        """Take every hook off, and forget everything."""
+        """Take every hook off."""
         self._hooks.close()
-        self.end_micro_batch()
-        self._linear_again.release()
-        self._totals()
 
     def derive(self, values: dict[str, float]) -> None:
-        """Make alignments of the ratios of norms; where neither weight nor input has changed there is none."""
-        for unit in self._units:
-            for name, watch in unit.alignment.items():
-                asked, norm = self._operator_norm_watch(unit)
-                key, norm_key = watch.statistic_keys[0], norm.key(_ALIGNED[name])
-                if key in values and (values[key] == _NOTHING or values.get(norm_key) == 0):
+        """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
+        for layer in self._layers:
+            norms = layer.operator_norm_watch()
+            recorded, _computed = layer.operator_norm_names()
+            for name, watch in layer.alignments.items():
+                assert norms is not None
+                key, norm_key = watch.statistic_keys[0], norms.key(_NORM_OF_ALIGNMENT[name])
+                if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
                     # No ratio is above the norm: where it is, the norm was found a little too small, or the ratio is of rounding alone.
                     values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
-                if _ALIGNED[name] not in asked:
+                if _NORM_OF_ALIGNMENT[name] not in recorded:
                     values.pop(norm_key, None)
 
-    def _totals(self) -> list[tuple[list[list[Wish]], np.ndarray]]:
-        """What was read in place since the last time."""
-        found = [one.in_place.totals() for one in self._checked if one.in_place is not None]
-        return [totals for totals in found if totals is not None]
-
-    def _before_forward(
-        self, calls: list[tuple[Any, Any, RandomStates]], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _after_forward(
+        self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        if self._is_counted():
-            calls.append((*copied((args, kwargs)), RandomStates.now(self._device)))
-
-    def _after_forward(  # torch's protocol, behind the module
-        self,
-        checked: CheckedUnit,
-        _module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: object,
-    ) -> None:
-        if not self._is_counted():
+        # A forward pass within a backward pass recomputes a checkpointed one, which was counted.
+        if not self.is_open or is_in_backward():
             return
-        # Of a model that runs its parts in several threads one at a time has it. Who waits in vain, because the other waits for a lock
-        # of the program's that is held here, goes the longer way, without memory that both would write.
-        turn = self._linear_again.turn
-        has_turn = turn.acquire(timeout=MOST_WAITING_SECONDS)
         try:
-            self._see_call(checked, args, kwargs, output, self._linear_again if has_turn else None)
+            # Modes of torch functions are foreign code, and no public function turns them off.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._observe(layer, args, kwargs, output)
         except MonitorError:
             raise
         except Exception as error:
-            watches = checked.unit.watched.watches
-            for kind in KINDS:
-                if kind in watches:
-                    self._observation.fail(watches[kind], output, error)
-        finally:
-            if has_turn:
-                turn.release()
+            for watch in layer.watches.values():
+                self._observation.fail(watch, output, error)
 
-    def _see_call(
-        self, checked: CheckedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, linear_again: LinearAgain | None
-    ) -> None:
-        """Take the terms of one call of a module, which got these arguments and gave this output."""
-        unit, in_place = checked.unit, checked.in_place
-        states = None
-        if unit.may_draw:
-            args, kwargs, states = unit.begun.pop()
-        # The sibling's hooks are to see what those of the model have seen, and not what these have made of it.
-        called = unit.called.pop() if unit.called else (args, kwargs, states)
-        call = self._twins.take(unit.twin, _NAME)
+    def _observe(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Take the terms of one call; count it where it cannot be compared."""
+        call = self._twins.take(layer.twin, _wanted_by(layer))
         if call is None:
-            self._say(f"{unit.watched.site.name}: the reference has not run for this call of it; no change of its input is seen.")
-        elif in_place is not None and linear_again is not None and not kwargs and in_place.read(linear_again, args, output, call):
+            self._num_skipped += 1  # the probe of the reference logs that it has not run as often
             return
-        with torch.no_grad():
-            again = self._run_again(unit, linear_again, *called)
-            with _exactly(self._device):
-                self._observation.observe_for(
-                    [
-                        *self._of_outputs(unit, output, again, call),
-                        *self._of_inputs(unit, named_inputs(args, kwargs), call),
-                    ]
-                )
+        inputs = layer.type.bind(layer.module, args, kwargs)
+        tensors = None if inputs is None else _tensors(layer, [x.detach() for x in inputs], output, call)
+        if tensors is None:
+            self._num_skipped += 1
+            self._log(SKIPPED)
+            return
+        with _full_precision(self._device):
+            self._observation.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
-    def _is_counted(self) -> bool:
-        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
-        return self.is_open and torch._C._current_graph_task_id() == -1
+    def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
+        """The terms of the inputs, and of what the weight is applied to."""
+        own, reference = tensors.inputs[0], tensors.reference_inputs[0]
+        if layer.type.normalizes:
+            yield from _terms_of_input(layer, own, reference, layer.watches, {})
+            own, reference = (layer.type.function(x, None, None, layer.module) for x in (own, reference))
+            yield from _terms_of_input(layer, own, reference, layer.of_weight, layer.alignments)
+            return
+        if layer.type.has_tensor_input:
+            yield from _terms_of_input(layer, own, reference, layer.watches, layer.alignments, layer.of_weight)
+        for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
+            site = self._further_name(layer.site, (index,), "input")
+            yield from _terms_of_input(layer, one, other, {kind: watch.at(site) for kind, watch in layer.watches.items()}, {})
 
-    def _run_again(
-        self, unit: Unit, linear_again: LinearAgain | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], states: RandomStates | None
-    ) -> dict[Path, Tensor] | None:
-        """The reference's module on the model's input, with the random numbers that the model's module has drawn."""
-        if not unit.is_run_again:
-            return None
-        plain = None if kwargs or states is not None or linear_again is None else linear_again.prepare(unit.twin, args)
-        if plain is not None:
-            return {(): plain.run()}
-        if unit.may_draw or not runs_forward_alone(unit.twin):
-            # What it writes into its arguments, or a hook of somebody's, it is not to write into the model's.
-            args, kwargs = copied((args, kwargs))
-        with ExitStack() as stack:
-            if states is not None:
-                stack.enter_context(unchanged_random_states(self._device))
-                states.restore()
-            stack.enter_context(self._twins.replaying(unit.watched.site.module))
-            return dict(named_tensors(unit.twin(*args, **kwargs)))
-
-    def _of_outputs(self, unit: Unit, output: object, again: Mapping[Path, Tensor] | None, call: Call | None) -> Iterator[_Wished]:
-        """The terms that are made of outputs."""
-        references = {} if call is None else dict(call.outputs)
-        for path, tensor in named_tensors(output):
-            if tensor.is_floating_point():
-                site = None if is_first(path) else self._further_name(unit.watched.site.name, path, "output")
-                given = {
-                    Part.OUTPUT: tensor.detach(),
-                    Part.AGAIN: None if again is None else again.get(path),
-                    Part.REFERENCE_OUTPUT: references.get(path),
-                }
-                yield from self._wished(unit, unit.terms_of_output if site is None else unit.of_output(site), Parts(unit, given))
-
-    def _of_inputs(self, unit: Unit, inputs: list[tuple[Path, Tensor]], call: Call | None) -> Iterator[_Wished]:
-        """The terms that are made of inputs."""
-        references = {} if call is None else dict(call.inputs)
-        for index, (path, x) in enumerate(inputs):
-            site = None if index == 0 else self._further_name(unit.watched.site.name, path, "input")
-            given = {Part.INPUT: x.detach(), Part.REFERENCE_INPUT: references.get(path)}
-            yield from self._wished(unit, unit.terms_of_input if site is None else unit.of_input(site), Parts(unit, given))
-
-    def _wished(self, unit: Unit, terms: Sequence[Term], parts: Parts) -> Iterator[_Wished]:
-        """The terms whose parts there are, with their features last where anybody looks at them."""
-        module = unit.watched.site.module
-        for term in terms:
-            difference = parts.difference(term)
-            if difference is None:
-                continue
-            if term.of_vectors or any([watch.looks_at_features for watch, _row in term.wishes]):
-                difference = Difference(difference.written())
-            if term.of_vectors and unit.layer is not None:
-                vectors = unit.layer.vectors(module, difference.tensor)
-                if vectors is not None:
-                    yield Difference(vectors), term.of_vectors
-            if any([watch.looks_at_features for watch, _row in term.wishes]) and unit.layer is not None:
-                difference = Difference(difference.tensor.movedim(unit.layer.channels(module, difference.tensor), -1))
-            if term.wishes:
-                yield difference, term.wishes
-
-    @torch.no_grad()
-    def _see_weights(self) -> None:
-        """Take the operator norms: before the step's first forward pass, with the weights that it will use."""
+    def _take_operator_norms(self) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Callable[[], Tensor]] = {}
         watches: dict[str, Watch] = {}
-        for unit in self._units:
-            asked, watch = self._operator_norm_watch(unit)
-            names = set(asked) | {_ALIGNED[name] for name in unit.alignment}
-            if unit.layer is None or not names:
+        for layer in self._layers:
+            watch, (_recorded, names) = layer.operator_norm_watch(), layer.operator_norm_names()
+            if watch is None or not names:
                 continue
-            site = unit.watched.site.name
-            watches[site] = watch
-            if "reference" in names:
-                references[site] = functools.partial(unit.layer.weight, unit.twin)
             try:
                 if "update" in names:
-                    updates[site] = Difference(unit.layer.weight(unit.watched.site.module), unit.layer.weight(unit.twin))
+                    updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.twin))
+                if "reference" in names:
+                    references[layer.site] = functools.partial(_matrices, layer, layer.twin)
+                watches[layer.site] = watch
             except Exception as error:
-                self._observation.fail(watch, unit.watched.site.module, error)
-        for norms, function in ((operator_norms(updates), _UPDATE), (self._operator_norms.of_reference(references), _REFERENCE)):
+                self._observation.fail(watch, layer.module, error)
+        for name, norms in (("update", operator_norms(updates)), ("reference", self._operator_norms.of_reference(references))):
             for site, norm in norms.items():
-                self._observation.add_result(watches[site], function, norm, 1)
-
-    def _operator_norm_watch(self, unit: Unit) -> tuple[Iterable[str], Watch]:
-        """The norms that are asked for, and the watch of them; one of its own where only alignments are."""
-        wish = unit.watched.watches.get(OPERATOR_NORM)
-        if wish is not None:
-            return wish.functions, wish
-        other = unit.watched.watches.get(ALIGNMENT)
-        if other is None:
-            return (), Watch(OPERATOR_NORM, unit.watched.site.name)
-        return (), other.made_of.setdefault(OPERATOR_NORM, Watch(OPERATOR_NORM, other.site, other.stage, other.prefix))
+                self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
 
 
-def _exactly(device: torch.device) -> AbstractContextManager[object]:
-    """What the monitor itself computes it does not compute in half precision."""
+SKIPPED = (
+    "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
+    "tensor subclass. monitor/rcc_skipped_calls counts such calls."
+)
+
+
+class CallTensors(NamedTuple):
+    """The tensors of one call of a layer, the model's and the reference's."""
+
+    inputs: list[Tensor]
+    reference_inputs: list[Tensor]
+    outputs: dict[str, Tensor | None]
+    """The parts of :data:`RCC_TERMS` by name."""
+
+
+def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: NamedTensors) -> CallTensors | None:
+    """The tensors of a call; ``None`` if the reference's call does not have the same shapes."""
+    kept = [tensor for _path, tensor in call]
+    reference_inputs = kept[: len(layer.type.inputs)]
+    if [x.shape for x in reference_inputs] != [x.shape for x in inputs]:
+        return None
+    weight, bias = weight_and_bias(layer.type, layer.module)
+    reference_weight, reference_bias = weight_and_bias(layer.type, layer.twin)
+    function, module = layer.type.function, layer.module
+    own: object
+    if layer.type.gives_output:
+        own, reference = output, kept[-1]
+    else:
+        own, reference = function(*inputs, weight, bias, module), function(*reference_inputs, reference_weight, reference_bias, module)
+    if not is_plain(own) or own.shape != reference.shape:
+        return None
+    # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
+    again = function(*inputs, reference_weight, reference_bias, module)
+    biases = [None if one is None else _like_output(layer, one, again) for one in (bias, reference_bias)]
+    change = None if biases[0] is None or biases[1] is None else Difference(biases[0], biases[1]).computed()
+    parts = {"output": own.detach(), "again": again, "reference_output": reference}
+    return CallTensors(inputs, reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change})
+
+
+def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
+    """The inputs and then the output of a call of the reference's layer; nothing where the call cannot be compared."""
+    inputs = layer.type.bind(layer.twin, args, kwargs)
+    if inputs is None or (layer.type.gives_output and not is_plain(output)):
+        return []
+    return [*named_tensors(inputs), *(named_tensors(output) if layer.type.gives_output else ())]
+
+
+def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
+    parts = tensors.outputs
+    for term in RCC_TERMS:
+        tensor, other = parts[term.tensor], None if term.minus is None else parts[term.minus]
+        assert tensor is not None
+        bias = None if term.bias is None else parts[term.bias]
+        wishes, of_weight = _rows(layer.watches, term.kind), _rows(layer.of_weight, term.kind)
+        if term.alignment in layer.alignments:
+            of_weight.append((layer.alignments[term.alignment], OWN))
+        if bias is None:
+            yield from _with_features_last(layer, Difference(tensor, other), wishes + of_weight)
+            continue
+        yield from _with_features_last(layer, Difference(tensor, other), wishes)
+        yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
+
+
+def _terms_of_input(
+    layer: CheckedLayer,
+    own: Tensor,
+    reference: Tensor,
+    watches: Mapping[str, Watch],
+    alignments: Mapping[str, Watch],
+    *more: Mapping[str, Watch],
+) -> Iterator[_Observed]:
+    """The terms of one input, for the watches of each mapping by kind; the alignments get the norms of all vectors."""
+    for term in RCC_INPUT_TERMS:
+        difference = Difference(own, None if term.minus is None else reference)
+        rows = [row for by_kind in (watches, *more) for row in _rows(by_kind, term.kind)]
+        aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
+        if layer.type.vectors is every_vector_once:
+            rows += aligned
+        elif aligned and layer.type.vectors is not None:
+            vectors = layer.type.vectors(layer.module, difference.written())
+            if vectors is not None:
+                yield Difference(vectors), aligned
+        yield from _with_features_last(layer, difference, rows)
+
+
+def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[Wish]) -> Iterator[_Observed]:
+    """A term, if it goes anywhere, with its features as the last dimension where that matters."""
+    if any(watch.looks_at_features for watch, _row in rows):
+        tensor = difference.written()
+        difference = Difference(tensor.movedim(layer.type.features(layer.module, tensor), -1))
+    if rows:
+        yield difference, rows
+
+
+def _rows(watches: Mapping[str, Watch], kind: str) -> list[Wish]:
+    return [(watches[kind], OWN)] if kind in watches else []
+
+
+def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:
+    """A bias in a shape in which it is added to the output."""
+    if bias.dim() > 1:
+        return bias
+    return bias.reshape(-1, *[1] * (output.dim() - 1 - layer.type.features(layer.module, output)))
+
+
+def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
+    weight, _bias = weight_and_bias(layer.type, module)
+    return layer.type.matrices(module, weight)
+
+
+def _wanted_by(layer: CheckedLayer) -> str:
+    """The name under which the reference's calls are kept: each layer of a module takes every call once."""
+    return f"rcc {layer.part}"
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """What the monitor itself computes is not computed in half precision."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

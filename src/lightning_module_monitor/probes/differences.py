@@ -12,7 +12,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
-from lightning_module_monitor.probes.reference import ReferenceProbe
+from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -27,7 +27,6 @@ class DifferenceProbe(Probe):
         observation: Where pairs of tensors go.
         twins: What the reference gave.
         further_name: Names further outputs, from the module's site and the path.
-        say: Takes a sentence for the user.
     """
 
     def __init__(
@@ -36,17 +35,15 @@ class DifferenceProbe(Probe):
         observation: Observation,
         twins: ReferenceProbe,
         further_name: Callable[[str, Path], str],
-        say: Callable[[str], None],
     ) -> None:
         self._observation = observation
         self._twins = twins
         self._further_name = further_name
-        self._say = say
         self._hooks = HookSet()
         pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if KIND in one.watches)
         self._watched = [(one, twin) for one, twin in pairs if twin is not None]
         for _one, twin in self._watched:
-            twins.want(twin, KIND, inputs=False)
+            twins.want(twin, KIND, lambda _args, _kwargs, output: named_outputs(output))
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -66,9 +63,8 @@ class DifferenceProbe(Probe):
         try:
             call = self._twins.take(twin, KIND)
             if call is None:
-                self._say(f"{watched.site.name}: the reference has not run for this call of it, which is not compared.")
                 return
-            references = dict(call.outputs)
+            references = dict(call)
             for path, tensor in named_tensors(output):
                 if path in references and tensor.is_floating_point():
                     own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))

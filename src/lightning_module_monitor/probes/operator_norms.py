@@ -2,30 +2,22 @@
 
 G. Golub and W. Kahan, "Calculating the Singular Values and Pseudo-Inverse of a Matrix", 1965: with as many products as a
 power iteration, a small bidiagonal matrix whose norm is closer to the sought one than any power's. From a random start it
-needs six steps for what power iteration has after some thirty, from a sum of the rows with chosen signs, as the compiled
-kernel makes it, five. So it needs no start from the step before: that misses a direction which takes the lead anew (seen:
-norms that were a quarter too small), and a run that is resumed would not have it.
+needs six steps for what power iteration has after some thirty. So it needs no start from the step before: that misses a direction
+which takes the lead anew (measured: norms that were a quarter too small), and a run that is resumed would not have it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics import running
 from lightning_module_monitor.statistics.difference import Difference
-from lightning_module_monitor.statistics.running import readable_address
 
 NUM_STEPS = 6
 """Products with the matrix, and with its transpose, from a random start."""
-
-COMPILED_STEPS = 5
-"""The same from the start that the compiled kernel makes, for which it reads the matrix once more."""
 
 NUM_SQUARINGS = 8
 """Of the small matrix, whose power 256 is that of its leading direction, near enough."""
@@ -39,12 +31,11 @@ has none, 2 % (the median of 300 of 512 x 256 and less) to 7 % (the worst of the
 ten, too, 4 of 1800 were beyond it, by up to 14 %. Too large it is never, but for rounding."""
 
 
-MAX_ELEMENTS = 1 << 20
-"""Elements of the matrices that are worked on together: 4 MiB of float32."""
+SMALL_ELEMENTS = 1 << 14
+"""Elements of a matrix that is worked on together with others. A batched product of larger ones takes ten times as long on a CPU."""
 
-
-_Place = tuple[int, int, int]
-"""Address of a matrix, of another that is taken from it or 0, and number of rows."""
+MAX_ELEMENTS = 1 << 18
+"""Elements of the matrices that are worked on together: 1 MiB of float32."""
 
 
 class OperatorNorms:
@@ -74,21 +65,16 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
         By site the largest of any of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
     """
     norms: dict[str, Tensor] = {}
-    compiled: defaultdict[int, dict[str, list[_Place]]] = defaultdict(dict)
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for site, weight in weights.items():
         tensor = weight.tensor
         if not tensor.numel():
             norms[site] = torch.zeros((), dtype=torch.float64, device=tensor.device)
-        elif places := _places(weight):
-            compiled[tensor.shape[2]][site] = places
         else:
             alike[tensor.shape, tensor.dtype, tensor.device].append(site)
-    for columns, places_by_site in compiled.items():
-        norms.update(zip(places_by_site, _compiled_operator_norms(list(places_by_site.values()), columns), strict=True))
     for (shape, _dtype, _device), sites in alike.items():
-        # Those of one shape share their operations: small ones cost more to start than to do.
-        at_once = max(1, MAX_ELEMENTS // shape.numel())
+        # Small ones of one shape share their operations, which cost more to start than to do.
+        at_once = max(1, MAX_ELEMENTS // shape.numel()) if shape.numel() <= SMALL_ELEMENTS else 1
         for start in range(0, len(sites), at_once):
             part = sites[start : start + at_once]
             computed = [weights[site].computed() for site in part]
@@ -98,33 +84,6 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
                 found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed)).view(len(part), -1).amax(1)
             norms.update(zip(part, found.unbind(), strict=True))
     return norms
-
-
-def _places(weight: Difference) -> list[_Place]:
-    """Where the compiled kernel can read the matrices; empty where it cannot."""
-    first = readable_address(weight.tensor) if weight.tensor.dim() == 3 and weight.shift is None else 0
-    other = readable_address(weight.other) if first and weight.other is not None else 0
-    if not first or (weight.other is not None and not other):
-        return []
-    groups, rows, columns = weight.tensor.shape
-    size = rows * columns * weight.tensor.itemsize
-    return [(first + group * size, other + group * size if other else 0, rows) for group in range(groups)]
-
-
-def _compiled_operator_norms(weights: Sequence[Sequence[_Place]], columns: int) -> tuple[Tensor, ...]:
-    """The largest operator norm of each one's matrices, float64, shape ``()``, by the compiled kernel."""
-    kernel = running.compiled_operator_norm()
-    assert kernel is not None
-    matrices = list(itertools.chain.from_iterable(weights))
-    starts = [0, *itertools.accumulate(map(len, weights[:-1]))]
-    scales, small = np.empty(len(matrices)), np.empty((len(matrices), COMPILED_STEPS, COMPILED_STEPS))
-    kernel.lanczos(np.array(matrices, dtype=np.int64), columns, ROUNDING, scales, small)
-    finite = np.isfinite(small).all(axis=(1, 2))
-    small[~finite] = 0.0
-    # The small matrices are of squares; rounding can make a zero negative.
-    squares = np.linalg.eigvalsh(small)[:, -1].clip(min=0.0)
-    norms = np.where(finite, scales, np.nan) * np.sqrt(squares)
-    return torch.from_numpy(np.maximum.reduceat(norms, starts)).unbind()
 
 
 def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,9 +96,10 @@ def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _operator_norms(matrices: Tensor) -> Tensor:
     """The operator norm of each matrix, float64, shape ``(groups,)``."""
-    # Squares of a very small update would leave the range.
-    scale = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
-    small = _bidiagonal(matrices, torch.where(scale > 0, scale, 1.0).reciprocal())
+    # Squares of a very small update would leave the range, and so would the reciprocal of a subnormal number.
+    largest = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
+    scale = torch.where(largest > 0, largest.clamp(min=torch.finfo(largest.dtype).tiny), 1.0)
+    small = _bidiagonal(matrices, scale.reciprocal())
     return _norm_of_small(small).double() * scale.double().flatten()
 
 

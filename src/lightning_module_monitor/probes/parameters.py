@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.modules.names import ParameterSite, tensors_of
 from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
@@ -30,9 +33,13 @@ class ParameterProbe(Probe):
     """What is watched, by kind."""
     observation: Observation
     whole_tensors: WholeTensors
+    say: Callable[[str], None]
+    """Takes a sentence for the user."""
     reference: Reference | None = None
     rank: int = 0
     _before: Copies = field(default_factory=Copies)
+    _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Names of the parameters that are not real floating ones, by dtype."""
 
     def see_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
@@ -72,6 +79,11 @@ class ParameterProbe(Probe):
                 difference = update(site, copy, is_skipped=is_skipped)
                 seen += [] if difference is None else [(watches[site], difference)]
         self._observe(seen)
+
+    def finish(self) -> None:
+        """Say once which parameters were passed over."""
+        for dtype, names in self._passed_over.items():
+            self.say(f"{shortened(names)}: parameters of dtype {dtype} are not watched; only real floating ones are.")
 
     def close(self) -> None:
         """Forget the copies."""
@@ -133,7 +145,7 @@ class ParameterProbe(Probe):
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)
         for site, watch, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
-            if parameter is not None and parameter.is_floating_point():
+            if parameter is not None and self._is_real(site, parameter):
                 yield site, watch, parameter
 
     def _there(self, kind: str, among: Among) -> list[Tensor | None]:
@@ -143,6 +155,11 @@ class ParameterProbe(Probe):
 
     def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[Watch, Tensor]]:
         """What can be measured of some of the tensors, each with what is wanted of it."""
-        watches = self.watched.get(kind, NO_PARAMETERS).watches
-        there = ((watches[place], tensors[place]) for place in places)
-        return [(watch, tensor) for watch, tensor in there if tensor is not None and tensor.is_floating_point()]
+        of_kind = self.watched.get(kind, NO_PARAMETERS)
+        there = [(place, tensor) for place in places if (tensor := tensors[place]) is not None]
+        return [(of_kind.watches[place], tensor) for place, tensor in there if self._is_real(of_kind.sites[place], tensor)]
+
+    def _is_real(self, site: ParameterSite, tensor: Tensor) -> bool:
+        if not tensor.is_floating_point():
+            self._passed_over[tensor.dtype].append(site.name)
+        return tensor.is_floating_point()

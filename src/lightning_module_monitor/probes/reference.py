@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
-from lightning_module_monitor.modules.outputs import Path, copied, named_tensors
-from lightning_module_monitor.probes.freed_memory import keep_freed_memory
-from lightning_module_monitor.probes.layers import layer_of
+from lightning_module_monitor.modules.outputs import Path, named_tensors, with_tensors
+from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.random_states import unchanged_random_states
 
 NamedTensors = list[tuple[Path, Tensor]]
+
+
+class Say(Protocol):
+    """Reports a fact to the user, once."""
+
+    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+        """Report it."""
+        ...
 
 
 class Reference:
@@ -34,12 +43,13 @@ class Reference:
         follows: Whether it is called whenever ``live`` is about to run, with the same arguments. Otherwise somebody else
             runs it, before the model.
         cpu_offload: Whether what it gives waits for the model's own in the memory of the host.
+        name: Name of ``live``, for messages.
 
     Raises:
         ValueError: If modules or parameters of the two have different names or shapes; lists them.
     """
 
-    def __init__(self, live: nn.Module, module: nn.Module, *, follows: bool, cpu_offload: bool) -> None:
+    def __init__(self, live: nn.Module, module: nn.Module, *, follows: bool, cpu_offload: bool, name: str = ROOT) -> None:
         differing = structural_differences(live, module)
         if differing:
             shown = ", ".join(differing[:10]) + (" ..." if len(differing) > 10 else "")
@@ -49,11 +59,12 @@ class Reference:
         self.module = module
         self.follows = follows
         self.cpu_offload = cpu_offload
+        self.name = name
         # The first name of a shared module counts, for both.
         self._twins: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(of_live.items())}
-        self._is_running = False
-        if self.device().type == "cpu":
-            keep_freed_memory()
+        self.is_running = False
+        self.differentiates = False
+        """Whether its forward pass runs a backward pass of its own, which needs what is otherwise not kept."""
 
     def twin(self, module: nn.Module) -> nn.Module | None:
         """The sibling of a module; ``None`` if it is outside of what there is a sibling of."""
@@ -74,88 +85,37 @@ class Reference:
         return torch.device("cpu") if first is None else first.device
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within the block it runs as the model is about to: in the model's modes, and on the random numbers that come next.
+    def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
+        """Within the block it runs as the model is about to: in its modes, with its flags, and on the random numbers that come next.
 
-        After the block those numbers come again, buffers are as before, and there is no graph of what was done.
+        After the block those numbers come again, buffers and flags are as before, and no graph hangs on it.
+
+        Args:
+            is_grad_enabled: Whether the model runs with a graph: torch selects kernels by that, and by ``requires_grad``.
         """
-        if self._is_running:
+        if self.is_running:
             yield
             return
-        self._is_running = True
+        self.is_running = True
         try:
             with (
-                torch.no_grad(),
                 unchanged_random_states(self.device()),
                 unchanged_buffers(self.module),
-                self._modes(self._twins),
-                _slow_path(),
+                flags_of_model(self._twins.items()),
+                uncached_autocast(),
+                torch.set_grad_enabled(is_grad_enabled),
             ):
                 yield
         finally:
-            self._is_running = False
+            self.is_running = False
+            drop_graphs(self.module)
             for part in self.module.modules():
                 if isinstance(part, Metric):
                     part.reset()  # it would gather what it is given, from step to step
 
-    @contextmanager
-    def replaying(self, live: nn.Module) -> Iterator[None]:
-        """Within the block one of its modules is run once more, as that of the model has just run."""
-        twin = self._twins[live]
-        with torch.no_grad(), unchanged_buffers(twin), self._modes(live.modules()), _slow_path():
-            yield
 
-    @contextmanager
-    def _modes(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Train or eval mode as modules of the model have it, one by one."""
-        pairs = ((live, self._twins.get(live)) for live in modules)
-        changed = [(live, twin) for live, twin in pairs if twin is not None and live.training != twin.training]
-        for live, twin in changed:
-            twin.training = live.training
-        try:
-            yield
-        finally:
-            for live, twin in changed:
-                twin.training = not live.training
-
-
-@contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """After the block every buffer is the tensor that it was, with the values that it had."""
-    saved = [
-        (part, name, tensor, tensor.clone()) for part in module.modules() for name, tensor in part._buffers.items() if tensor is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, name, tensor, values in saved:
-                part._buffers[name] = tensor.copy_(values)
-
-
-@contextmanager
-def _slow_path() -> Iterator[None]:
-    """Attention takes the path that it takes while gradients are needed: without them it has a faster one, which rounds otherwise."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-class Call(NamedTuple):
-    """What one of the reference's modules got and gave in one call: copies of its floating tensors, by path."""
-
-    inputs: NamedTensors
-    outputs: NamedTensors
-
-
-def named_inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> NamedTensors:
-    """The floating tensors among a module's arguments, positional ones first."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        return [((0,), args[0])] if args[0].is_floating_point() else []
-    return [(path, tensor) for part in (args, kwargs) for path, tensor in named_tensors(part) if tensor.is_floating_point()]
+TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors]
+"""The tensors of a call that are kept: a function of its positional arguments, keyword arguments and output."""
 
 
 def named_outputs(output: object) -> NamedTensors:
@@ -174,30 +134,33 @@ class ReferenceProbe(Probe):
         say: Takes a sentence for the user.
     """
 
-    def __init__(self, reference: Reference, failed: Callable[[Exception], None], say: Callable[[str], None]) -> None:
+    def __init__(self, reference: Reference, failed: Callable[[Exception], None], say: Say) -> None:
         self.reference = reference
         self._failed = failed
         self._say = say
-        self._wanted: defaultdict[nn.Module, dict[str, bool]] = defaultdict(dict)
-        """The reference's modules of which something is wanted: by whom, and whether their inputs are."""
-        self._waiting: defaultdict[tuple[nn.Module, str], deque[Call]] = defaultdict(deque)
-        self._begun: defaultdict[nn.Module, list[NamedTensors]] = defaultdict(list)
-        """Inputs of calls that are not over yet, of modules that may overwrite them."""
+        self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
+        self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """Copy by the identity of the tensor: the tensor, its version, the copy. What one module gives is what the next one gets."""
         self._hooks = HookSet()
-        self._run = ExitStack()
-        self._is_replaying = False
+        self._runs: list[tuple[ExitStack, bool]] = []
+        """The calls of its root that are not over, and whether the user makes them."""
+        self._has_run = False
+        self._missed: dict[nn.Module, None] = {}
+        """Modules of which the model has made a call that the reference has not, in this micro-batch."""
+        self._is_explained = False
+        """Whether it is known why."""
 
-    def want(self, module: nn.Module, by: str, inputs: bool) -> None:
-        """Ask for the outputs of one of the reference's modules, and for its inputs, at every call.
+    def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
+        """Keep tensors of every call of one of the reference's modules.
 
         Args:
             module: One of the reference's.
-            by: Who asks; everybody who does gets every call.
-            inputs: Whether inputs are needed too.
+            by: The name under which :meth:`take` finds them.
+            tensors: Gives the tensors to keep.
+            before_other_hooks: Whether other forward hooks, which may replace the output, come later.
         """
-        self._wanted[module][by] = inputs
+        self._wanted[module, by] = tensors, before_other_hooks
 
     def is_needed(self) -> bool:
         """Whether anything is asked for."""
@@ -211,97 +174,131 @@ class ReferenceProbe(Probe):
             hook = UncopiedHook(self._run_beside)
             self._hooks.add(self.reference.live.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         root = self.reference.module
-        self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_run), prepend=True))
-        for module, wishes in self._wanted.items():
-            inputs, may_overwrite = any(wishes.values()), layer_of(module) is None or "forward" in vars(module)
-            if inputs and may_overwrite:
-                self._hooks.add(module.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True))
-            after = functools.partial(self._after_forward, list(wishes), inputs, may_overwrite)
-            self._hooks.add_forward(module, UncopiedHook(after), with_kwargs=True)
-        self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_run), always_call=True))
+        self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_call), prepend=True))
+        for (module, by), (tensors, before_other_hooks) in self._wanted.items():
+            hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
+            self._hooks.add(module.register_forward_hook(hook, with_kwargs=True, prepend=before_other_hooks))
+        self._hooks.add(root.register_forward_hook(ReplacingHook(self._end_call), always_call=True))
+
+    def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
+        """Run the reference; what is asked for waits for the model. An error is reported.
+
+        Args:
+            call: Runs it. It is called once more if the reference needs tensors for a backward pass within its own forward pass.
+            is_grad_enabled: As :meth:`Reference.running` takes it.
+
+        Raises:
+            NotPlainError: If it is called with what cannot be copied.
+        """
+        try:
+            if not self._has_run_without_graph(call, is_grad_enabled):
+                self._forget()
+                with self.reference.running(is_grad_enabled):
+                    call()
+                self.reference.differentiates = True
+        except NotPlainError:
+            raise
+        except Exception as error:
+            self._is_explained = True
+            self._failed(error)
+
+    def _has_run_without_graph(self, call: Callable[[], object], is_grad_enabled: bool) -> bool:
+        """Run the reference and keep nothing for a backward pass; returns whether that was possible."""
+        if self.reference.differentiates:
+            return False
+        try:
+            with self.reference.running(is_grad_enabled), saving_nothing():
+                call()
+        except NotPlainError:
+            raise
+        except Exception:
+            return False
+        return True
 
     def end_micro_batch(self) -> None:
-        """Forget what the model did not come to."""
+        """Report what ran in one of both only, once for each cause, and forget it."""
         left = {module for (module, _by), calls in self._waiting.items() if calls}
-        if left:
-            names = [name or ROOT for name, module in self.reference.module.named_modules() if module in left]
-            self._say(f"The reference ran modules more often than the model did, which are not compared: {', '.join(names[:5])}.")
+        if not self._is_explained:
+            if self._missed and not self._has_run:
+                self._say("The reference has not run before the model, and nothing is compared. Run it first, on the same input.")
+            elif self._missed:
+                what = "The model ran modules more often than the reference did; such calls are not compared"
+                self._say(f"{what}: {self._names(self._missed)}.", once=what)
+            if left:
+                what = "The reference ran modules more often than the model did, which are not compared"
+                self._say(f"{what}: {self._names(left)}.", once=what)
         self._forget()
+        self._missed.clear()
+        self._has_run = self._is_explained = False
+
+    def _names(self, modules: Container[nn.Module]) -> str:
+        names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+    def finish(self) -> None:
+        """End the micro-batch, where the loop reports none."""
+        self.end_micro_batch()
 
     def close(self) -> None:
         """Take every hook off, and forget everything."""
         self._hooks.close()
-        self._run.close()
+        while self._runs:
+            self._runs.pop()[0].close()
         self._forget()
+        self._missed.clear()
 
-    def take(self, module: nn.Module, by: str) -> Call | None:
-        """What one of the reference's modules gave at the call that the model has come to; ``None`` if it has not run as often."""
+    def take(self, module: nn.Module, by: str) -> NamedTensors | None:
+        """The tensors of one of the reference's modules at the call that the model has come to; ``None`` if it has not run as often."""
         calls = self._waiting.get((module, by))
         if not calls:
+            self._missed[module] = None
             return None
         call = calls.popleft()
         if not self.reference.cpu_offload:
             return call
         device = self.reference.device()
-        return Call([(path, one.to(device)) for path, one in call.inputs], [(path, one.to(device)) for path, one in call.outputs])
-
-    @contextmanager
-    def replaying(self, live: nn.Module) -> Iterator[None]:
-        """Within the block the sibling of one of the model's modules is run once more, and nothing of that is kept."""
-        self._is_replaying = True
-        try:
-            with self.reference.replaying(live):
-                yield
-        finally:
-            self._is_replaying = False
+        return [(path, one.to(device)) for path, one in call]
 
     def _run_beside(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Call the reference as the model is about to be: with copies, for it may write into its arguments."""
+
+        def call() -> None:
+            own_args, own_kwargs = plain_copy((args, kwargs))
+            self.reference.module(*own_args, **own_kwargs)
+
         # Not where a checkpointed forward is computed again, within the backward pass.
         if self.is_open and torch._C._current_graph_task_id() == -1:
             try:
-                args, kwargs = copied((args, kwargs))
-                with self.reference.running():
-                    self.reference.module(*args, **kwargs)
-            except Exception as error:
-                self._failed(error)
+                self.run(call, torch.is_grad_enabled())
+            except NotPlainError as error:
+                self._is_explained = True
+                self._forget()
+                why = "The reference takes tensors, numbers, texts and plain containers of them, and this call is not compared"
+                self._say(f"{self.reference.name} is called with a {error}. {why}.", logging.WARNING, once=why)
 
-    def _begin_run(self, *_args: object) -> None:
-        if not self._is_replaying:
-            self._run.enter_context(self.reference.running())
+    def _begin_call(self, *_args: object) -> None:
+        is_by_hand = not self.reference.is_running
+        call = ExitStack()
+        # The model of a training step runs with a graph, even where the user has none for the reference.
+        call.enter_context(self.reference.running(torch.is_grad_enabled() if self.is_suspended else True))
+        self._runs.append((call, is_by_hand))
 
-    def _end_run(self, *_args: object) -> None:
-        if not self._is_replaying:
-            self._run.close()
-
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self._keeps():
-            self._begun[module].append(self._copied(named_inputs(args, kwargs)))
+    def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
+        """Leave the user no graph: a loss that is made of the output is not to lead into the reference."""
+        if not self._runs:
+            return None
+        call, is_by_hand = self._runs.pop()
+        call.close()
+        if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
+            return with_tensors(output, Tensor.detach)
+        return None
 
     def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module
-        self,
-        wanted_by: list[str],
-        has_inputs: bool,
-        may_overwrite: bool,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        output: object,
+        self, by: str, tensors: TensorsOfCall, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
     ) -> None:
-        if not self._keeps():
-            return
-        inputs: NamedTensors = []
-        if has_inputs:
-            inputs = self._begun[module].pop() if may_overwrite else self._copied(named_inputs(args, kwargs))
-        call = Call(inputs, self._copied(named_outputs(output)))
-        for by in wanted_by:
-            self._waiting[module, by].append(call)
-
-    def _copied(self, named: NamedTensors) -> NamedTensors:
-        return [(path, self._copy(tensor)) for path, tensor in named]
-
-    def _keeps(self) -> bool:
-        return not (self._is_replaying or self.is_suspended)
+        if not self.is_suspended:
+            self._has_run = True
+            self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(args, kwargs, output)])
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A copy: what comes later in the reference may overwrite the tensor."""
@@ -316,7 +313,6 @@ class ReferenceProbe(Probe):
 
     def _forget(self) -> None:
         self._waiting.clear()
-        self._begun.clear()
         self._copies.clear()
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_module_monitor.modules.names import ParameterSite
 from lightning_module_monitor.probes.probe import Among
+from lightning_module_monitor.statistics.loss_scale import WIDE, widened
 from lightning_module_monitor.statistics.running import in_memory
 
 
@@ -48,6 +49,6 @@ def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """``after - before`` in the place of ``before``; of half-precision tensors in float32, which does not round it again."""
-    if after.dtype in (torch.float32, torch.float64):
+    if after.dtype in WIDE:
         return torch.sub(after, before, out=before)
-    return after.float() - before.float()
+    return widened(after) - widened(before)

@@ -94,7 +94,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
-    num_histograms = sum(len(store.histogram_keys()) for store in stores)
+    num_histograms = sum(len(run.histograms) for run in runs)
     payload = Payload(sum(len(table.sites) for run in runs for table in run.tables), num_histograms)
     content = [
         {

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import xarray
     from torch import Tensor
 
+_BYTES_PER_READ = 1 << 20
+
 
 def load_store(path: str | os.PathLike[str]) -> StoreReader:
     """Open the file of a run, at any time: while it is written, after a ``kill -9``, after a clean end.
@@ -55,7 +57,7 @@ class Matrix:
     """All numbers of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns."""
+    """Of the columns, each of which has a value in one row at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     values: NDArray[np.float64]
@@ -69,7 +71,7 @@ class HistogramMatrix:
     """Histograms of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns."""
+    """Of the columns, each of which has a histogram in one of the rows at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     counts: NDArray[np.int64]
@@ -91,17 +93,22 @@ class StoreReader:
         """The file."""
 
     def keys(self) -> list[str]:
-        """The keys of all numbers, which :meth:`series` takes, group by group, in the order of the columns."""
+        """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
         return self._keys(of_histograms=False)
 
     def histogram_keys(self) -> list[str]:
-        """The keys of all histograms, which :meth:`histogram` takes, group by group, in the order of the columns."""
+        """The keys of all histograms that were recorded, which :meth:`histogram` takes, group by group, in the order of the columns."""
         return self._keys(of_histograms=True)
 
     def _keys(self, of_histograms: bool) -> list[str]:
         with layout.open_store(self.path) as file:
             tables = _columns(file, of_histograms)
-        return [layout.join(group, column) for group, columns in tables.items() for column in columns]
+            return [
+                layout.join(group, column)
+                for group, columns in tables.items()
+                for column, is_filled in zip(columns, _filled(file[group], np.all), strict=True)
+                if is_filled
+            ]
 
     def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """One key's values.
@@ -136,7 +143,7 @@ class StoreReader:
         Keys without a kind, such as ``loss``, are those of ``logged``.
         """
         with layout.open_store(self.path) as file:
-            return list(_group_by_kind(_columns(file)))
+            return list(_group_by_kind(_recorded(file)))
 
     def matrix(self, kind: str) -> Matrix:
         """All numbers of one kind, in one read.
@@ -155,12 +162,14 @@ class StoreReader:
             steps, values = _read_table(file[group])
         is_recorded = ~layout.is_absent(values)
         values[~is_recorded] = np.nan
-        return Matrix(_keys_of(group, columns), steps, values, is_recorded)
+        filled = np.flatnonzero(is_recorded.any(axis=0))
+        keys = _keys_of(group, [columns[place] for place in filled])
+        return Matrix(keys, steps, values[:, filled], is_recorded[:, filled])
 
     def histogram_kinds(self) -> list[str]:
         """The kinds that have histograms, which :meth:`histogram_matrix` takes."""
         with layout.open_store(self.path) as file:
-            return list(_group_by_kind(_columns(file, of_histograms=True)))
+            return list(_group_by_kind(_recorded(file, of_histograms=True)))
 
     def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
         """The histograms of one kind, in one read.
@@ -183,8 +192,11 @@ class StoreReader:
             read = [values[row] for row in rows]
             counts: NDArray[np.int64] = np.array(read, np.int64).reshape(len(rows), *values.shape[1:])
             edges: NDArray[np.float64] = values.attrs["edges"]
-        counts[layout.is_absent(counts)] = 0
-        return HistogramMatrix(_keys_of(group, columns), steps[rows], counts[..., FINITE], counts[..., NOT_FINITE], edges)
+        is_absent = layout.is_absent(counts[..., 0])
+        counts[is_absent] = 0
+        filled = np.flatnonzero(~is_absent.all(axis=0))
+        keys, counts = _keys_of(group, [columns[place] for place in filled]), counts[:, filled]
+        return HistogramMatrix(keys, steps[rows], counts[..., FINITE], counts[..., NOT_FINITE], edges)
 
     def _table_of(self, kind: str, tables: dict[str, list[str]]) -> tuple[str, list[str]]:
         """The group and the columns of a kind."""
@@ -380,6 +392,30 @@ class StoreReader:
 def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
     """The columns of the tables of numbers, or of those of histograms, by group."""
     return {group: columns for group, columns in layout.read_columns(file).items() if layout.has_histograms(group) is of_histograms}
+
+
+def _recorded(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
+    """Those of :func:`_columns` of tables in which anything was recorded."""
+    tables = _columns(file, of_histograms)
+    return {group: columns for group, columns in tables.items() if _filled(file[group], np.any).any()}
+
+
+def _filled(group: h5py.Group, is_enough: Callable[[NDArray[np.bool_]], np.bool_]) -> NDArray[np.bool_]:
+    """Which columns of a table were ever recorded: a planned site may never run. Shape ``(columns,)``.
+
+    Args:
+        group: The table.
+        is_enough: Told what is known so far, says when no more rows need to be read: ``np.all``, or ``np.any``.
+    """
+    values, num_rows = group["values"], len(layout.read_steps(group))
+    filled = np.zeros(values.shape[1], dtype=np.bool_)
+    rows_per_read = max(1, _BYTES_PER_READ // (8 * max(1, int(np.prod(values.shape[1:])))))
+    for first in range(0, num_rows, rows_per_read):
+        if is_enough(filled):
+            break
+        block = values[first : min(first + rows_per_read, num_rows)]
+        filled |= ~layout.is_absent(block[..., 0] if block.ndim > 2 else block).all(axis=0)
+    return filled
 
 
 def _read_table(group: h5py.Group) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from lightning_module_monitor.config import coordinate_check_rules
 from lightning_module_monitor.monitor import ModuleMonitor
 
@@ -52,6 +54,16 @@ class RefinedCoordinateCheck:
         terms, *of_known_types = coordinate_check_rules(statistics)
         monitor.add_rules(terms)
         monitor.add_rules(of_known_types, are_optional=True)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The monitor's module."""
+        return self._monitor.module
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """The monitor's reference."""
+        return self._monitor.reference_module
 
     def refined_coordinate_check(self) -> None:
         """End the check of a micro-batch, after its forward passes; the terms were taken as the modules ran."""

@@ -33,12 +33,12 @@ class Difference:
         """The difference as a tensor: the tensor itself where nothing is taken from it, in its own precision."""
         return self.tensor if self.other is None and self.shift is None else self.computed()
 
-    def computed(self) -> Tensor:
-        """The difference, in float32 or float64."""
+    def computed(self, out: Tensor | None = None) -> Tensor:
+        """The difference, in float32 or float64; written into ``out`` if given, a tensor of its shape and dtype."""
         result = _wide(self.tensor)
         for other in (self.other, self.shift):
             if other is not None:
-                result = result - _wide(other)
+                result = torch.sub(result, _wide(other), out=out)
         return result
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.random_states import unchanged_random_states
+from lightning_module_monitor.statistics.running import own_elements
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,14 @@ class Results:
 
         Raises:
             TypeError: If it is neither.
+            ValueError: If it is a tensor without elements of its own.
         """
         if isinstance(result, Real):
             result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
         if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
             what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise TypeError(f"returned {what}; expected a real tensor or a number")
-        result = result if result.layout is torch.strided else result.to_dense()
+        result = own_elements(result if result.layout is torch.strided else result.to_dense())
         if isinstance(self.aggregate, str):
             wide = result.to(torch.float64)
             self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate].reduce(wide))

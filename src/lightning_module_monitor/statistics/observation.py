@@ -7,9 +7,8 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -20,8 +19,8 @@ from lightning_module_monitor.statistics.exchange import Exchange, Share, Togeth
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.moments import Moments, Need, joined, merged, moments_of_rows
 from lightning_module_monitor.statistics.ranks import Ranks
-from lightning_module_monitor.statistics.rows import Form, Place, Rows, Wishes
-from lightning_module_monitor.statistics.running import in_memory, readable_address
+from lightning_module_monitor.statistics.rows import Form, Place, Rows
+from lightning_module_monitor.statistics.running import in_memory, own_elements
 from lightning_module_monitor.statistics.table import Table, to_host
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
@@ -51,6 +50,8 @@ class Observation:
         """What the units of a site did, on their device."""
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         """The tensor that the table got last, if it may come again: what it is, its version, and what was needed of it."""
+        self._scratch: Tensor | None = None
+        """Memory for differences, which are measured and forgotten: new memory costs more than the subtraction."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -116,43 +117,35 @@ class Observation:
 
         Args:
             terms: Differences of tensors as :meth:`observe` takes them, each with watches, and for each watch the row that it is
-                for: ``OWN`` or ``BASE``. What is made of the same tensors is best taken in together.
+                for: ``OWN`` or ``BASE``.
         """
-        readable: set[int] = set()
-        self._taking().add_differences(self._needed(terms, readable), readable)
-
-    def add_totals(self, measured: Iterable[tuple[Wishes, np.ndarray]]) -> None:
-        """Take in moments of terms that somebody else has measured.
-
-        Args:
-            measured: Of several terms the wishes for each, as :meth:`observe_for` takes them, which are the same object in every
-                step, and a row of moments for each, shape ``(terms, len(Moments._fields))``, float64.
-        """
-        for wishes, totals in measured:
-            targets = self._numbers.targets(wishes)
-            self._rows.update(targets.first)
-            self._taking().running_rows().add_totals(targets.pairs, totals)
-
-    def _needed(
-        self, terms: Iterable[tuple[Difference, Sequence[Wish]]], readable: set[int]
-    ) -> Iterator[tuple[list[int], Difference, int]]:
-        """Rows, difference and needs, term by term: no more than one that has to be written down is there at a time."""
         for term, wishes in terms:
-            strided = term.tensor if id(term.tensor) in readable or readable_address(term.tensor) else _strided(term.tensor)
-            difference = term if strided is term.tensor else Difference(strided, term.other, term.shift)
+            tensor = self._written(term, may_be_kept=any(watch.functions for watch, _part in wishes))
             rows: dict[int, list[int]] = {}
             for watch, part in wishes:
                 needs = watch.base_needs if part == BASE else watch.needs
-                if needs in rows:
-                    rows[needs].append(self._row(watch) + part)
-                elif needs:
-                    # A row that no histogram was asked for gets none.
-                    enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                # A row without a histogram gets none of another's.
+                enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                if needs:
                     rows.setdefault(next(enough, needs), []).append(self._row(watch) + part)
                 if watch.functions and part == OWN:
-                    self._call_functions(watch, difference.written())
-            for needs, of_needs in rows.items():
-                yield of_needs, difference, needs
+                    self._call_functions(watch, tensor)
+            for needs, (first, *others) in rows.items():
+                self._taking().add(first, tensor, needs)
+                for row in others:
+                    self._table.add_last_again(row)
+
+    def _written(self, term: Difference, *, may_be_kept: bool) -> Tensor:
+        """A difference as a tensor; in memory that the next one gets too, unless a function of the user's may keep it."""
+        if term.other is None and term.shift is None:
+            return _strided(term.tensor)
+        size = term.tensor.numel()
+        if may_be_kept or term.tensor.dtype == torch.float64:
+            return term.computed()
+        if self._scratch is None or self._scratch.numel() < size or self._scratch.device != term.tensor.device:
+            with torch.inference_mode(mode=False):
+                self._scratch = torch.empty(size, dtype=torch.float32, device=term.tensor.device)
+        return term.computed(self._scratch[:size].view(term.tensor.shape))
 
     def observe_pair(self, watch: Watch, current: Tensor, reference: Tensor) -> None:
         """Take in the difference of two tensors, and what its statistics need of either.
@@ -175,7 +168,7 @@ class Observation:
         if watch.statistics or watch.histograms:
             row = self._row(watch)
             if watch.needs:
-                self._taking().add_differences([([row + OWN], difference, watch.needs)], set())
+                self._taking().add(row + OWN, difference.written(), watch.needs)
             if watch.base_needs:
                 self._taking().add(row + BASE, reference, watch.base_needs)
             if watch.is_paired:
@@ -252,6 +245,7 @@ class Observation:
             values: Shape ``(watches, elements)``, any real floating dtype, detached. Every element is a token of its own.
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
+        values = _strided(values)
         measured = [place for place, watch in enumerate(watches) if watch.needs & Need.EVERYTHING]
         if measured:
             needs = functools.reduce(operator.or_, (watches[place].needs for place in measured))
@@ -267,8 +261,14 @@ class Observation:
 
     def observe_base(self, pairs: Iterable[tuple[Watch, Tensor]]) -> None:
         """Take in what relative statistics are relative to, for watches that have one."""
-        relative = ((watch, tensor) for watch, tensor in pairs if watch.base_needs)
-        self._taking().add_all((self._row(watch) + BASE, _strided(tensor), watch.base_needs) for watch, tensor in relative)
+        bases = []
+        for watch, tensor in pairs:
+            if watch.base_needs:
+                try:
+                    bases.append((self._row(watch) + BASE, _strided(tensor), watch.base_needs))
+                except Exception as error:
+                    self.fail(watch, tensor, error)
+        self._taking().add_all(bases)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.
@@ -320,6 +320,7 @@ class Observation:
 
     def close(self) -> None:
         """Nothing is taken in any more, and nothing is collected."""
+        self._scratch = None
         self._numbers.leave(self._table)
 
     def _collect(self) -> Values:
@@ -549,7 +550,7 @@ def _strided(tensor: Tensor) -> Tensor:
     """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
 
     Raises:
-        ValueError: If it has no data.
+        ValueError: If it has no data, or no elements of its own.
     """
     if tensor.is_meta:
         raise ValueError("it is on the meta device, and has no data")
@@ -557,4 +558,4 @@ def _strided(tensor: Tensor) -> Tensor:
         return torch.cat([part.flatten(0, -2) if part.dim() > 1 else part for part in tensor.unbind()])
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
-    return in_memory(tensor)
+    return in_memory(own_elements(tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,18 +17,6 @@ from lightning_module_monitor.statistics.running import RunningRows
 from lightning_module_monitor.statistics.table import Table
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
 from lightning_module_monitor.values import Values
-
-Wishes = Sequence[Sequence[Wish]]
-"""Of several terms the wishes for each."""
-
-
-class Targets(NamedTuple):
-    """The rows that several terms go into."""
-
-    first: Mapping[int, int]
-    """First row by the identity of a watch."""
-    pairs: np.ndarray
-    """Row and number of a term, int64, shape ``(any, 2)``."""
 
 
 class Place(NamedTuple):
@@ -76,8 +64,6 @@ class Rows:
         """First row by the identity of a watch."""
         self._form: tuple[list[int], Form] = [], Form(())
         """What was seen in the last step, and how that was finished."""
-        self._targets: dict[int, tuple[Wishes, Targets]] = {}
-        """By the identity of the wishes."""
         self._places: dict[int, Place] = {}
         """By the identity of the watch."""
         self._blocks: dict[int, Block] = {}
@@ -116,15 +102,6 @@ class Rows:
         if place is None:
             place = self._places[id(watch)] = Place(id(watch), self.first(watch), watch.needs, may_return_last, may_be_returned)
         return place
-
-    def targets(self, wishes: Wishes) -> Targets:
-        """The rows of wishes for several terms; of the same object they are looked up once."""
-        known = self._targets.get(id(wishes))
-        if known is None:
-            first = {id(watch): self.first(watch) for of_one in wishes for watch, _row in of_one}
-            pairs = [(first[id(watch)] + row, place) for place, of_one in enumerate(wishes) for watch, row in of_one]
-            known = self._targets[id(wishes)] = wishes, Targets(first, np.array(pairs, dtype=np.int64).reshape(-1, 2))
-        return known[1]
 
     def block(self, watches: Sequence[Watch]) -> Block:
         """Those of some watches that want no more than moments; of the same object they are looked up once."""

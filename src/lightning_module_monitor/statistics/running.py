@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.statistics import dlpack
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.moments import Moments, Need
 
 NUM_FIELDS = len(Moments._fields)
@@ -69,14 +67,8 @@ def _compiled(name: str) -> ModuleType | None:
 
 compiled_histogram = functools.partial(_compiled, "histogram")
 """The compiled kernel of histograms."""
-compiled_operator_norm = functools.partial(_compiled, "operator_norm")
-"""That of operator norms."""
 compiled_magnitude = functools.partial(_compiled, "magnitude")
 """That of largest magnitudes."""
-compiled_terms = functools.partial(_compiled, "terms")
-"""That of differences, and of the terms of a layer."""
-compiled_normalized = functools.partial(_compiled, "normalized")
-"""That of the terms of norms."""
 
 
 def readable_address(tensor: object, dtypes: Container[torch.dtype] = FLOAT32) -> int:
@@ -127,6 +119,24 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def own_elements(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a class with operations of its own, such as one that wraps other tensors, the plain tensor it stands for.
+
+    Raises:
+        ValueError: If operations on it return no plain tensor.
+    """
+    if _is_plain(tensor):
+        return tensor
+    result = tensor.detach() * 1  # exact, also for signs of zeros, infinities and NaN
+    if not _is_plain(result):
+        raise ValueError(f"operations on a {type(tensor).__name__} return no plain tensor, and its elements cannot be read")
+    return result
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _has_memory(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         last = tensor.numel()
@@ -160,24 +170,6 @@ def takes(tensor: Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and kernel() is not None
     )
-
-
-def takes_difference(difference: Difference, needs: int, readable: set[int]) -> bool:
-    """Whether a difference can be measured here without being written down: its squares, of float32 elements in order.
-
-    Args:
-        difference: What is to be measured.
-        needs: What of it, bits of :class:`Need`.
-        readable: Identities of tensors that are known to be so; gets those of this difference too.
-    """
-    if needs != Need.SQUARES or (difference.shift is not None and difference.shift.shape != difference.tensor.shape[-1:]):
-        return False
-    own = [one for one in (difference.tensor, difference.other, difference.shift) if one is not None and id(one) not in readable]
-    for tensor in own:
-        if not readable_address(tensor):
-            return False
-    readable.update(map(id, own))
-    return True
 
 
 def _kernel() -> ModuleType:
@@ -292,22 +284,6 @@ class RunningRows:
             self._grow(row)
         self._add(place, element_format, num_elements, features, needs, self._rows_address + row * ROW_BYTES, self._latest_address)
 
-    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference]]) -> None:
-        """Merge the squares of differences that :func:`takes_difference` is true of, each into rows; those of one shape together."""
-        alike: defaultdict[torch.Size, list[tuple[Sequence[int], Difference]]] = defaultdict(list)
-        for rows, difference in differences:
-            alike[difference.tensor.shape].append((rows, difference))
-        for shape, members in alike.items():
-            targets = [(row, place) for place, (rows, _difference) in enumerate(members) for row in rows]
-            addresses = [(address(one.tensor), address(one.other), address(one.shift)) for _rows, one in members]
-            table, pairs = np.array(addresses, dtype=np.int64), np.array(targets, dtype=np.int64)
-            highest = max(row for row, _place in targets)
-            if highest >= self._capacity:
-                self._grow(highest)
-            compiled = compiled_terms()
-            assert compiled is not None
-            compiled.add_differences(table, shape.numel(), shape[-1] if shape else 1, pairs, self._rows)
-
     def add_last_again(self, row: int) -> None:
         """Merge the tensor that was added last into one more row, which has the same needs."""
         if row >= self._capacity:
@@ -318,18 +294,6 @@ class RunningRows:
         """Like :meth:`add` for many tensors that exist at the same time."""
         for row, tensor, needs in rows:
             self.add(row, tensor, needs)
-
-    def add_totals(self, rows: np.ndarray, totals: np.ndarray) -> None:
-        """Merge moments that somebody else has taken.
-
-        Args:
-            rows: Row, and number of the moments that are merged into it, int64, shape ``(any, 2)``.
-            totals: Moments, shape ``(any, NUM_FIELDS)``, float64.
-        """
-        highest = int(rows[:, 0].max(initial=0))
-        if highest >= self._capacity:
-            self._grow(highest)
-        _kernel().merge_many(totals, rows, self._rows)
 
     def moments(self, num_rows: int) -> Tensor:
         """The first ``num_rows`` rows, shape ``(NUM_FIELDS, num_rows)``; one that nothing was added to has moments of an empty tensor."""

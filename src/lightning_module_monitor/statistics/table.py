@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.histogram import Histograms
 from lightning_module_monitor.statistics.lanes import Lanes
 from lightning_module_monitor.statistics.moments import Moments, Need
-from lightning_module_monitor.statistics.running import RunningRows, may_be_readable, takes, takes_difference
+from lightning_module_monitor.statistics.running import RunningRows, may_be_readable, takes
 
 
 class Table:
@@ -73,26 +72,6 @@ class Table:
     def note_read(self) -> None:
         """The tensor that was added last was added to :attr:`running`, without this table."""
         self._last = (self.running_rows(),)
-
-    def add_differences(self, differences: Iterable[tuple[Sequence[int], Difference, int]], readable: set[int]) -> None:
-        """Merge all elements of each of several differences into rows, as :meth:`add` does those of a tensor.
-
-        Args:
-            differences: Rows, difference and needs of each. What is not written down and of one shape is read at once.
-            readable: Gets the identities of tensors that the compiled kernel will read, which are kept until then.
-        """
-        unwritten = []
-        for rows, difference, needs in differences:
-            if not difference.tensor.numel():
-                continue
-            if takes_difference(difference, needs, readable):
-                unwritten.append((rows, difference))
-                continue
-            self.add(rows[0], difference.written(), needs)
-            for row in rows[1:]:
-                self.add_last_again(row)
-        if unwritten:
-            self.running_rows().add_differences(unwritten)
 
     def add_last_again(self, row: int) -> None:
         """Merge all elements of the tensor that :meth:`add` got last into one more row, which has the same needs."""

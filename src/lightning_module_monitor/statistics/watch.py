@@ -44,8 +44,8 @@ class Watch:
     """The site's own copies of the torchmetrics objects among the functions; they live from step to step."""
     further: dict[str, Watch] = field(default_factory=dict)
     """The same wish for the module's further outputs, by site."""
-    alone: Watch | None = None
-    """The same wish for the module's weight alone, where that is a site of its own."""
+    parts: dict[str, Watch] = field(default_factory=dict)
+    """The watches of the coordinate check by what follows the module's name at their sites: ``""``, ``".weight"``, ``".q_proj"``."""
     is_one_token: bool = False
     """Whether what is watched is a single token that several ranks have parts of; its norm is that of all elements."""
     is_compared: bool = False

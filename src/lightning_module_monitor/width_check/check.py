@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,11 +120,11 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
     expected = expected_exponents(settings.parametrization, layers, settings.steps)
     rows = []
     for name, layer in layers.items():
-        for term in settings.terms:
-            key = TERMS[term].format(name)
+        for site, term in itertools.product(_sites(name, first), settings.terms):
+            key = TERMS[term].format(site)
             if key in first.values:  # an embedding has no propagating update, and what does not change at all no alignment
                 values = np.array([[trainings[width, seed].values.get(key, 0.0) for seed in seeds] for width in widths])
-                rows.append(judge(name, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
+                rows.append(judge(site, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
     if not rows:
         raise ConfigError(f"No layer has run at width {widths[0]}, seed {seeds[0]}; expected training_step to run the module's layers.")
     return rows
@@ -149,4 +150,11 @@ def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
 
 def _updates(training: Training) -> list[str]:
     """The keys of the updates, which are there where a layer has run; alignments are missing where nothing has changed."""
-    return [TERMS[term].format(name) for name in training.layers for term in DEFAULT_TERMS if TERMS[term].format(name) in training.values]
+    sites = [site for name in training.layers for site in _sites(name, training)]
+    return [TERMS[term].format(site) for site in sites for term in DEFAULT_TERMS if TERMS[term].format(site) in training.values]
+
+
+def _sites(layer: str, training: Training) -> list[str]:
+    """The sites of a layer's values: its name, or those of the projections of attention."""
+    projections = [f"{layer}.{name}_proj" for name in "qkv"]
+    return [layer, *(site for site in projections if site not in training.layers)]

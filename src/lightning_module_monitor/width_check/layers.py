@@ -15,8 +15,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
-from lightning_module_monitor.modules.names import Namer
-from lightning_module_monitor.probes.checked_modules import units
+from lightning_module_monitor.modules.names import UNWATCHED, Namer
+from lightning_module_monitor.probes.rcc_layers import has_own_weights, layer_parts
 from lightning_module_monitor.width_check.topology import Upstream
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
@@ -80,9 +80,21 @@ class Layer:
 
 
 def find_units(root: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a network: what the refined coordinate check checks, by the names that its keys have."""
-    checked = units(root)
-    return {site.name: site.module for site in Namer().module_sites(root) if site.module in checked}
+    """The layers of a network by name: modules that own weights. MultiheadAttention is one layer, with its projections."""
+    found: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module in seen or isinstance(module, UNWATCHED):
+            continue
+        seen.add(module)
+        is_whole = bool(layer_parts(module)) or is_parametrized(module)
+        if is_whole or has_own_weights(module):
+            found.add(module)
+        if not is_whole:
+            waiting += module.children()
+    return {site.name: site.module for site in Namer().module_sites(root) if site.module in found}
 
 
 def describe(

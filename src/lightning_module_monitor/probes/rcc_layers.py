@@ -1,0 +1,377 @@
+"""The layer types of the refined coordinate check: for each a pure function of input, weight and bias.
+
+The check computes ``W0 x`` by that function and never calls a module a second time. A module belongs to a type if it inherits
+the type's ``forward`` and owns its weight as a plain parameter; a weight that is computed from other parameters does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_module_monitor.modules.names import UNWATCHED
+from lightning_module_monitor.statistics.running import in_memory
+
+EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
+OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"
+INPUT, INPUT_CHANGE = "rcc_input", "rcc_input_change"
+OPERATOR_NORM, ALIGNMENT = "rcc_operator_norm", "rcc_alignment"
+
+TERMS = (EFFECTIVE, PROPAGATING, OUTPUT, REFERENCE_OUTPUT, INPUT, INPUT_CHANGE)
+"""The kinds that are tensors."""
+
+KINDS = (*TERMS, OPERATOR_NORM, ALIGNMENT)
+"""The kinds of the check."""
+
+AnyModule = Any
+"""A module of a layer type, with that type's attributes."""
+
+LayerFunction = Callable[..., Tensor]
+"""``function(x, weight, bias, module)``: ``W x + b``. ``module`` gives constants such as ``stride``; ``bias`` may be ``None``."""
+
+
+def _own_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
+    return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+def _last(module: AnyModule, tensor: Tensor) -> int:
+    return tensor.dim() - 1
+
+
+def _second(module: AnyModule, tensor: Tensor) -> int:
+    return 1
+
+
+def _matrix(module: AnyModule, weight: Tensor) -> Tensor:
+    return weight.unsqueeze(0)
+
+
+def _diagonal(module: AnyModule, weight: Tensor) -> Tensor:
+    return weight.flatten()
+
+
+def every_vector_once(module: AnyModule, x: Tensor) -> Tensor | None:
+    """The ``vectors`` of a layer that applies its weight to every vector of a tensor once."""
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerType:
+    """How the modules of one type apply their weight.
+
+    Attributes:
+        function: ``W x + b``, see :data:`LayerFunction`; a layer of several inputs gets all of them first.
+        inputs: Names of the inputs, as the type's ``forward`` has them.
+        methods: Methods that a subclass must inherit.
+        has_tensor_input: Whether the input is a tensor of numbers that can change a little; indices are not.
+        is_called: Whether the module is called at all. Otherwise only its weight is used, by the module around it.
+        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes.
+        takes_more: Whether a call may have further arguments, which do not change ``W x + b``.
+        parameters: Weight and bias of a module; ``None`` where it does not own such a parameter.
+        features: The dimension of an input or output that holds the features.
+        matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
+        normalizes: Whether the weight is applied to the normalized input, which ``function`` gives without weight and bias.
+        vectors: A tensor with the norm of all vectors that ``matrices`` multiplies, of the tensor that the weight is applied to, or
+            ``None`` where the product of both norms is no bound of the term. A type without it has no alignment.
+    """
+
+    function: LayerFunction
+    inputs: tuple[str, ...] = ("input",)
+    methods: tuple[str, ...] = ("forward",)
+    has_tensor_input: bool = True
+    is_called: bool = True
+    gives_output: bool = True
+    takes_more: bool = False
+    parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _own_parameters
+    features: Callable[[AnyModule, Tensor], int] = _last
+    matrices: Callable[[AnyModule, Tensor], Tensor] = _matrix
+    normalizes: bool = False
+    vectors: Callable[[AnyModule, Tensor], Tensor | None] | None = every_vector_once
+
+    @property
+    def is_applied_to_input(self) -> bool:
+        """Whether the weight is applied to the input or to the normalized input, and not to a product of inputs."""
+        return self.has_tensor_input and len(self.inputs) == 1
+
+    def has_kind(self, kind: str) -> bool:
+        """Whether the type has values of a kind."""
+        if kind == OPERATOR_NORM:
+            return True
+        if kind == ALIGNMENT:
+            return self.is_called and self.vectors is not None
+        return self.is_called and (self.has_tensor_input or kind in (OUTPUT, REFERENCE_OUTPUT, EFFECTIVE))
+
+    def has_weight_site(self, kind: str) -> bool:
+        """Whether the weight without the bias is a site of its own, ``fc.weight``."""
+        is_of_input = kind in (INPUT, INPUT_CHANGE)
+        return kind in TERMS and self.has_tensor_input and self.has_kind(kind) and (self.is_applied_to_input or not is_of_input)
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The inputs of a call, in order; ``None`` if one is missing or no plain tensor, or if the call has other arguments."""
+        names = _argument_names(type(module).forward) if kwargs or self.takes_more else self.inputs
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        more = {name: value for name, value in given.items() if name not in self.inputs}
+        if len(args) > len(names) or (not self.takes_more and any(value is not None for value in more.values())):
+            return None
+        found = [given.get(name) for name in self.inputs]
+        tensors = [one for one in found if is_plain(one)]
+        return tensors if len(tensors) == len(found) else None
+
+
+@functools.cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor whose own class decides no operation, and that no transform of ``torch.func`` wraps."""
+    if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    # No public function tells a tensor under vmap.
+    return value.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+# ------------------------------------------------------------------------------------------------- the functions of the types
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _bilinear(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.bilinear(x, other, weight, bias)
+
+
+def _embedding(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.embedding(x, weight)
+
+
+def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
+    # With max_norm a look-up writes into the weight: it is no function of it.
+    return (None, None) if module.max_norm is not None else _own_parameters(module)
+
+
+def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+    product = torch.mm(x.reshape(-1, x.shape[-1]), weight) if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return product.view(*x.shape[:-1], weight.shape[1])
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
+    return F.group_norm(x, module.num_groups, weight, bias, module.eps)
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
+    # Without the running statistics in training mode, which the call would move.
+    frozen = None, None
+    if not module.training and module.running_mean is not None:
+        frozen = module.running_mean, module.running_var
+    return F.batch_norm(x, *frozen, weight, bias, training=frozen[0] is None, eps=module.eps)
+
+
+def _vectors_of_batch_norm(module: AnyModule, x: Tensor) -> Tensor | None:
+    # In eval mode the model and the reference normalize by statistics of their own: the terms hold that difference too.
+    return x if module.training or module.running_mean is None else None
+
+
+def _features_of_convolution(module: AnyModule, tensor: Tensor) -> int:
+    return tensor.dim() - 1 - len(module.kernel_size)
+
+
+def _matrices_of_convolution(module: AnyModule, weight: Tensor) -> Tensor:
+    return weight.reshape(module.groups, weight.shape[0] // module.groups, -1)
+
+
+def _padded(module: AnyModule, x: Tensor) -> tuple[Tensor, Any]:
+    """The input with the padding that the convolution itself cannot do, and the padding that is left to it."""
+    if module.padding_mode == "zeros":
+        return x, module.padding
+    return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+
+
+def _convolution(convolve: Callable[..., Tensor]) -> LayerType:
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+        padded, padding = _padded(module, x)
+        return convolve(padded, weight, bias, module.stride, padding, module.dilation, module.groups)
+
+    def vectors(module: AnyModule, x: Tensor) -> Tensor:
+        # The norm of each patch: squares summed over the channels, then over the places of the kernel.
+        batched = wide(x if _features_of_convolution(module, x) else x.unsqueeze(0))
+        squares, padding = _padded(module, batched.square().sum(1, keepdim=True))
+        kernel = squares.new_ones(1, 1, *module.kernel_size)
+        return convolve(squares, kernel, None, module.stride, padding, module.dilation).clamp_(min=0).sqrt_()
+
+    methods = ("forward", "_conv_forward")
+    return LayerType(
+        function=function, methods=methods, features=_features_of_convolution, matrices=_matrices_of_convolution, vectors=vectors
+    )
+
+
+def _transposed_convolution(convolve: Callable[..., Tensor]) -> LayerType:
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
+        return convolve(x, weight, bias, module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+
+    def vectors(module: AnyModule, x: Tensor) -> Tensor:
+        # A sum of m numbers is at most sqrt(m) times the norm of them: m of the place where most overlap.
+        places = torch.ones((1, 1, *x.shape[_features_of_convolution(module, x) + 1 :]), device=x.device)
+        kernel = places.new_ones(1, 1, *module.kernel_size)
+        overlap = convolve(places, kernel, None, module.stride, module.padding, module.output_padding, 1, module.dilation)
+        return wide(x) * overlap.max().sqrt()
+
+    return LayerType(function=function, features=_features_of_convolution, matrices=_matrices_of_convolution, vectors=vectors)
+
+
+def _projection(index: int, name: str) -> LayerType:
+    """One of the projections of ``torch.nn.MultiheadAttention``, whose weights are parts of one parameter or parameters of their own."""
+
+    def parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
+        start = index * module.embed_dim
+        weight = module._parameters.get("in_proj_weight")
+        weight = module._parameters.get(f"{name}_proj_weight") if weight is None else weight[start : start + module.embed_dim]
+        bias = module._parameters.get("in_proj_bias")
+        return weight, None if bias is None else bias[start : start + module.embed_dim]
+
+    inputs = ("query", "key", "value")[index : index + 1]
+    return LayerType(function=_linear, inputs=inputs, gives_output=False, takes_more=True, parameters=parameters)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it is that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+Parts = dict[str, LayerType]
+"""The linear maps of a module by name: ``""`` for a layer that is one."""
+
+_OF_CLASS: dict[type[nn.Module] | str, Parts] = {
+    nn.Linear: {"": LayerType(function=_linear)},
+    # MultiheadAttention uses the weight of this one and never calls it.
+    NonDynamicallyQuantizableLinear: {"": LayerType(function=_linear, is_called=False)},
+    nn.Conv1d: {"": _convolution(F.conv1d)},
+    nn.Conv2d: {"": _convolution(F.conv2d)},
+    nn.Conv3d: {"": _convolution(F.conv3d)},
+    nn.ConvTranspose1d: {"": _transposed_convolution(F.conv_transpose1d)},
+    nn.ConvTranspose2d: {"": _transposed_convolution(F.conv_transpose2d)},
+    nn.ConvTranspose3d: {"": _transposed_convolution(F.conv_transpose3d)},
+    nn.Embedding: {"": LayerType(function=_embedding, has_tensor_input=False, vectors=None, parameters=_embedding_parameters)},
+    nn.Bilinear: {
+        "": LayerType(
+            function=_bilinear, inputs=("input1", "input2"), matrices=lambda _module, weight: weight.flatten(1).unsqueeze(0), vectors=None
+        )
+    },
+    nn.LayerNorm: {"": LayerType(function=_layer_norm, matrices=_diagonal, normalizes=True)},
+    nn.RMSNorm: {"": LayerType(function=_rms_norm, inputs=("x",), matrices=_diagonal, normalizes=True)},
+    nn.GroupNorm: {"": LayerType(function=_group_norm, features=_second, matrices=_diagonal, normalizes=True)},
+    _BatchNorm: {
+        "": LayerType(function=_batch_norm, features=_second, matrices=_diagonal, normalizes=True, vectors=_vectors_of_batch_norm)
+    },
+    nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
+    "transformers.pytorch_utils.Conv1D": {"": LayerType(function=_hugging_face_conv1d, inputs=("x",))},
+}
+"""Linear maps by class; by a class's name where its package may be missing."""
+
+
+def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> None:
+    """Add a type of layer to the refined coordinate check, or replace one.
+
+    The type's modules own parameters ``weight`` and, if they have one, ``bias``; features are the last dimension. Subclasses count
+    where they inherit ``forward``. Register a type before the monitor gets its module.
+
+    Args:
+        layer_type: A class of modules whose ``forward`` takes one tensor and computes ``W x + b``.
+        function: ``function(x, weight, bias, module)``, which computes what ``forward`` does, with the given weight and bias. It must
+            not write into its arguments. ``module`` gives constants. ``bias`` is ``None`` where the module has none.
+
+    Raises:
+        TypeError: If the type is no class of modules, or the function does not take four arguments.
+
+    Example:
+        >>> class Scale(torch.nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(3))
+        ...
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> register_rcc_layer(Scale, lambda x, weight, bias, module: x * weight)
+    """
+    if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+        raise TypeError(f"layer_type is {layer_type!r}; expected a subclass of torch.nn.Module.")
+    try:
+        inspect.signature(function).bind("x", "weight", "bias", "module")
+    except TypeError as error:
+        raise TypeError(f"function {function!r} does not take the arguments (x, weight, bias, module): {error}.") from error
+    inputs = _argument_names(layer_type.forward)[:1]
+    _OF_CLASS[layer_type] = {"": LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)}
+
+
+def _any_matrix(module: AnyModule, weight: Tensor) -> Tensor:
+    """Matrices of a weight of any shape: one dimension is a diagonal, the first of several the rows."""
+    return weight if weight.dim() == 1 else weight.flatten(1).unsqueeze(0)
+
+
+def layer_parts(module: nn.Module) -> Parts:
+    """The linear maps of a module by name, see :data:`Parts`; empty if its type is not in the table."""
+    if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
+        return {}  # computed from other parameters, as spectral norm, weight norm and pruning do
+    for one in type(module).__mro__:
+        parts = _OF_CLASS.get(one) or _OF_CLASS.get(f"{one.__module__}.{one.__qualname__}")
+        if parts is None:
+            continue
+        for method in next(iter(parts.values())).methods:
+            if getattr(type(module), method) is not getattr(one, method) or method in vars(module):
+                return {}
+        return {name: part for name, part in parts.items() if part.parameters(module)[0] is not None}
+    return {}
+
+
+def weight_and_bias(part: LayerType, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear map of a module, detached.
+
+    Raises:
+        ValueError: If the weight is a sharded tensor or another subclass, or if its memory was given back.
+    """
+    weight, bias = part.parameters(module)
+    assert weight is not None
+    if not is_plain(weight) or (bias is not None and not is_plain(bias)):
+        raise ValueError(f"its weight is a {type(weight).__name__}; expected a plain tensor")
+    return in_memory(weight).detach(), None if bias is None else in_memory(bias).detach()
+
+
+def layer_sites(module: nn.Module, kind: str) -> list[str]:
+    """What follows the module's name at the sites of a kind: ``""``, ``".weight"``, ``".q_proj"``, ``".q_proj.weight"``."""
+    suffixes = []
+    for name, part in layer_parts(module).items():
+        start = f".{name}" if name else ""
+        suffixes += [start] if part.has_kind(kind) else []
+        suffixes += [f"{start}.weight"] if part.has_weight_site(kind) else []
+    return suffixes
+
+
+def has_own_weights(module: nn.Module) -> bool:
+    """Whether a module owns a parameter of floating point."""
+    return any(one is not None and one.is_floating_point() for one in module._parameters.values())
+
+
+def unchecked_modules(root: nn.Module) -> set[nn.Module]:
+    """The modules that own weights and are of no type of the table."""
+    return {one for one in root.modules() if not isinstance(one, UNWATCHED) and has_own_weights(one) and not layer_parts(one)}

@@ -1,0 +1,472 @@
+"""The reference runs as the model does, for torch selects kernels by grad mode and flags, and nothing is left of that run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers.architectures import ARCHITECTURES
+from helpers.memory import peak_bytes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.modules.copies import frozen_copy
+
+RULES = Rule(kinds=["activation_difference"], statistics="abs_max")
+
+
+def inputs(size: int = 8) -> Tensor:
+    """A batch of six numbers each."""
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(2))
+
+
+def differences(
+    model: nn.Module,
+    call: Callable[[nn.Module], Tensor] = lambda model: model(inputs()),
+    reference: nn.Module | None = None,
+    run_reference: Callable[[nn.Module], Any] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """One monitored step by hand, or beside a part of the model; what differs from a copy of it, with errors raised."""
+    follows = "module" in options
+    if reference is None:
+        reference = frozen_copy(model.get_submodule(options["module"]) if follows else model)
+    with ModuleMonitor(rules=RULES, on_error="raise", **options) as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=follows)
+        monitor.begin_step(0)
+        torch.manual_seed(0)
+        if not follows:
+            with monitor.no_monitor():
+                (run_reference or call)(reference)
+        loss = call(model).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        record = monitor.end_step()
+    assert record is not None
+    found = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_reference_that_is_run_without_grad_by_hand_is_exact_too(name: str) -> None:
+    """The model of a training step has a graph: so has the reference, whatever mode the user calls it in."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]()
+
+    def without_grad(reference: nn.Module) -> None:
+        with torch.no_grad():
+            reference(inputs())
+
+    assert {key: value for key, value in differences(model, run_reference=without_grad).items() if value != 0.0} == {}
+
+
+class Adapted(nn.Module):
+    """A frozen model in eval mode, whose torch kernels are those of inference, and a head that is trained."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.eval().requires_grad_(False)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
+@pytest.mark.parametrize("module", [None, "base"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_frozen_part_runs_with_the_kernels_of_inference_in_both(name: str, module: str | None) -> None:
+    """Flags are those of the model, parameter by parameter."""
+    torch.manual_seed(0)
+    model = Adapted(ARCHITECTURES[name]())
+    options = {} if module is None else {"module": module}
+    assert {key: value for key, value in differences(model, **options).items() if value != 0.0} == {}
+
+
+class Gate(torch.autograd.Function):
+    """Keeps its context where a test sees whether the graph lives."""
+
+    contexts: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        Gate.contexts.append(weakref.ref(ctx))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight, gradients[0] * x
+
+
+class Remembers(nn.Module):
+    """Leaves what it has computed in attributes, as auxiliary losses and ``weight_norm`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.last: Tensor | None = None
+        self.all: list[dict[str, Tensor]] = []
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(Gate.apply(x, self.weight))
+        self.last = x
+        self.all.append({"output": x})
+        return x + self.frozen
+
+
+@pytest.mark.parametrize("module", [None, "0"])
+def test_flags_are_as_before_and_no_graph_lives(module: str | None) -> None:
+    """Also of a reference that was handed over with flags and modes of its own; the values in its attributes stay."""
+    model = nn.Sequential(Remembers(), nn.Linear(6, 2))
+    reference = copy.deepcopy(model if module is None else model[0]).eval()
+    flags = {name: index % 2 == 0 for index, (name, _one) in enumerate(reference.named_parameters())}
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(flags[name])
+    Gate.contexts.clear()
+    assert set(differences(model, reference=reference, **({} if module is None else {"module": module})).values()) == {0.0}
+    assert {name: parameter.requires_grad for name, parameter in reference.named_parameters()} == flags
+    assert all(parameter.is_leaf and parameter.grad is None for parameter in reference.parameters())
+    assert not any(part.training for part in reference.modules())
+    own = reference if module is not None else reference[0]  # type: ignore[index]
+    assert isinstance(own, Remembers)
+    assert own.last is not None
+    assert not own.last.requires_grad
+    assert not own.all[0]["output"].requires_grad
+    assert model[0].last.requires_grad  # type: ignore[union-attr]  # that of the model is its own matter
+    gc.collect()
+    of_reference, of_model = Gate.contexts
+    assert of_reference() is None
+    assert of_model() is not None
+
+
+def test_what_the_user_gets_of_the_reference_leads_into_no_graph() -> None:
+    """A loss that draws the model to the reference goes back through the model alone, whatever container its output is in."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.linear(x)
+            return {"view": y[:, 0], "both": (y, [y.t()])}
+
+    model = Pair()
+    reference = frozen_copy(model)
+    with ModuleMonitor(rules=RULES, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            target = reference(inputs())
+        assert not any(one.requires_grad for one in (target["view"], target["both"][0], target["both"][1][0]))
+        output = model(inputs())
+        ((output["view"] - target["view"] - 1).square().mean() + (output["both"][0] * target["both"][0]).sum()).backward()
+        monitor.end_step()
+    assert model.linear.weight.grad is not None
+    assert reference.linear.weight.grad is None
+
+
+class Deep(nn.Sequential):
+    """12 layers whose outputs take 2 MB each."""
+
+    def __init__(self) -> None:
+        super().__init__(*(part for _ in range(12) for part in (nn.Linear(64, 64), nn.Tanh())))
+
+
+LAYER = 2**21
+
+
+def test_memory_is_not_grown_by_a_graph() -> None:
+    """While it runs nothing is kept for a backward pass: a graph would hold 12 layers and more."""
+    model = Deep()
+    reference = frozen_copy(model)
+    x = torch.randn(LAYER // 4 // 64, 64)
+    with ModuleMonitor(rules=Rule(kinds="activation_difference", sites="20", statistics="norm"), on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        peak = peak_bytes(lambda: monitor.run_reference(lambda: reference(x)))
+        model(x)
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation_difference/20/norm"] == 0.0
+    assert peak_bytes(lambda: model(x)) > 12 * LAYER
+    assert peak <= 5 * LAYER
+
+
+class Differentiates(nn.Module):
+    """Forces are the gradient of an energy with respect to positions, as in a model of atoms."""
+
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.scale = nn.Linear(6, 3)
+        self.by_function = by_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_function:
+            return self.scale(torch.func.grad(lambda x: self.energy(x).sum())(x))
+        x = x.detach().requires_grad_()
+        return self.scale(torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0])
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("module", [None, "0"])
+def test_a_reference_that_differentiates_in_its_forward_pass_runs(module: str | None, by_function: bool) -> None:
+    """It gets the tensors that its own backward pass needs, once it is known to need them."""
+    model = nn.Sequential(Differentiates(by_function))
+    options = {} if module is None else {"module": module}
+    assert set(differences(model, **options).values()) == {0.0}
+
+
+class Checkpointed(nn.Module):
+    """A part whose activations are computed again in the backward pass."""
+
+    def __init__(self, use_reentrant: bool, around: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(6, 6))
+        self.use_reentrant, self.around = use_reentrant, around
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.block(x) if self.around else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        return self.head(checkpoint(self.part, x, use_reentrant=self.use_reentrant) if self.around else self.part(x))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("module", [None, "block"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_reference_is_exact_and_makes_no_warning(use_reentrant: bool, module: str | None, around: bool) -> None:
+    """Its inputs have the flags of the model's: torch warns where none needs a gradient. Gradients are those without a reference."""
+    torch.manual_seed(0)
+    model = Checkpointed(use_reentrant, around)
+    torch.manual_seed(0)
+    model(inputs()).square().mean().backward()
+    plain = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    assert set(differences(model, **({} if module is None else {"module": module})).values()) == {0.0}
+    assert all(torch.equal(plain[name], parameter.grad) for name, parameter in model.named_parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: x, lambda x: x.t().contiguous().t(), lambda x: torch.cat([x, x], 1)[:, ::2], lambda x: x[:1].expand(8, 6), lambda x: x * 1,
+    lambda x: torch.cat([x, x], 1)[:, :6] * 1,
+])  # fmt: skip
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_a_sibling_is_called_with_has_the_flags_and_strides_of_the_models(
+    make: Callable[[Tensor], Tensor], requires_grad: bool
+) -> None:
+    """And may be written into, as in the model, without a trace in the model's own."""
+    seen: list[tuple[bool, bool, tuple[int, ...], Tensor]] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((x.requires_grad, x.is_leaf, x.stride(), x.detach().clone()))
+            if not (x.requires_grad and x.is_leaf) and 0 not in x.stride():
+                x = x.relu_()
+            return super().forward(x)
+
+    model = nn.Sequential(Looks(6, 3))
+    x = make(inputs().requires_grad_(requires_grad))
+    assert set(differences(model, lambda model: model(x), module="0").values()) == {0.0}
+    of_reference, of_model = seen
+    assert of_reference[:3] == of_model[:3]
+    assert torch.equal(of_reference[3], of_model[3])
+
+
+class OddBuffers(nn.Module):
+    """Buffers that are expanded, written into, resized, replaced, made late, and joined to the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("expanded", torch.arange(6.0).expand(8, 6))
+        self.register_buffer("counted", torch.zeros(2))
+        self.register_buffer("resized", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("joined", torch.zeros(8, 6))
+        self.alias = [self.counted]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.expanded
+        self.expanded.zero_()
+        self.alias[0].add_(1)
+        self.resized.resize_(9).fill_(3)
+        self.replaced = torch.ones(3)
+        self.register_buffer("late", torch.ones(3))
+        self.joined.copy_(y)
+        return y + self.counted.sum() + self.resized.sum()
+
+
+@pytest.mark.parametrize("module", [None, "0"])
+def test_odd_buffers_are_as_before(module: str | None) -> None:
+    """Tensors, shapes, strides and values."""
+    model = nn.Sequential(OddBuffers())
+    reference = frozen_copy(model if module is None else model[0])
+    before = {name: (tensor, tensor.stride(), tensor.clone()) for name, tensor in reference.named_buffers()}
+    assert set(differences(model, reference=reference, **({} if module is None else {"module": module})).values()) == {0.0}
+    after = dict(reference.named_buffers())
+    assert after.keys() == before.keys()
+    for name, (tensor, stride, values) in before.items():
+        assert after[name] is tensor, name
+        assert tensor.stride() == stride, name
+        assert torch.equal(tensor, values), name
+        assert not tensor.requires_grad, name
+
+
+def test_autocast_keeps_no_weights_of_a_sibling() -> None:
+    """They would stay, with their graph, until the model's own autocast ends, and in the place of weights that have changed since."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    reference = frozen_copy(model[1])
+    with ModuleMonitor(rules=RULES, on_error="raise", module="1") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=True)
+        monitor.begin_step(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(inputs()).sum().backward()
+            assert torch.is_autocast_cache_enabled()
+            monitor.end_step()
+            with torch.no_grad():
+                reference.weight.zero_()
+                reference.bias.zero_()
+            reference.requires_grad_()
+            assert not reference(torch.ones(1, 6)).any()
+
+
+def test_a_model_whose_attention_forms_a_loss_with_the_sibling_keeps_its_gradients() -> None:
+    """Saved-tensor hooks of the model around a sibling see nothing of it."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    counts = []
+    for options in ({}, {"module": "1"}):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if options:
+                differences(model, lambda model: F.gelu(model(inputs())), **options)
+            else:
+                F.gelu(model(inputs())).square().mean()
+        counts.append(list(packed))
+    assert counts[0] == counts[1]
+
+
+class Graph:
+    """A batch of a library's own, which is written into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __deepcopy__(self, _memo: object) -> Graph:
+        raise AssertionError("copied")
+
+
+class OfGraph(nn.Module):
+    """Writes into the batch that it is given, and adds what another module makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, batch: Graph | Tensor, other: nn.Module | None = None) -> Tensor:
+        if isinstance(batch, Tensor):
+            return self.linear(batch)
+        batch.x = self.linear(batch.x) if other is None else other(self.linear(batch.x))
+        return batch.x
+
+
+def test_a_sibling_is_not_called_with_objects(caplog: pytest.LogCaptureFixture) -> None:
+    """That call is not compared, which is reported once; others are. Training is as without it, buffers of modules included."""
+    runs = []
+    for is_monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"body": OfGraph(), "norm": nn.BatchNorm1d(6)})
+        monitor = ModuleMonitor(rules=RULES, module="body", on_error="raise")
+        records = []
+        if is_monitored:
+            monitor.set_module(model)
+            monitor.set_reference_module(frozen_copy(model["body"]), follows=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(3):
+            if is_monitored:
+                monitor.begin_step(step)
+            with caplog.at_level("INFO"):
+                outputs = [
+                    model["body"](inputs()),
+                    model["body"](Graph(inputs())),
+                    model["body"](inputs()),
+                    model["body"](inputs(), model["norm"]),
+                ]
+            loss = sum(output.square().mean() for output in outputs)
+            loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            losses.append(loss.item())  # type: ignore[union-attr]
+            records.append(monitor.end_step() if is_monitored else None)
+        runs.append((losses, model.state_dict()))
+        monitor.close()
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(one, runs[1][1][name]) for name, one in runs[0][1].items())
+    assert all(record is not None and record.values["monitor/errors"] == 0 for record in records)
+    assert records[0].values["activation_difference/body.linear/abs_max"] == 0.0  # type: ignore[union-attr]
+    assert records[2].values["activation_difference/body.linear/abs_max"] > 0  # type: ignore[union-attr]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert re.match(r"body is called with a \S+\.Graph\. The reference takes tensors, numbers, texts", messages[0])
+
+
+def test_one_message_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a reference that fails, and of modules that run too often in one of both: not one for each site, kind and step."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+            self.calls: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in self.calls:
+                x = self.experts[number](x)
+            if len(self.calls) == 7:
+                raise ValueError("first line\nsecond line")
+            return x
+
+    model = Experts()
+    reference = frozen_copy(model)
+    rules = Rule(kinds=["activation_difference"], statistics=["norm", "ratio"])
+    with ModuleMonitor(rules=rules) as monitor, caplog.at_level("INFO"):
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        plans = [([0], [1, 2, 3, 4, 5, 6]), ([2, 3], [3, 2, 4]), ([1], [0, 2]), ([0] * 7, [1, 2]), ([0] * 7, [5])]
+        for step, (of_reference, of_model) in enumerate(plans):
+            monitor.begin_step(step)
+            reference.calls, model.calls = of_reference, of_model
+            monitor.run_reference(lambda: reference(inputs()))
+            model(inputs())
+            monitor.end_step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "The model ran modules more often than the reference did; such calls are not compared: "
+        "experts.1, experts.2, experts.3, experts.4, experts.5 and 1 more.",
+        "The reference ran modules more often than the model did, which are not compared: experts.0.",
+        "The reference could not run (ValueError: first line). Said once; monitor/errors counts them.",
+    ]

@@ -1,0 +1,103 @@
+"""What is planned can occur: containers are never called, and have no keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.training import Classifier, loader, trainer
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, monitor_scaled_dot_product_attention
+from lightning_module_monitor.errors import ConfigError
+
+RULES = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient"], statistics=["rms", "hist"])]
+
+
+class Summed(nn.ModuleList):
+    """A container with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([one(x) for one in self]).sum(0)
+
+
+class Contains(nn.Module):
+    """Containers of every sort around what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(6, 3)})
+        self.scales = nn.ParameterList([torch.ones(6)])
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(6))})
+        self.summed = Summed([nn.Linear(6, 6)])
+        self.patched = nn.ModuleList([nn.Linear(6, 6)])
+        self.patched.forward = torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.summed(self.blocks[0](x)) * self.scales[0] + self.shifts["a"]
+        y: Tensor = self.heads["a"](self.patched(self.patched[0](h)))
+        return y
+
+
+def test_every_key_that_is_planned_is_recorded() -> None:
+    """Of a model that runs as a whole: no more, no fewer, of numbers and of histograms."""
+    net = Contains()
+    with ModuleMonitor(rules=RULES) as monitor:
+        monitor.set_module(net)
+        planned, histograms = monitor.wishes.planned_keys(), monitor.wishes.planned_histograms()
+        monitor.begin_step(0)
+        net(torch.ones(2, 6)).sum().backward()
+        monitor.monitor_gradients()
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    assert set(record.values) == set(planned)
+    assert set(record.histograms) == set(histograms)
+    sites = {key.split("/")[1] for key in record.values if key.startswith("activation/")}
+    assert sites == {"_root_", "blocks.0", "heads.a", "summed", "summed.0", "patched", "patched.0"}
+
+
+def test_a_rule_on_containers_alone_is_refused() -> None:
+    """In one line with the container's name; the pattern that it shows is one that works."""
+    message = r"rules\[0\]\.sites matches only containers, which are never called \(blocks, heads\)"
+    monitor = ModuleMonitor(rules=Rule(kinds="activation", sites=["blocks", "heads"], statistics="rms"))
+    with pytest.raises(ConfigError, match=message) as refused:
+        monitor.set_module(Contains())
+    (shown,) = re.findall(r"e\.g\. '([^']*)'", str(refused.value))
+    with ModuleMonitor(rules=Rule(kinds="activation", sites=shown, statistics="rms")) as monitor:
+        monitor.set_module(Contains())
+        assert monitor.wishes.planned_keys() == ["activation/blocks.0/rms", "monitor/errors"]
+
+
+def test_a_container_may_report_attention_by_hand() -> None:
+    """From a method other than forward: its heads, and their tensors under the rule for activations."""
+
+    class Attends(nn.ModuleList):
+        def attend(self, monitor: ModuleMonitor, x: Tensor) -> None:
+            y = nn.functional.scaled_dot_product_attention(x, x, x)
+            monitor_scaled_dot_product_attention(monitor, self, x, x, x, activation=y)
+
+    net = Attends()
+    rules = [Rule(kinds="attention_entropy", statistics="mean"), Rule(kinds=["attention_sink", "activation"], statistics="mean")]
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(net)
+        assert monitor.wishes.planned_keys() == ["monitor/errors"]
+        monitor.begin_step(0)
+        net.attend(monitor, torch.ones(1, 1, 4, 2))
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["attention_entropy/_root_.head_0/mean"] == pytest.approx(torch.tensor(4.0).log().item())
+    assert record.values["activation/_root_.head_0.query/mean"] == 1.0
+
+
+def test_the_forecast_counts_what_can_occur(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run's sites times statistics are its keys."""
+    rules = [Rule(kinds="activation", statistics=["rms", "max"], sites="model[.].*")]
+    run = trainer(tmp_path, [ModuleMonitorCallback(1, rules=rules, store=False, dry_run=True)], max_steps=1)
+    run.fit(Classifier(Contains()), loader(), loader(8))
+    printed = capsys.readouterr().out
+    assert "  activation: 6 sites x 2 (rms, max)\n" in printed
+    assert "  13 keys; " in printed
