@@ -287,8 +287,8 @@ class ModuleMonitorCallback(Callback):
         return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the path of the store that it goes on in, what alerts have seen, and the reference."""
-        state: dict[str, Any] = {"format": 1, "store": self.store_path}
+        """What a resumed run needs: the path of the store with the steps so far, what alerts have seen, and the reference."""
+        state: dict[str, Any] = {"format": 1} | ({} if self._sinks is None else self._sinks.state())
         if self._health is not None:
             state["health"] = self._health.state()
         reference = None if self._reference is None else self._reference.state()
@@ -297,9 +297,9 @@ class ModuleMonitorCallback(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
+        """Go on from the run that is resumed; validating or testing a checkpoint resumes nothing."""
         if self._is_fit:
-            self._sinks_of_run.resume(state_dict.get("store"))
+            self._sinks_of_run.resume(state_dict)
             self._health_of_run.resume(state_dict.get("health", {}))
             if self._reference is not None:
                 self._reference.load(state_dict.get("reference"))

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,20 +19,12 @@ from lightning_module_monitor.modules.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.probe import Watched, WatchedModule
+from lightning_module_monitor.probes.probe import Say, Watched, WatchedModule
 from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""
-
-
-class Say(Protocol):
-    """Tells the user something, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO) -> None:
-        """Say it."""
-        ...
 
 
 class Due(NamedTuple):

@@ -80,14 +80,23 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
         seen[id(one)] = one  # kept, for its place in memory would be another's
         if issubclass(type(one), nn.Module):
             waiting.append(_state(one))  # type: ignore[arg-type]
-        elif not issubclass(type(one), Tensor):
+        elif isinstance(one, Tensor):
+            memo.update({} if one.is_leaf else {id(one): one.detach().clone()})
+        elif _is_copied_by_parts(type(one)):
             waiting += gc.get_referents(one)
-        elif not one.is_leaf:  # type: ignore[attr-defined]
-            memo[id(one)] = one.detach().clone()  # type: ignore[attr-defined]
     return memo
 
 
-_NEVER_COPIED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType, weakref.ref)
+def _is_copied_by_parts(kind: type) -> bool:
+    """Whether ``deepcopy`` copies what an object of a class holds: one with code of its own for that may hold the whole program."""
+    own = (getattr(kind, name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
+    return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
+
+
+_NEVER_COPIED = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType),
+    *(weakref.ref, *weakref.ProxyTypes),
+)
 """What ``deepcopy`` leaves as it is, or refuses."""
 
 

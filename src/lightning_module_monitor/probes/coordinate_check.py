@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
-from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.probe import Probe, Say, WatchedModule
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
     EFFECTIVE,
@@ -97,14 +96,6 @@ _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
 _Observed = tuple[Difference, list[Wish]]
 """A term, and the rows of moments that it goes into."""
-
-
-class Log(Protocol):
-    """Logs a message once."""
-
-    def __call__(self, message: str, level: int = logging.INFO) -> None:
-        """Log it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +187,7 @@ class CoordinateCheckProbe(Probe):
         operator_norms: OperatorNorms,
         skipped_calls: Watch,
         further_name: Callable[[str, Path, str], str],
-        log: Log,
+        log: Say,
     ) -> None:
         self._observation = observation
         self._twins = twins

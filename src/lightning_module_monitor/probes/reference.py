@@ -8,8 +8,8 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,10 @@ from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, Uncop
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, named_tensors, with_tensors
 from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
-from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.probe import Probe, Say
 from lightning_module_monitor.random_states import unchanged_random_states
 
 NamedTensors = list[tuple[Path, Tensor]]
-
-
-class Say(Protocol):
-    """Reports a fact to the user, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
-        """Report it."""
-        ...
 
 
 class Reference:
@@ -273,8 +265,8 @@ class ReferenceProbe(Probe):
             except NotPlainError as error:
                 self._is_explained = True
                 self._forget()
-                why = "The reference takes tensors, numbers, texts and plain containers of them, and this call is not compared"
-                self._say(f"{self.reference.name} is called with a {error}. {why}.", logging.WARNING, once=why)
+                why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
+                self._say(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
 
     def _begin_call(self, *_args: object) -> None:
         is_by_hand = not self.reference.is_running
@@ -290,7 +282,8 @@ class ReferenceProbe(Probe):
         call, is_by_hand = self._runs.pop()
         call.close()
         if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
-            return with_tensors(output, Tensor.detach)
+            with suppress(Exception):  # a container that cannot be made anew
+                return with_tensors(output, Tensor.detach)
         return None
 
     def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module

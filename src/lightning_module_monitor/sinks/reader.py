@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Finding, Key
 from lightning_module_monitor.sinks import findings, layout, lock, tensors
 from lightning_module_monitor.sinks.killed import is_in_use
+from lightning_module_monitor.sinks.rewrite import rewrite
 from lightning_module_monitor.sinks.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ class StoreReader:
                 return steps[present], values[present]
         if key in self.histogram_keys():
             message = f"{key!r} in {str(self.path)!r} is a histogram, and no series of numbers; read it with histogram({key!r})."
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def kinds(self) -> list[str]:
         """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
@@ -202,7 +203,7 @@ class StoreReader:
         group_by_kind = _group_by_kind(tables)
         if kind not in group_by_kind:
             message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         return group_by_kind[kind], tables[group_by_kind[kind]]
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
@@ -247,7 +248,7 @@ class StoreReader:
                 present = ~layout.is_absent(rows[:, 0])
                 return steps[present], rows[present], values.attrs["edges"]
         message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def findings(self) -> list[Finding]:
         """What was found to be wrong with the model, in the order in which it was found."""
@@ -317,17 +318,24 @@ class StoreReader:
             KeyError: If it was not captured; the message names the nearest that was.
             FileNotFoundError: If nothing was.
         """
-        wanted = {"kind": kind, "site": site, "step": step, "call": call}
         with self._open_tensors() as file:
-            found = tensors.read_tensors(file)
-            for name, value in wanted.items():
-                known = dict.fromkeys(getattr(one, name) for one in found)
-                if value not in known:
-                    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
-                    given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-                    raise KeyError(f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}")
-                found = [one for one in found if getattr(one, name) == value]
-            return tensors.read_tensor(file, found[-1])
+            value = tensors.find_tensor(file, kind, site, step, call)
+            if value is None:
+                raise layout.AbsentKeyError(
+                    self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call})
+                )
+            return value
+
+    def _not_captured(self, found: list[StoredTensor], wanted: Mapping[str, str | int]) -> str:
+        """Which part of what is wanted is wrong, with the nearest right one."""
+        for name, value in wanted.items():
+            known = dict.fromkeys(getattr(one, name) for one in found)
+            if value not in known:
+                break
+            found = [one for one in found if getattr(one, name) == value]
+        near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+        given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
+        return f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}"
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
         """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
@@ -348,43 +356,37 @@ class StoreReader:
         return [one for one in found if kind in (None, one.kind) and site in (None, one.site) and step in (None, one.step)]
 
     def repair(self) -> None:
-        """Make files that a kill left half open readable for every HDF5 program; their content stays. Atomic.
+        """Make a store that a kill left half open readable for every HDF5 program; its content stays. Atomic.
 
-        The store, and that of the raw tensors beside it. A file that was closed is left as it is.
+        A file that was closed is left as it is, and so are the raw tensors beside it, whose file is always closed.
 
         Raises:
-            RuntimeError: If a run is still writing to one.
+            RuntimeError: If a run is still writing to it.
         """
-        _repair(self.path.resolve(), layout.rewrite)
-        beside = layout.tensors_path(self.path.resolve())
-        if beside.exists():
-            _repair(beside, tensors.rewrite)
+        path = self.path.resolve()
+        held = lock.acquire(path)
+        if held is None:
+            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
+            raise RuntimeError(message)
+        try:
+            temporary = layout.temporary_path(path)
+            with layout.open_store(path, has_writer=False) as source:
+                if not is_in_use(path):
+                    return
+                rewrite(source, temporary)
+            layout.replace(temporary, path)
+        finally:
+            lock.release(held)
 
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
         # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
         beside = layout.tensors_path(self.path)
         with layout.open_store(beside if beside.exists() else self.path) as file:
-            if not isinstance(file.get("tensors"), h5py.Dataset):
+            if not tensors.has_tensors(file):
                 message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
                 raise FileNotFoundError(message)
             yield file
-
-
-def _repair(path: Path, rewrite: Callable[[h5py.File, Path], None]) -> None:
-    held = lock.acquire(path)
-    if held is None:
-        message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
-        raise RuntimeError(message)
-    try:
-        temporary = layout.temporary_path(path)
-        with layout.open_store(path, has_writer=False) as source:
-            if not is_in_use(path):
-                return
-            rewrite(source, temporary)
-        layout.replace(temporary, path)
-    finally:
-        lock.release(held)
 
 
 def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
