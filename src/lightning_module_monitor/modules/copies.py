@@ -95,7 +95,7 @@ def _is_copied_by_parts(kind: type) -> bool:
 
 _NEVER_COPIED: tuple[type, ...] = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType),
-    *(weakref.ref, *weakref.ProxyTypes),
+    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
 )
 """What ``deepcopy`` leaves as it is, or refuses."""
 
