@@ -187,7 +187,7 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silenced = 0
         self._awaits_attention = True
-        """Whether no step has ended yet in which attention was to be watched."""
+        """Whether no step has ended yet in which attention was due."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
@@ -229,7 +229,7 @@ class ModuleMonitor:
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         _monitors[self._number] = self
-        self._say_renamed()
+        self._report_renamed()
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -451,7 +451,8 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, self._begun = self._due(step), step
+        self._begun = step
+        due = self._due(step)
         if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
         return due is not None
@@ -753,10 +754,10 @@ class ModuleMonitor:
         self._exchanges.clear()
         self._has_agreed = False
         if self._module is not None:
-            self._say_renamed()
+            self._report_renamed()
 
-    def _say_renamed(self) -> None:
-        """Say, in one line, which names in keys are not those of the model."""
+    def _report_renamed(self) -> None:
+        """Report, in one line, the names in keys that are not those of the model."""
         changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
@@ -873,18 +874,18 @@ class ModuleMonitor:
             values = _with_derived(collected, window.probes)
         if window.observation.is_lost:
             return None
-        self._note_attention(window)
+        self._check_attention(window)
         values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
 
-    def _note_attention(self, window: Window) -> None:
-        """Say so if the first step in which attention was to be watched had none."""
+    def _check_attention(self, window: Window) -> None:
+        """Warn once if the first step in which attention was due had none."""
         if window.attention is None or not (self._awaits_attention and window.attention.is_asked_for):
             return
         self._awaits_attention = False
-        if not window.attention.has_seen and self._speaks_for_all():
+        if not window.attention.has_observed and self._speaks_for_all():
             message = (
                 f"attention: step {window.step} called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and "
                 'nn.MultiheadAttention, and no attention is recorded. Try attn_implementation="sdpa" for a Hugging Face model, and '

@@ -196,7 +196,7 @@ class Wishes:
         return due if is_picked or due.rules or self.is_captured(step) else None
 
     def asks_for_attention(self, due: Due) -> bool:
-        """Whether a rule that is due is about attention, and may not match nothing."""
+        """Whether a rule that is due, other than an optional one, is about attention."""
         rules = (self._rules[i] for i in due.rules)
         return any(KINDS[kind].of_heads for rule in rules if not rule.is_optional for kind in rule.kinds)
 

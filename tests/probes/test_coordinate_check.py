@@ -764,6 +764,7 @@ def test_layers_that_are_not_what_their_type_says_are_left_out() -> None:
     left_out = [
         *(Own(2, 2), Standardized(2, 2, 1), patched, nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))),
         *(nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2), nn.LayerNorm(2, elementwise_affine=False), nn.LSTM(2, 2)),
+        nn.Linear(2, 2, dtype=torch.complex64),
     ]
     assert [name for one in left_out for name in layer_parts(one)] == []
     assert list(layer_parts(inherits)) == [""]

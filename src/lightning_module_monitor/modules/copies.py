@@ -93,9 +93,9 @@ def _is_copied_by_parts(kind: type) -> bool:
     return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
 
 
-_NEVER_COPIED = (
+_NEVER_COPIED: tuple[type, ...] = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType),
-    *(weakref.ref, *weakref.ProxyTypes),
+    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
 )
 """What ``deepcopy`` leaves as it is, or refuses."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,7 +405,7 @@ def _filled(group: h5py.Group, is_enough: Callable[[NDArray[np.bool_]], np.bool_
 
     Args:
         group: The table.
-        is_enough: Told what is known so far, says when no more rows need to be read: ``np.all``, or ``np.any``.
+        is_enough: Takes what is known so far; true if no further row needs to be read: ``np.all`` or ``np.any``.
     """
     values, num_rows = group["values"], len(layout.read_steps(group))
     filled = np.zeros(values.shape[1], dtype=np.bool_)
