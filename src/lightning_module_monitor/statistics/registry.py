@@ -22,7 +22,7 @@ class Statistic:
     """A statistic that is finished from moments.
 
     Attributes:
-        needs: Bits of :class:`~lightning_module_monitor.statistics.moments.Need`.
+        needs: Bits of :class:`~lightning_module_monitor.kernels.moments.Need`.
         finish: Takes moments, numpy arrays of shape ``(sites,)``, float64, and returns the statistic, float64, of the same
             shape. A relative statistic also takes the moments of what it is relative to; a paired one takes those of the
             model's tensor, the reference's, and the elementwise product of both.
