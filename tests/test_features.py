@@ -62,7 +62,7 @@ MODULE_MONITOR = {
     ),
     "aggregation over micro-batches": Row(
         "0.107 -100.0 concatenated dict",
-        "statistics/test_statistics.py::test_micro_batches_of_three_and_five_are_their_concatenation "
+        "kernels/test_merging.py::test_micro_batches_of_three_and_five_are_their_concatenation "
         "test_engine.py::test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict "
         "test_engine.py::test_every_statistic_of_every_tensor",
     ),
@@ -121,7 +121,7 @@ TORCH_WATCHER = {
         "tensor_stats hist STATISTICS float16",
         "standalone/test_watcher.py::test_row_2_statistics_and_histogram "
         "standalone/test_watcher.py::test_row_2_the_norm_of_a_float16_tensor "
-        "statistics/test_histogram.py::test_the_parts_add_up_to_the_whole",
+        "kernels/test_histogram.py::test_the_parts_add_up_to_the_whole",
     ),
     "each on or off": Row(
         "track_activations track_gradients track_parameters activation_gradient gradient",

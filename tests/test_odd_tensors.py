@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 from lightning_module_monitor import Capture, ModuleMonitor, Record, Rule
-from lightning_module_monitor.statistics import running
+from lightning_module_monitor.kernels import numba_kernel
 
 
 class Calls(nn.Module):
@@ -111,7 +111,7 @@ def rms(tensor: Tensor) -> float:
 def test_an_output_of_two_tensors_costs_its_own_values(wanted: dict[str, Any], is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is asked for: its values are NaN, a histogram of it is absent, it is counted once, and all others are there."""
     if not is_fast:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), Calls(lambda x: TwoTensor(x, 2 * x)), Calls(lambda x: x.a), nn.Linear(4, 2))
     x = torch.randn(3, 4)
@@ -208,7 +208,7 @@ def test_complex_parameters_are_reported_once(
     Torch warns of nothing (a warning is an error here), not even where raw tensors are captured, which are complex.
     """
     if not is_fast:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     net = Complex()
     kinds = ["parameter", "gradient_before_clip", "gradient", "update"]
     captured = ["activation", "activation_gradient", "parameter", "gradient", "update"]

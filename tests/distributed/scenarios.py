@@ -36,11 +36,11 @@ from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.modules.shards import is_sharded
 from lightning_module_monitor.optimizer_steps import OptimizerSteps
 from lightning_module_monitor.overhead import HostClock
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.table import Table
 from lightning_module_monitor.window import Window
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -160,7 +160,8 @@ def fit(
     }
 
 
-EVERYTHING = ["mean", "std", "norm", "rms", "min", "max", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "token_rms", "hist"]
+EVERYTHING = ["mean", "std", "skewness", "kurtosis", "norm", "rms", "min", "max", "abs_mean", "zero_fraction", "nonfinite_count"]
+EVERYTHING += ["token_norm", "token_rms", "hist"]
 
 
 def _rules() -> list[Rule]:
@@ -403,7 +404,7 @@ class Count(Callback):
 
 BROKEN = {
     1: (ModuleMonitor, "begin_backward"),
-    2: (Table, "add_all"),
+    2: (MomentTable, "add_all"),
     3: (OptimizerSteps, "finish"),
     5: (Observation, "_share"),
     7: (OptimizerSteps, "finish"),

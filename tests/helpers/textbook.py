@@ -25,6 +25,32 @@ def histogram(x: Tensor) -> Histogram:
 PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.paired]
 
 
+def deviations_of(flat: np.ndarray) -> np.ndarray:
+    """Deviations from the mean. Their own mean, which the rounding of a large mean leaves, is subtracted again."""
+    deviations: np.ndarray = flat - flat.mean()
+    return deviations - deviations.mean()
+
+
+def slack(name: str, x: Tensor) -> float:
+    """The magnitude that the rounding of a statistic is in proportion to, where that is not the statistic's own.
+
+    A mean is right to within the magnitudes that it is a sum of. Standardized moments are right to within the mean magnitude of
+    their terms, and to within the rounding of the mean, counted in standard deviations.
+    """
+    a = x.detach().double().numpy().ravel()
+    found = 0.0
+    with np.errstate(all="ignore"):
+        if name == "mean":
+            found = np.abs(a).mean()
+        elif name in ("skewness", "kurtosis"):
+            d = np.abs(deviations_of(a))
+            std = math.sqrt((d * d).mean()) or math.nan
+            d, of_mean = d / std, np.abs(a).mean() / std
+            third, fourth = (d * d * d).mean(), (d * d * d * d).mean()
+            found = third + 3 * of_mean if name == "skewness" else 3 + fourth + 4 * third * of_mean
+    return float(found) if np.isfinite(found) else 0.0
+
+
 def textbook(name: str, x: Tensor) -> float:
     """The statistic in numpy's float64, by its formula."""
     a = x.detach().double().numpy()
@@ -32,10 +58,13 @@ def textbook(name: str, x: Tensor) -> float:
     n = flat.size
     tokens = a.reshape(-1, a.shape[-1]) if a.ndim else flat.reshape(1, 1)
     with np.errstate(all="ignore"):
+        d = deviations_of(flat) if name in ("var", "std", "skewness", "kurtosis") else flat
         formulas = {
             "mean": lambda: flat.sum() / n,
-            "var": lambda: ((flat - flat.mean()) ** 2).sum() / (n - 1),
-            "std": lambda: math.sqrt(((flat - flat.mean()) ** 2).sum() / (n - 1)),
+            "var": lambda: (d**2).sum() / (n - 1),
+            "std": lambda: math.sqrt((d**2).sum() / (n - 1)),
+            "skewness": lambda: (d * d * d).mean() / (d * d).mean() ** 1.5,
+            "kurtosis": lambda: (d * d * d * d).mean() / (d * d).mean() ** 2 - 3,
             "norm": lambda: math.sqrt((flat**2).sum()),
             "rms": lambda: math.sqrt((flat**2).sum() / n),
             "min": flat.min,

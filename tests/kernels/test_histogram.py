@@ -4,59 +4,63 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import Implementation, over_dtypes, over_implementations, views
 from helpers.textbook import histogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
-from lightning_module_monitor.statistics import compiled_histogram, running
-from lightning_module_monitor.statistics import histogram as histograms
-from lightning_module_monitor.statistics.moments import Need
+from lightning_module_monitor.kernels import bins_of_floats
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.table import Table
 from lightning_module_monitor.statistics.watch import Watch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(scope="module", autouse=True, params=["compiled", "eager"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Everything here is true with the compiled kernel, and without it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "compiled":
-            assert running.kernel() is not None, "numba is missing; pip install 'lightning-module-monitor[fast]'"
-        else:
-            patch.setattr(running, "kernel", lambda: None)
-        yield
-
-
-def counted(tensors: list[Tensor], together: bool = False, needs: int = Need.HISTOGRAM) -> Histogram:
+def counted(implementation: Implementation, tensors: list[Tensor], together: bool = False, needs: int = Need.HISTOGRAM) -> Histogram:
     """The histogram of one row that all the tensors were added to."""
-    table = Table()
+    kernel = implementation.make()
+    tensors = [tensor.to(implementation.device) for tensor in tensors if tensor.numel()]
     if together:
-        with torch.no_grad():
-            table.add_all((3, tensor, needs) for tensor in tensors)
+        kernel.add_all([3] * len(tensors), tensors, [needs] * len(tensors))
     else:
         for tensor in tensors:
-            table.add(3, tensor, needs)
-    rows = [share[0] for share in table.collect_histograms([3])]
+            kernel.add((3,), tensor, needs)
+    (row,) = kernel.counts([3]).cpu()
+    return Histogram(row.long().numpy())
+
+
+def counted_by_table(tensors: list[Tensor], together: bool = False, needs: int = Need.HISTOGRAM) -> Histogram:
+    """The same of a table, whose rows may get tensors of any kernel."""
+    table = MomentTable()
+    if together:
+        table.add_all([3] * len(tensors), tensors, [needs] * len(tensors))
+    else:
+        for tensor in tensors:
+            table.add((3,), tensor, needs)
+    rows = [share[0] for share in table.collect_counts([3])]
     return Histogram(torch.stack([torch.zeros(NUM_COUNTS, dtype=torch.float64), *rows]).sum(0).long().numpy())
 
 
-def assert_counted(tensors: list[Tensor], expected: Tensor | None = None) -> None:
+WAYS = list(itertools.product([False, True], [Need.HISTOGRAM, Need.HISTOGRAM | Need.EVERYTHING]))
+"""Alone or together, for the counts alone or for everything."""
+
+
+def assert_counted(implementation: Implementation, tensors: list[Tensor], expected: Tensor | None = None) -> None:
     """The counts are numpy's, whichever way the tensors come in."""
     whole = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]) if expected is None else expected
-    for together, needs in itertools.product([False, True], [Need.HISTOGRAM, Need.HISTOGRAM | Need.EVERYTHING]):
-        found = counted(tensors, together, needs)
+    for together, needs in WAYS:
+        found = counted(implementation, tensors, together, needs)
         np.testing.assert_array_equal(found.row, histogram(whole).row)
         assert found.row.sum() == whole.numel()
 
@@ -72,13 +76,13 @@ def edge_values(dtype: torch.dtype) -> Tensor:
     return torch.cat([magnitudes, -magnitudes, torch.tensor([math.nan], dtype=dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edge_values_of_every_dtype(dtype: torch.dtype) -> None:
+@over_dtypes
+def test_edge_values_of_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None:
     """A power of two is in the bin that begins with it, its lower neighbor in the one before; nothing is rounded on the way."""
     values = edge_values(dtype)
     assert len(values) > {torch.float64: 10_000, torch.float32: 1500, torch.bfloat16: 1500, torch.float16: 200}[dtype]
-    assert_counted([values])
-    found = counted([values])
+    assert_counted(implementation, [values])
+    found = counted(implementation, [values])
     assert found.nonfinite["nan"] == 1
     assert found.nonfinite["inf"] == found.nonfinite["-inf"] > 0
     assert found.counts[130] == (values == 0).sum()
@@ -86,100 +90,103 @@ def test_edge_values_of_every_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1e-45, math.inf, -math.inf, math.nan, -math.nan, 3.4028234663852886e38, 1.0, -1.0])
 @pytest.mark.parametrize("size", [1, 3, 4, 1001])
-def test_one_value_alone(value: float, size: int) -> None:
+@over_implementations
+def test_one_value_alone(implementation: Implementation, value: float, size: int) -> None:
     """Those that share their bits with others are told apart, also where nothing else is there."""
-    assert_counted([torch.full((size,), value)])
+    assert_counted(implementation, [torch.full((size,), value)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_dtypes
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 8), (100, 331), (70_000,)], ids=str)
-def test_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_every_shape(implementation: Implementation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Any number of elements, in any dtype, of magnitudes from 1e-30 to 1e30."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float64) * 10 ** (20 * torch.randn(shape, generator=generator))
-    assert_counted([x.to(dtype)])
+    assert_counted(implementation, [x.to(dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_that_share_their_bits_in_any_chunk(dtype: torch.dtype) -> None:
+@over_dtypes
+def test_values_that_share_their_bits_in_any_chunk(implementation: Implementation, dtype: torch.dtype) -> None:
     """Zeros and infinities of both signs among the last elements, among the first, or everywhere."""
     for place in (slice(-3, None), slice(2), slice(None, None, 3)):
         for value in (0.0, -0.0, math.inf, -math.inf):
             x = torch.ones(9001, dtype=dtype)
             x[place] = value
             x[4500] = math.nan
-            assert_counted([x])
+            assert_counted(implementation, [x])
 
 
-VIEWS = {
-    "transposed": torch.randn(70, 90).T,
-    "every third": torch.randn(40, 300)[:, ::3],
-    "expanded": torch.randn(1, 50).expand(20, 50),
-    "channels last": torch.randn(3, 5, 7, 9).to(memory_format=torch.channels_last),
-    "negated by a flag": torch._neg_view(torch.randn(30, 40).abs()),
-    "zeros without memory": torch._efficientzerotensor((6, 5)),
-    "with a graph": torch.randn(20, 30).requires_grad_() * 2,
-    "a parameter": nn.Parameter(torch.randn(20, 30)),
-    "half of a storage": torch.randn(1000)[17:900],
-    "float64, negated by a flag": torch._neg_view(torch.randn(30, 40, dtype=torch.float64).abs()),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_any_view_is_read_right(name: str) -> None:
+@over_dtypes
+@pytest.mark.parametrize("name", views(torch.float32))
+def test_any_view_is_read_right(implementation: Implementation, dtype: torch.dtype, name: str) -> None:
     """However the elements lie in memory."""
-    assert_counted([VIEWS[name]], VIEWS[name].detach().resolve_neg().clone())
+    tensor, plain = views(dtype)[name]
+    if implementation.takes(tensor):
+        assert_counted(implementation, [tensor], plain)
+    for together, needs in WAYS:
+        assert counted_by_table([tensor, tensor[:0]], together, needs) == histogram(plain)
 
 
 def test_an_empty_tensor_adds_nothing() -> None:
     """Neither alone nor beside others."""
-    assert counted([torch.empty(0, 3)]).row.sum() == 0
-    assert_counted([torch.empty(0), torch.ones(3), torch.empty(2, 0)])
+    assert counted_by_table([torch.empty(0, 3)]).row.sum() == 0
+    for together in (False, True):
+        assert counted_by_table([torch.empty(0), torch.ones(3), torch.empty(2, 0)], together) == histogram(torch.ones(3))
 
 
 any_float = st.floats(width=32) | st.sampled_from([2.0**-64, -(2.0**-64), 2.0**64, 1e-45, 0.0, -0.0, 65504.0])
 
 
+@over_implementations
 @settings(deadline=None, max_examples=60)
-@given(values=st.lists(any_float, min_size=1, max_size=80), cuts=st.lists(st.integers(0, 80), max_size=6), dtype=st.sampled_from(DTYPES))
-def test_the_parts_add_up_to_the_whole(values: list[float], cuts: list[int], dtype: torch.dtype) -> None:
+@given(values=st.lists(any_float, min_size=1, max_size=80), cuts=st.lists(st.integers(0, 80), max_size=6), data=st.data())
+def test_the_parts_add_up_to_the_whole(
+    implementation: Implementation, values: list[float], cuts: list[int], data: st.DataObject
+) -> None:
     """Whatever the values, and however they are split over micro-batches and calls."""
-    whole = torch.tensor(values, dtype=torch.float64).to(dtype)
+    whole = torch.tensor(values, dtype=torch.float64).to(data.draw(st.sampled_from(implementation.dtypes)))
     bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
     parts = [whole[start:end] for start, end in itertools.pairwise(bounds)]
-    assert counted(parts) == counted([whole]) == histogram(whole)
+    assert counted(implementation, parts) == counted(implementation, [whole]) == histogram(whole)
     nothing = Histogram(np.zeros(NUM_COUNTS, dtype=np.int64))
-    assert sum((counted([part]) for part in parts), nothing) == histogram(whole)
+    assert sum((counted(implementation, [part]) for part in parts), nothing) == histogram(whole)
 
 
 def test_dtypes_of_one_row_add_up() -> None:
-    """A row may get tensors of several dtypes: one part is counted by the kernel, another by torch."""
+    """A row may get tensors of several dtypes: one part is counted by one kernel, another by another."""
     tensors = [torch.randn(50).to(dtype) for dtype in DTYPES]
-    assert_counted(tensors)
+    whole = torch.cat([tensor.double() for tensor in tensors])
+    for together, needs in WAYS:
+        assert counted_by_table(tensors, together, needs) == histogram(whole)
 
 
-def test_more_rows_than_there_were_at_first() -> None:
-    """Rows are added as sites turn up, and what was in them stays; the last tensor can be counted again elsewhere."""
-    table = Table()
-    for row in (0, 500, 63, 64):
-        table.add(row, torch.full((row + 1,), 1.0), Need.HISTOGRAM)
-    table.add_last_again(1000)
-    table.add(7, torch.empty(0), Need.HISTOGRAM)
-    table.add_last_again(8)
-    (share,) = table.collect_histograms([0, 63, 64, 500, 1000, 7, 8])
-    assert share.sum(1).tolist() == [1, 64, 65, 501, 65, 0, 0]
+@over_implementations
+def test_one_tensor_is_counted_in_several_rows(implementation: Implementation) -> None:
+    """Each has its own counts, also where one goes on alone."""
+    kernel = implementation.make()
+    kernel.add((0, 500, 63), torch.full((4,), 1.0), Need.HISTOGRAM)
+    kernel.add((63,), torch.full((3,), 2.0), Need.HISTOGRAM | Need.MEAN)
+    assert kernel.counts([0, 63, 500, 1000]).sum(1).tolist() == [4, 7, 4, 0]
 
 
-def test_more_elements_than_the_kernel_counts_at_once() -> None:
-    """Its 32-bit counts are added to the row before they are full."""
-    assert compiled_histogram.BLOCK_ELEMENTS < 2**32
-    if running.kernel() is None:
-        return
-    x = torch.ones(compiled_histogram.BLOCK_ELEMENTS + 5)
-    x[0], x[-1] = 0.0, math.inf
-    found = counted([x])
-    few, one = histogram(torch.tensor([0.0, 1.0, math.inf])), histogram(torch.ones(1))
-    np.testing.assert_array_equal(found.row, few.row + one.row * (len(x) - 3))
+@over_implementations
+def test_the_counts_of_a_difference(implementation: Implementation) -> None:
+    """Of the difference as float32 has it."""
+    a, b, shift = torch.randn(30, 7), torch.randn(30, 7), torch.randn(7)
+    kernel = implementation.make()
+    kernel.add_difference((1,), a, b, shift, Need.HISTOGRAM | Need.MEAN)
+    np.testing.assert_array_equal(kernel.counts([1])[0].long().numpy(), histogram(a - b - shift).row)
+
+
+def test_what_does_not_count_is_left_out() -> None:
+    """Of a row with padding, as attention has them; NaN that count are counted."""
+    table = MomentTable()
+    values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 0.0])
+    counting = torch.tensor([True, True, False, False, True, True])
+    table.add_counts(2, values, counting)
+    table.add((2,), torch.tensor([-1.0]), Need.HISTOGRAM)
+    total = torch.stack([share[0] for share in table.collect_counts([2])]).sum(0)
+    np.testing.assert_array_equal(total.long().numpy(), histogram(torch.tensor([1.0, math.nan, math.inf, 0.0, -1.0])).row)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 5000])
@@ -197,7 +204,7 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
 
     places = torch.randint(NUM_COUNTS, (size,), generator=torch.Generator().manual_seed(0))
     with Names() as names:
-        found = histograms.scattered_counts(places)
+        found = bins_of_floats.scattered_counts(places)
     np.testing.assert_array_equal(found.numpy(), np.bincount(places.numpy(), minlength=NUM_COUNTS))
     assert names.seen <= {"arange", "remainder_", "mul_", "add_", "zeros", "ones_like", "scatter_add_", "view", "sum"}
 
@@ -205,12 +212,12 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
 def test_a_step_that_begins_under_inference_mode() -> None:
     """A validation loop under inference mode, then one outside of it, in one row."""
     x = torch.randn(30, dtype=torch.float64)
-    histograms._places_on.cache_clear()
-    table = Table()
+    bins_of_floats._places_on.cache_clear()
+    table = MomentTable()
     with torch.inference_mode():
-        table.add(3, x.clone(), Need.HISTOGRAM)
-    table.add(3, x.clone().requires_grad_(), Need.HISTOGRAM)
-    (share,) = table.collect_histograms([3])
+        table.add((3,), x.clone(), Need.HISTOGRAM)
+    table.add((3,), x.clone().requires_grad_(), Need.HISTOGRAM)
+    (share,) = table.collect_counts([3])
     np.testing.assert_array_equal(share[0].numpy(), 2 * histogram(x).row)
 
 

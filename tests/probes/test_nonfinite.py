@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.health.producer import producer
+from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.modules.names import Namer
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
-from lightning_module_monitor.statistics import magnitudes, running
+from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 
@@ -23,7 +24,7 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limits of the precision, where sums overflow, in any layout; NaN and infinity stay what they are, wherever they are."""
     if not has_kernel:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     largest = torch.finfo(dtype).max
     x = torch.full((7, 1000), -largest, dtype=dtype)
     cases: list[tuple[Tensor, float]] = [(x, largest), (x.T, largest), (x[:, ::3], largest), (torch.zeros(3, dtype=dtype), 0.0)]
@@ -49,7 +50,7 @@ def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, mo
 
 def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tensors there were."""
-    monkeypatch.setattr(running, "kernel", lambda: None)
+    monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     transfers: list[int] = []
     original = magnitudes.transfer
 
@@ -77,7 +78,7 @@ class NoHostReads(TorchDispatchMode):
 def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, until somebody asks; then the producer is found."""
     if not has_kernel:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LSTM(4, 4))
     with torch.no_grad():
         model[1][0].weight[0, 0] = 3e38

@@ -11,9 +11,10 @@ import torch
 from helpers.attention import Truth, truth
 from torch import Tensor
 
+from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
 from lightning_module_monitor.statistics import attention
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures
-from lightning_module_monitor.statistics.moments import Moments, Need, moments_of_rows
 
 BATCH, HEADS, FEATURES = 3, 2, 4
 
@@ -165,7 +166,7 @@ def test_moments_of_rows_leave_out_what_does_not_count() -> None:
     assert rows[2] == nothing
     assert rows[0] == pytest.approx(
         {
-            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
+            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "third": -20 / 9, "fourth": 98 / 9, "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
             "nonfinite": 0, "tokens": 3, "token_norm": 3, "token_rms": 3,
         }
     )  # fmt: skip

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.statistics.moments import HostMoments, Moments, Need
+from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.statistics.ranks import Merged, merge_over_ranks
 from lightning_module_monitor.statistics.rows import nan_where_empty
-from lightning_module_monitor.statistics.table import Table, to_host
+from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.transfer import to_host
 
 
 def moments_of(rows: list[list[Tensor]]) -> Moments:
     """Moments of several rows, each of several tensors."""
-    table = Table()
+    table = MomentTable()
     for row, tensors in enumerate(rows):
         for tensor in tensors:
-            table.add(row, tensor, Need.EVERYTHING)
+            table.add((row,), tensor, Need.EVERYTHING)
     shares = to_host(table.collect(len(rows)), [])[0]
     return Moments(*shares[0]) if shares else Moments.of_nothing(len(rows))
 
@@ -36,7 +37,7 @@ def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     assert meeting.calls == ["max", "sum"]
     assert all(torch.equal(one.largest, mine * (len(merged) - 1)) and torch.equal(one.summed, mine * len(merged)) for one in merged)
     results = [one.moments for one in merged]
-    for result in (HostMoments(*nan_where_empty(torch.stack(one).numpy())) for one in results):
+    for result in (Moments(*nan_where_empty(torch.stack(one).numpy())) for one in results):
         for row in range(len(rows_by_rank[0])):
             tensors = [tensor for rows in rows_by_rank for tensor in rows[row]]
             whole = torch.cat([tensor.double().reshape(-1, 4) for tensor in tensors]) if tensors else None

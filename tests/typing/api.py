@@ -40,7 +40,7 @@ from lightning_module_monitor import (
     monitor_scaled_dot_product_attention,
     track,
 )
-from lightning_module_monitor.statistics.moments import Need
+from lightning_module_monitor.kernels.moments import Need
 
 
 def kurtosis(x: Tensor) -> Tensor:

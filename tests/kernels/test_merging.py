@@ -1,0 +1,197 @@
+"""Moments merge exactly: any split of the elements, in any order, is the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.kernels import (
+    EXACT,
+    Implementation,
+    assert_measured,
+    assert_textbook,
+    finished,
+    measured,
+    merge,
+    over_dtypes,
+    over_exact_ones,
+    over_implementations,
+)
+from helpers.textbook import PLAIN, slack, textbook
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_module_monitor.kernels.moments import Moments, Need
+
+WITHOUT_TOKENS = [name for name in PLAIN if not name.startswith("token")]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of the standard normal distribution."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_statistics(moments: Moments, other: Moments, whole: Tensor, rtol: float) -> None:
+    """Two ways to the moments of a tensor finish into the same numbers."""
+    for name in PLAIN:
+        value = finished(name, moments)
+        assert value == pytest.approx(finished(name, other), rel=rtol, abs=rtol * slack(name, whole), nan_ok=True), name
+
+
+@over_implementations
+def test_micro_batches_of_three_and_five_are_their_concatenation(implementation: Implementation) -> None:
+    """No mean of means: the known wrong answer elsewhere is 0.143 for 0.107."""
+    three, five = torch.tensor([[0.0], [0.0], [3 / 7]]), torch.tensor([[0.0], [0.0], [0.0], [0.0], [3 / 7]])
+    assert finished("mean", measured(implementation, [three, five])) == pytest.approx(6 / 7 / 8, rel=1e-7)
+    assert finished("min", measured(implementation, [torch.tensor([-1.0]), torch.tensor([-100.0])])) == -100.0
+
+
+@over_implementations
+def test_skewness_and_kurtosis_of_micro_batches_are_those_of_all_elements(implementation: Implementation) -> None:
+    """Of uneven parts with other means and spreads, of which each alone has no skewness and a kurtosis of -2."""
+    parts = [torch.tensor([-1.0, 1.0]).repeat(size) * scale + mean for size, scale, mean in ((1, 1, 0), (3, 4, 10), (7, 0.5, -3))]
+    whole = torch.cat(parts)
+    moments = measured(implementation, parts)
+    assert finished("skewness", moments) == pytest.approx(textbook("skewness", whole), rel=implementation.rtol)
+    assert finished("kurtosis", moments) == pytest.approx(textbook("kurtosis", whole), rel=implementation.rtol)
+    assert abs(textbook("skewness", whole)) > 0.5
+    for part in parts:
+        alone = measured(implementation, [part])
+        assert finished("skewness", alone) == pytest.approx(0, abs=implementation.rtol)
+        assert finished("kurtosis", alone) == pytest.approx(-2, rel=implementation.rtol)
+
+
+@over_dtypes
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_parts_of_any_size_are_the_whole(implementation: Implementation, dtype: torch.dtype, scale: float) -> None:
+    """Small and large calls of one site, among them single tokens."""
+    sizes = [3, 40, 1, 513, 3, 9000]
+    assert_measured(implementation, [(normal(size, 8, seed=size) * (1 + size % 7) * scale).to(dtype) for size in sizes])
+
+
+@over_exact_ones
+def test_parts_with_large_means_of_their_own(implementation: Implementation) -> None:
+    """What the distance of the means adds to the spread is right beside what the parts have."""
+    parts = [normal(3000, 4, seed=seed) * 10.0 ** (seed % 3) + 1e3 * seed for seed in range(6)]
+    assert_measured(implementation, parts, 1e-11)
+
+
+@over_implementations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_of_other_precisions_merge(implementation: Implementation, dtype: torch.dtype) -> None:
+    """A site whose calls differ in precision, as under autocast."""
+    assert_measured(implementation, [normal(50, 300), (normal(70, 300, seed=1) * 3 + 10).to(dtype)])
+
+
+any_finite = st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, -0.0, 1e30, -1e30, 1e-30])
+
+
+@over_implementations
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(any_finite, min_size=2, max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4), data=st.data())
+def test_moments_of_any_split_merge_to_the_moments_of_the_whole(
+    implementation: Implementation, values: list[float], cuts: list[int], data: st.DataObject
+) -> None:
+    """Any cut, any order; added to one row, or merged from rows of their own."""
+    x = torch.tensor(values)
+    bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts: list[Tensor] = [x[start:end] for start, end in itertools.pairwise(bounds) if end > start]
+    parts = data.draw(st.permutations(parts))
+    added = measured(implementation, parts)
+    rows = merge(*(measured(implementation, [part]) for part in parts))
+    largest = float(x.double().abs().max())
+    rtol = max(implementation.rtol, 1e-9)
+    for name in WITHOUT_TOKENS:  # here every part is one token
+        # What rounding leaves of a spread is in proportion to the largest element; what is divided by it has no such bound.
+        if name in ("skewness", "kurtosis") and not textbook("std", x) > 1e-3 * largest:
+            continue
+        atol = {"var": largest**2, "zero_fraction": 0.0, "nonfinite_count": 0.0}.get(name, largest) * rtol
+        atol = rtol * slack(name, x) * 10 if name in ("skewness", "kurtosis") else atol
+        for found in (added, rows):
+            assert finished(name, found) == pytest.approx(textbook(name, x), rel=rtol, abs=atol), name
+
+
+@over_implementations
+def test_merging_is_associative_and_commutative_and_has_an_identity(implementation: Implementation) -> None:
+    """Row by row, in pairs, backwards, or all at once; with empty rows between."""
+    parts = [normal(5 + 40 * seed, 4, seed=seed) * 3**seed + 10 * seed for seed in range(5)]
+    whole = torch.cat(parts)
+    rows = [measured(implementation, [part]) for part in parts]
+    nothing = Moments.of_nothing(1)
+    at_once = merge(*rows)
+    assert_textbook(at_once, whole, implementation.rtol)
+    one, two, three, four, five = rows
+    for found in (
+        merge(merge(merge(merge(one, two), three), four), five),
+        merge(one, merge(two, merge(three, merge(four, five)))),
+        merge(merge(one, two), merge(three, four), five),
+        merge(*reversed(rows)),
+        merge(nothing, one, nothing, two, three, nothing, four, five),
+    ):
+        assert_same_statistics(found, at_once, whole, 1e-11)
+    for row in rows:
+        for merged_with_nothing in (merge(row, nothing), merge(nothing, row), merge(nothing, row, nothing)):
+            assert all(torch.equal(*pair) for pair in zip(merged_with_nothing, row, strict=True))
+
+
+def test_merging_small_integers_is_exact() -> None:
+    """Integers that float64 holds, as are all their sums and powers."""
+    groups = [[4, 0, -4, 8], [12, 4], [-20, 4, 8, 0, 8, 0]]
+    moments = merge(*(measured(EXACT["torch"], [torch.tensor(group, dtype=torch.float64)]) for group in groups))
+    x = [value for group in groups for value in group]
+    mean = sum(x) / len(x)
+    assert mean == 2
+    assert moments.elements.tolist() == [12]
+    assert moments.mean.tolist() == pytest.approx([mean], rel=1e-15)
+    for field, power in ((moments.deviations, 2), (moments.third, 3), (moments.fourth, 4)):
+        assert field.tolist() == pytest.approx([sum((one - mean) ** power for one in x)], rel=1e-14)
+    assert moments.squares.tolist() == [sum(one**2 for one in x)]
+    assert (moments.maximum.tolist(), moments.minimum.tolist()) == ([12], [-20])
+
+
+@over_implementations
+def test_what_is_not_finite_survives_merging(implementation: Implementation) -> None:
+    """In a row or from one to another, from either side."""
+    good = measured(implementation, [normal(10)])
+    for bad in (math.nan, math.inf, -math.inf):
+        spoiled = measured(implementation, [torch.tensor([1.0, bad])])
+        for found in (merge(good, spoiled), merge(spoiled, good), merge(good, Moments.of_nothing(1), spoiled)):
+            assert finished("nonfinite_count", found) == 1
+            for name in ("mean", "std", "skewness", "kurtosis", "norm", "abs_mean", "abs_max", "token_norm"):
+                assert not math.isfinite(finished(name, found)), name
+
+
+def test_about_a_center_and_back() -> None:
+    """Sums about a center add up; of the added ones the moments are those of the whole."""
+    implementation = EXACT["torch"]
+    parts = [normal(40, 5, seed=seed).double() * (seed + 1) + 3 * seed for seed in range(3)]
+    center = torch.tensor([2.5], dtype=torch.float64)
+    rows = [measured(implementation, [part]).about(center) for part in parts]
+    added = Moments(*(torch.stack(fields).sum(0) for fields in zip(*rows, strict=True)))
+    found, whole = added.about_mean(center), torch.cat(parts)
+    assert_textbook(found, whole, 1e-11, ["mean", "std", "var", "skewness", "kurtosis", "norm"])
+    nothing = Moments.of_nothing(1)
+    back = nothing.about(center).about_mean(center)
+    assert all(float(getattr(back, name)) == 0 for name in ("deviations", "third", "fourth", "squares", "elements"))
+
+
+@over_implementations
+@pytest.mark.parametrize("needs", [Need.MEAN, Need.DEVIATIONS, Need.SQUARES, Need.EXTREMES, Need.EXTREMES | Need.ZEROS, Need.TOKENS])
+def test_what_is_not_needed_costs_nothing_its_value(implementation: Implementation, needs: int) -> None:
+    """The number of elements is there whatever is needed, and what is needed merges by it."""
+    parts = [normal(30, 4, seed=seed) + seed for seed in range(4)]
+    moments = merge(*(measured(implementation, [part], needs) for part in parts), measured(implementation, parts, needs))
+    whole = torch.cat([*parts, *parts])
+    names = {
+        Need.MEAN: ["mean"],
+        Need.DEVIATIONS: ["std"],
+        Need.SQUARES: ["rms"],
+        Need.EXTREMES: ["abs_max"],
+        Need.EXTREMES | Need.ZEROS: ["zero_fraction", "min"],
+        Need.TOKENS: ["token_rms"],
+    }[needs]
+    assert moments.elements.tolist() == [whole.numel()]
+    assert_textbook(moments, whole, implementation.rtol, names)

@@ -1,0 +1,76 @@
+"""What statistics are where there is nothing, or nothing to divide by, and how a user adds one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.kernels import Implementation, finished, measured, over_implementations
+
+from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
+from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.values import is_undefined
+
+
+def test_of_nothing_there_is_no_mean() -> None:
+    """The identity of merging: a norm of 0, no mean, no spread, no extremes."""
+    nothing = Moments.of_nothing(1)
+    assert finished("norm", nothing) == 0.0
+    assert finished("nonfinite_count", nothing) == 0.0
+    for name in (
+        "mean", "std", "var", "skewness", "kurtosis", "rms", "min", "max", "abs_mean", "abs_max", "zero_fraction", "token_norm", "token_rms"
+    ):  # fmt: skip
+        assert math.isnan(finished(name, nothing)), name
+
+
+@over_implementations
+@pytest.mark.parametrize("elements", [[0.5], [0.0, 0.0, 0.0], [-2.0] * 5], ids=str)
+def test_what_finite_tensors_do_not_have_is_undefined(implementation: Implementation, elements: list[float]) -> None:
+    """A NaN of its own, which no check takes for a fault: zero over zero."""
+    moments = measured(implementation, [torch.tensor(elements)])
+    undefined = {"std", "var", "skewness", "kurtosis"} if len(elements) == 1 else {"skewness", "kurtosis"}
+    for name in ("mean", "std", "var", "skewness", "kurtosis", "norm"):
+        assert is_undefined(finished(name, moments)) == (name in undefined), name
+
+
+@over_implementations
+def test_what_is_not_finite_is_no_undefined_statistic(implementation: Implementation) -> None:
+    """It is a fault, and the NaN tells."""
+    for bad in (math.nan, math.inf):
+        moments = measured(implementation, [torch.tensor([1.0, bad, 2.0])])
+        for name in ("std", "var", "skewness", "kurtosis"):
+            value = finished(name, moments)
+            assert math.isnan(value), name
+            assert not is_undefined(value), name
+
+
+@over_implementations
+def test_skewness_and_kurtosis_by_hand(implementation: Implementation) -> None:
+    """No bias is corrected. A fair coin has no skewness and an excess of -2; of one in four the skewness is 2 / sqrt(3)."""
+    fair, unfair = torch.tensor([0.0, 1.0]).repeat(50), torch.tensor([1.0, 0.0, 0.0, 0.0]).repeat(50)
+    moments = measured(implementation, [fair])
+    assert finished("skewness", moments) == pytest.approx(0.0, abs=implementation.rtol)
+    assert finished("kurtosis", moments) == pytest.approx(-2.0, rel=implementation.rtol)
+    moments = measured(implementation, [unfair])
+    assert finished("skewness", moments) == pytest.approx(2 / 3**0.5, rel=implementation.rtol)
+    assert finished("kurtosis", moments) == pytest.approx(1 / (0.25 * 0.75) - 6, rel=implementation.rtol)
+    mirrored = measured(implementation, [-unfair])
+    assert finished("skewness", mirrored) == pytest.approx(-2 / 3**0.5, rel=implementation.rtol)
+
+
+def test_a_user_adds_a_statistic_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of STATISTICS is a name that rules can give: a Statistic, or a plain function."""
+
+    monkeypatch.setitem(STATISTICS, "range", Statistic(Need.EXTREMES, lambda m: m.maximum - m.minimum))
+    monkeypatch.setitem(STATISTICS, "first", lambda x: x.flatten()[0])
+    model = torch.nn.Linear(2, 3)
+    monitor = ModuleMonitor(rules=[Rule(kinds="parameter", statistics=["range", "first"])])
+    monitor.set_module(model)
+    monitor.begin_step(0)
+    monitor.monitor_parameters()
+    record = monitor.end_step()
+    assert record is not None
+    weight = model.weight.detach()
+    assert record.values["parameter/weight/range"] == pytest.approx(float(weight.max() - weight.min()))
+    assert record.values["parameter/weight/first"] == float(weight[0, 0])
