@@ -210,7 +210,10 @@ def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> list[Tenso
         residual = d.sum(1) / x.shape[1]
         squares = d * d
         # Infinite elements leave no deviations, and an infinite mean.
-        found += [center.squeeze(1) + residual.nan_to_num(0.0, 0.0, 0.0), (squares.sum(1) - x.shape[1] * residual * residual).clamp_(min=0.0)]
+        found += [
+            center.squeeze(1) + residual.nan_to_num(0.0, 0.0, 0.0),
+            (squares.sum(1) - x.shape[1] * residual * residual).clamp_(min=0.0),
+        ]
         if needs & Need.POWERS:
             found += [(squares * d).sum(1), (squares * squares).sum(1)]
     if needs & Need.SQUARES:

@@ -11,7 +11,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
-from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
+from lightning_module_monitor.probes.probe import WatchedModule, elements_of
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
@@ -49,7 +49,8 @@ class ActivationProbe(BackwardProbe):
     def attach(self) -> None:
         """Put the hooks on."""
         for one in self._watched:
-            self._module_hooks.add_forward(one.site.module, UncopiedHook(functools.partial(self._after_forward, one)))
+            after = functools.partial(self._after_forward, one, *(one.watches.get(kind) for kind in KINDS))
+            self._module_hooks.add_forward(one.site.module, UncopiedHook(after))
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of the micro-batch that is over."""
@@ -60,44 +61,35 @@ class ActivationProbe(BackwardProbe):
         self._module_hooks.close()
         self._tensor_hooks.close()
 
-    def _after_forward(self, watched: WatchedModule, _module: nn.Module, _args: object, output: object) -> None:
+    def _after_forward(  # torch's protocol, behind what is known of the module
+        self, watched: WatchedModule, activation: Watch | None, gradient: Watch | None, _module: nn.Module, _args: object, output: object
+    ) -> None:
         if not self.is_open:
             return
         try:
-            self.see_outputs(watched, output)
+            for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
+                if not tensor.is_floating_point():
+                    what = f"its output of dtype {tensor.dtype} is not watched; only real floating outputs are"
+                    self._say(f"{watched.site.name}: {what}.")
+                    continue
+                of_output, of_gradient = activation, gradient
+                if path and not is_first(path):
+                    name = self._output_name(watched.site.name, path)
+                    of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
+                # The gradient hook is put on a recomputed output, too: under reentrant checkpointing no other gets a gradient.
+                if of_output is not None and not is_in_backward():
+                    self._observation.observe(of_output, elements_of(tensor))
+                if of_gradient is not None:
+                    self._await_gradient(of_gradient, tensor)
         except MonitorError:
             raise
         except Exception as error:
             # An output that cannot be taken apart (one that holds itself, say) is no reason for training to end.
-            for kind in KINDS:
-                if kind in watched.watches:
-                    self._observation.fail(watched.watches[kind], output, error)
+            for watch in (activation, gradient):
+                if watch is not None:
+                    self._observation.fail(watch, output, error)
 
-    def see_outputs(self, watched: WatchedModule, output: object) -> None:
-        """Take in every tensor of a module's output."""
-        if isinstance(output, Tensor):
-            self._see_output(watched, (), output)
-        else:
-            for path, tensor in named_tensors(output):
-                self._see_output(watched, path, tensor)
-
-    def _see_output(self, watched: WatchedModule, path: Path, tensor: Tensor) -> None:
-        """Take in one tensor of a module's output."""
-        if not tensor.is_floating_point():
-            self._say(f"{watched.site.name}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
-            return
-        activation, gradient = watched.watches.get("activation"), watched.watches.get("activation_gradient")
-        if path and not is_first(path):
-            name = self._output_name(watched.site.name, path)
-            activation = activation and activation.at(name)
-            gradient = gradient and gradient.at(name)
-        # The gradient hook is wanted also of a recomputed output: under reentrant checkpointing no other gets a gradient.
-        if activation is not None and not is_in_backward():
-            observe_or_fail(self._observation, activation, tensor)
-        if gradient is not None:
-            self.await_gradient(gradient, tensor)
-
-    def await_gradient(self, watch: Watch, tensor: Tensor) -> None:
+    def _await_gradient(self, watch: Watch, tensor: Tensor) -> None:
         """Take in the gradient of an output when it arrives."""
         differentiated = in_graph(tensor)
         if differentiated.requires_grad:
@@ -106,7 +98,7 @@ class ActivationProbe(BackwardProbe):
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
         if self.counts_gradients:
-            observe_or_fail(self._observation, watch, gradient, self.scale)
+            self._observation.observe(watch, elements_of(gradient, self.scale))
 
 
 class _GradientHook:

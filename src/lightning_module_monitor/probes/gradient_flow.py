@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
-from lightning_module_monitor.probes.probe import observe_or_fail
+from lightning_module_monitor.probes.probe import elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.observation import Observation
@@ -70,7 +70,7 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def receive(self, place: int, gradient: Tensor, backward_pass: int) -> None:
         """Take the gradient at a block in."""
-        observe_or_fail(self._observation, self._chain.watches[place], gradient, self.scale)
+        self._observation.observe(self._chain.watches[place], elements_of(gradient, self.scale))
 
     def fail(self, place: int, output: object, error: Exception) -> None:
         """Take note of an output that could not be taken apart."""

@@ -18,7 +18,6 @@ from lightning_module_monitor.modules.outputs import of_all_samples
 from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
@@ -152,16 +151,6 @@ class Probe:
         """After the step, on the host: put what follows from the values in the place of what nobody asked for itself."""
 
 
-def observe_or_fail(observation: Observation, watch: Watch, tensor: Tensor, scale: Tensor | None = None) -> bool:
-    """Take a tensor in, without the scale that it may have, and say whether that was possible.
-
-    A tensor that cannot be read (of a functorch transform, say) is no reason for training to end.
-    """
-    try:
-        observation.observe(watch, unscaled(local_part(of_all_samples(tensor)), scale))
-    except MonitorError:
-        raise
-    except Exception as error:
-        observation.fail(watch, tensor, error)
-        return False
-    return True
+def elements_of(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The elements of an activation, or of its gradient without a scale, that this rank counts: of all samples under ``vmap``."""
+    return unscaled(local_part(of_all_samples(tensor)), scale)

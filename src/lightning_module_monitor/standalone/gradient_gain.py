@@ -11,7 +11,7 @@ from lightning_module_monitor.config import parse_norm, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
 from lightning_module_monitor.probes.gradient_flow import norm_watch
-from lightning_module_monitor.probes.probe import observe_or_fail
+from lightning_module_monitor.probes.probe import elements_of
 from lightning_module_monitor.standalone.gain_report import GainReport, gain_report
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Transition, summary, transitions
 from lightning_module_monitor.statistics.observation import Observation
@@ -205,7 +205,7 @@ class _Probe(BlockGradientProbe):
             )
         self._pass_of[place] = now
         self._norms = None
-        observe_or_fail(now.observation, self._watches[place], gradient)
+        now.observation.observe(self._watches[place], elements_of(gradient))
 
     def fail(self, place: int, output: object, error: Exception) -> None:
         """Say that an output could not be taken apart: no gradient of it will be seen."""

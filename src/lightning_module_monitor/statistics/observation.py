@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
@@ -59,20 +60,28 @@ class Observation:
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
     def observe(self, watch: Watch, tensor: Tensor) -> None:
-        """Take one tensor in; it may be overwritten as soon as this returns.
+        """Take one tensor in; it may be overwritten as soon as this returns. One that cannot be read is reported.
 
         Args:
-            watch: What is wanted of it.
+            watch: What is recorded of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
+
+        Raises:
+            MonitorError: If errors are to be raised.
         """
-        if watch.needs:
-            self._table.add((self._row(watch),), tensor, watch.needs)
-        if watch.units and tensor.numel():
-            signs = signs_of_life(strided(tensor).detach())
-            before = self._units.get(watch.identity)
-            self._units[watch.identity] = (watch, signs if before is None else torch.maximum(before[1], signs))
-        if watch.functions:
-            self._call_functions(watch, tensor)
+        try:
+            if watch.needs:
+                self._table.add((self._row(watch),), tensor, watch.needs)
+            if watch.units and tensor.numel():
+                signs = signs_of_life(strided(tensor).detach())
+                before = self._units.get(watch.identity)
+                self._units[watch.identity] = (watch, signs if before is None else torch.maximum(before[1], signs))
+            if watch.functions:
+                self._call_functions(watch, tensor)
+        except MonitorError:
+            raise
+        except Exception as error:
+            self.fail(watch, tensor, error)
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[Wish]]]) -> None:
         """Take tensors in, each for several rows, and measure it once where they need no more than another of them does.
