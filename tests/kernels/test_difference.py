@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.textbook import textbook
+from helpers.kernels import Implementation, assert_textbook, collected, over_implementations, without_numba
+from helpers.textbook import PLAIN, textbook
 from torch import Tensor
 
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
@@ -45,8 +47,11 @@ def forms(dtype: torch.dtype) -> dict[str, Difference]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("form", forms(torch.float32))
-def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype) -> None:
-    """Alone, where the compiled kernel takes squares only, and together with statistics that need the tensor."""
+@pytest.mark.parametrize("has_numba", [True, False])
+def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares alone, and everything; with the compiled loops, and without them."""
+    if not has_numba:
+        without_numba(monkeypatch)
     difference = forms(dtype)[form]
     parts = [part.double() for part in (difference.tensor, difference.other, difference.shift) if part is not None]
     expected: Tensor = parts[0] - sum(parts[1:])
@@ -58,7 +63,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype) -> None:
     twice = torch.cat([expected, expected])
     for key, value in values.items():
         name = key.rpartition("/")[2]
-        if name != "std" and twice.numel():
+        if twice.numel():
             atol = 1e-6 * textbook("abs_mean", twice) if name == "mean" else 0
             assert value == pytest.approx(textbook(name, twice), rel=2e-6, abs=atol, nan_ok=True), key
     assert len(values) == 7
@@ -69,8 +74,8 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     difference = forms(torch.float32)["of two"]
     observation = Observation(lambda *_trouble: None)
     added: list[object] = []
-    original = observation._table.add
-    monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
+    original = observation._table.add_difference
+    monkeypatch.setattr(observation._table, "add_difference", lambda *args: (added.append(args), original(*args))[1])
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
@@ -102,3 +107,19 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
         for i, chunk in enumerate(chunks):
             assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)
+
+
+@over_implementations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", [form for form in forms(torch.float32) if form != "empty"])
+def test_a_kernel_measures_a_difference_as_float32_has_it(implementation: Implementation, form: str, dtype: torch.dtype) -> None:
+    """Every statistic, in one row and in several, merged into what is there."""
+    difference = forms(dtype)[form]
+    written = difference.computed()
+    kernel = implementation.make()
+    kernel.add((2,), written, Need.EVERYTHING)
+    for rows in ((0,), (1, 2)):
+        kernel.add_difference(rows, difference.tensor, difference.other, difference.shift, Need.EVERYTHING)
+    moments = collected(kernel, 3)
+    for row, expected in enumerate([written, written, torch.cat([written, written])]):
+        assert_textbook(moments, expected, implementation.rtol, PLAIN, row)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics import dlpack, running
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.rows import Rows
@@ -118,23 +117,21 @@ def test_a_copy_numbers_its_own_watches() -> None:
     assert [*map(id, copied_rows.watches)] == [id(one) for one in copied_watches for _row in range(one.num_rows)]
 
 
-def test_tensors_of_known_watches_are_read_by_one_call() -> None:
-    """Those that are there: what is not read is named, for others to measure, and the values are as if nothing had been read."""
+def test_tensors_taken_in_together_are_as_one_by_one() -> None:
+    """Of known watches and new ones, with a histogram, in another precision, and where nothing is wanted."""
     watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), Watch("activation", "h")]
     rows = Rows()
     for missing in ([], [0, 3], [5], [], [*range(7)]):
-        tensors = [None if place in missing else torch.randn(40, 3) for place in range(7)]
-        tensors[5] = None if 5 in missing else torch.randn(40).double()
-        quick, slow = (Observation(lambda *_trouble: None, one) for one in (rows, None))
-        unread = quick.read_all(watches, tensors)
-        # A histogram, another precision, and nothing that is wanted.
-        expected = [4, 5, 6] if running.kernel() is not None and dlpack.description_function() else range(7)
-        assert unread == [place for place in expected if place not in missing]
-        pairs = [(one, tensor) for one, tensor in zip(watches, tensors, strict=True) if tensor is not None]
-        quick.measure_all([(watches[place], tensor) for place in unread if (tensor := tensors[place]) is not None])
-        slow.measure_all(pairs)
-        values, own_values = quick.collect(), slow.collect()
+        tensors = [torch.randn(40, 3) for _place in range(7)]
+        tensors[5] = torch.randn(40).double()
+        pairs = [(watches[place], tensors[place]) for place in range(7) if place not in missing]
+        together, alone = (Observation(lambda *_trouble: None, one) for one in (rows, None))
+        together.observe_all(pairs)
+        for pair in pairs:
+            alone.observe(*pair)
+        values, own_values = together.collect(), alone.collect()
         assert values == {key: pytest.approx(value, rel=1e-9, nan_ok=True) for key, value in own_values.items()}
+        assert together.histograms == alone.histograms
         assert {key.split("/")[1] for key in values} == {"abcdfgh"[place] for place in range(6) if place not in missing}
 
 
