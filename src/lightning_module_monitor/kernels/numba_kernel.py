@@ -62,14 +62,16 @@ def _compile(numba_loops: ModuleType) -> None:
 
 def takes(tensor: object) -> bool:
     """Whether the kernel reads a tensor: one whose elements lie in host memory, in a dtype whose squares float64 holds."""
-    # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere; no public function tells the latter.
+    # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere, and zeros may have no memory; no public
+    # function tells the last two.
     return (
         type(tensor) in PLAIN
         and isinstance(tensor, Tensor)
         and tensor.is_cpu
         and tensor.dtype in DTYPES
         and tensor.layout is torch.strided
-        and not (tensor.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+        and not (tensor.is_nested or tensor.is_neg() or tensor._is_zerotensor())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and has_memory(tensor)
         and loops() is not None
     )
@@ -77,11 +79,11 @@ def takes(tensor: object) -> bool:
 
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
-    if tensor.dtype is torch.float32:
-        return tensor.detach().numpy().reshape(-1)
+    # Not Tensor.numpy(): from then on the program could not resize the tensor's storage.
     if tensor.dtype is torch.bfloat16:
-        return tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1)
-    return tensor.detach().float().numpy().reshape(-1)
+        return np.asarray(np.from_dlpack(tensor.detach().view(torch.int16)).view(np.uint16).reshape(-1), np.uint16)
+    wide = tensor.detach() if tensor.dtype is torch.float32 else tensor.detach().float()
+    return np.asarray(np.from_dlpack(wide).reshape(-1), np.float32)
 
 
 @functools.cache
@@ -109,7 +111,7 @@ class NumbaKernel:
             if len(rows) > 1:
                 self._merge(target, rows)
         if needs & _HISTOGRAM:
-            self._count(rows, tensor.detach().float().numpy().reshape(-1))
+            self._count(rows, array_of(tensor.float()).view(np.uint32))
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
@@ -152,9 +154,9 @@ class NumbaKernel:
         for row in rows:
             self._loops.merge(moments, self._row(row))
 
-    def _count(self, rows: Sequence[int], array: NDArray[np.float32]) -> None:
+    def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
-        self._loops.count(array.view(np.uint32), _place_of_code(), counts)
+        self._loops.count(bits, _place_of_code(), counts)
         for row in rows:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 

@@ -49,7 +49,7 @@ class ActivationProbe(BackwardProbe):
     def attach(self) -> None:
         """Put the hooks on."""
         for one in self._watched:
-            after = functools.partial(self._after_forward, one, *(one.watches.get(kind) for kind in KINDS))
+            after = functools.partial(self._after_forward, one, one.watches.get("activation"), one.watches.get("activation_gradient"))
             self._module_hooks.add_forward(one.site.module, UncopiedHook(after))
 
     def end_micro_batch(self) -> None:
