@@ -93,7 +93,7 @@ def _is_copied_by_parts(kind: type) -> bool:
     return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
 
 
-_NEVER_COPIED = (
+_NEVER_COPIED: tuple[type, ...] = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType),
     *(weakref.ref, *weakref.ProxyTypes),
 )
