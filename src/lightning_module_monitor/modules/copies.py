@@ -93,10 +93,8 @@ def _is_copied_by_parts(kind: type) -> bool:
     return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
 
 
-_NEVER_COPIED: tuple[type, ...] = (
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType),
-    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
-)
+_OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
+_NEVER_COPIED = (*_OF_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 """What ``deepcopy`` leaves as it is, or refuses."""
 
 

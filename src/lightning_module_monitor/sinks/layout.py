@@ -149,7 +149,7 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
         raise FileNotFoundError(message)
     with _open_hdf5(path, has_writer) as file:
         version = file.attrs.get("format_version")
-        if version is None or "configurations" not in file.attrs:
+        if not isinstance(version, int | np.integer) or version < 1 or "configurations" not in file.attrs:
             message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
             raise ConfigError(message)
         if version > FORMAT_VERSION:
@@ -188,8 +188,22 @@ def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:
 
 def read_attributes(file: h5py.File) -> Attributes:
     """What the file says of itself."""
-    started, package_version = str(file.attrs["started"]), str(file.attrs["package_version"])
-    return Attributes(package_version, started, json.loads(file.attrs["configurations"]))
+    package_version, started, configurations = (_read_text(file, name) for name in ("package_version", "started", "configurations"))
+    runs = json.loads(configurations)
+    for run in runs:
+        if not isinstance(run["started"], str) or not isinstance(run["first_step"], int) or not isinstance(run["configuration"], dict):
+            message = f"'configurations' has the run {run!r}"
+            raise TypeError(message)
+    return Attributes(package_version, started, runs)
+
+
+def _read_text(file: h5py.File, name: str) -> str:
+    text = file.attrs[name]
+    if not isinstance(text, str):
+        message = f"{name!r} is {text!r}"
+        raise TypeError(message)
+    text.encode()  # what is no text fails here
+    return text
 
 
 def read_columns(file: h5py.File) -> dict[str, list[str]]:
@@ -202,7 +216,7 @@ def read_all_columns(file: h5py.File) -> dict[str, list[str]]:
     groups: list[str] = []
 
     def visit(name: str) -> None:
-        if name.endswith("/columns"):
+        if name.endswith("/columns") and isinstance(file[name], h5py.Dataset):
             groups.append(name.removesuffix("/columns"))
 
     file.visit(visit)

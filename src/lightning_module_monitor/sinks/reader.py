@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import h5py
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 from lightning_module_monitor.bins import FINITE, NOT_FINITE
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Finding, Key
-from lightning_module_monitor.sinks import findings, layout, lock, tensors
+from lightning_module_monitor.sinks import findings, frames, layout, lock, tensors
+from lightning_module_monitor.sinks.inspection import inspect
 from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.rewrite import rewrite
 from lightning_module_monitor.sinks.tensors import StoredTensor
@@ -41,15 +41,17 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If the file is not HDF5, not a monitor's store, or of a newer format.
+        ValueError: If the file is not HDF5, not a monitor's store, damaged, or of a newer format; or if it has data outside of itself
+            (links, external storage, virtual datasets), which no run writes.
 
     Example::
 
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
     reader = StoreReader(Path(path))
-    with layout.open_store(reader.path):
-        return reader
+    with layout.open_store(reader.path) as file:
+        inspect(file, reader.path)
+    return reader
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,7 @@ class StoreReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         """The file."""
+        self._has_inspected_tensors = False
 
     def keys(self) -> list[str]:
         """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
@@ -277,10 +280,10 @@ class StoreReader:
         """
         pd = require("pandas", "pandas")
         with layout.open_store(self.path) as file:
-            tables = [(group, columns, *_read_table(file[group])) for group, columns in _columns(file).items()]
+            tables = [(_keys_of(group, columns), *_read_table(file[group])) for group, columns in _columns(file).items()]
         names = ["step", "stage", "kind", "site", "statistic", "value"]
-        frames = [pd.DataFrame(_tidy(*table), columns=names) for table in tables]
-        frame: pandas.DataFrame = pd.concat(frames, ignore_index=True)
+        parts = [pd.DataFrame(frames.tidy(*table), columns=names) for table in tables]
+        frame: pandas.DataFrame = pd.concat(parts, ignore_index=True)
         return frame
 
     def to_xarray(self, kind: str) -> xarray.Dataset:
@@ -297,7 +300,7 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
             ImportError: If xarray is not installed.
         """
-        return _to_dataset(require("xarray", "xarray"), self.matrix(kind))
+        return frames.to_dataset(require("xarray", "xarray"), self.matrix(kind))
 
     def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
         """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
@@ -382,7 +385,11 @@ class StoreReader:
     def _open_tensors(self) -> Iterator[h5py.File]:
         # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
         beside = layout.tensors_path(self.path)
-        with layout.open_store(beside if beside.exists() else self.path) as file:
+        path = beside if beside.exists() else self.path
+        with layout.open_store(path) as file:
+            if not self._has_inspected_tensors:
+                inspect(file, path)
+                self._has_inspected_tensors = True
             if not tensors.has_tensors(file):
                 message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
                 raise FileNotFoundError(message)
@@ -435,33 +442,3 @@ def _group_by_kind(tables: dict[str, list[str]]) -> dict[str, str]:
 def _head(group: str, columns: list[str]) -> str:
     """A group's kind as a user knows it."""
     return layout.join(group, columns[0])[: -len(columns[0])].removesuffix("/") or group
-
-
-def _tidy(
-    group: str, columns: list[str], steps: NDArray[np.int64], values: NDArray[np.float64]
-) -> dict[str, NDArray[np.generic] | list[str]]:
-    """The recorded values of a table, one after the other, each with the parts of its key."""
-    keys = _keys_of(group, columns)
-    row, column = np.nonzero(~layout.is_absent(values))
-    parts = {
-        "stage": [key.stage for key in keys],
-        "kind": [f"{key.prefix}/{key.kind}" if key.prefix else key.kind for key in keys],
-        "site": [key.site for key in keys],
-        "statistic": [key.statistic for key in keys],
-    }
-    tidy = {name: np.array(texts, dtype=object)[column] for name, texts in parts.items()}
-    return {"step": steps[row], **tidy, "value": values[row, column]}
-
-
-def _to_dataset(xr: ModuleType, matrix: Matrix) -> xarray.Dataset:
-    keys, steps = matrix.keys, matrix.steps
-    sites = list(dict.fromkeys(key.site for key in keys))
-    place = {site: index for index, site in enumerate(sites)}
-    statistics = dict.fromkeys(key.statistic for key in keys)
-    cubes = {statistic: np.full((len(sites), len(steps)), np.nan) for statistic in statistics}
-    for column, key in enumerate(keys):
-        cubes[key.statistic][place[key.site]] = matrix.values[:, column]
-    dataset: xarray.Dataset = xr.Dataset(
-        {name: (("step", "site"), cube.T) for name, cube in cubes.items()}, coords={"step": steps, "site": sites}
-    )
-    return dataset.squeeze("site", drop=True) if sites == [""] else dataset

@@ -18,6 +18,7 @@ from filelock import BaseFileLock
 
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import layout, lock
+from lightning_module_monitor.sinks.inspection import inspect
 from lightning_module_monitor.sinks.rewrite import Count
 from lightning_module_monitor.sinks.space import NoSpaceError
 
@@ -238,6 +239,7 @@ class Writer(ABC):
     def _copy_resumed(self, temporary: Path, run: dict[str, object], record: Record, *, is_own: bool) -> Count:
         assert self._resumed is not None
         with layout.open_store(self._resumed, has_writer=not is_own and lock.has_holder(self._resumed)) as source:
+            inspect(source, self._resumed)
             attributes = layout.read_attributes(source)
             attributes.configurations.append(run)
             return self._copy(source, temporary, attributes, record, with_superseded=is_own)
