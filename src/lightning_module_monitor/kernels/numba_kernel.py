@@ -79,11 +79,12 @@ def takes(tensor: object) -> bool:
 
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
-    # Not Tensor.numpy(): from then on the program could not resize the tensor's storage.
-    if tensor.dtype is torch.bfloat16:
-        return np.asarray(np.from_dlpack(tensor.detach().view(torch.int16)).view(np.uint16).reshape(-1), np.uint16)
-    wide = tensor.detach() if tensor.dtype is torch.float32 else tensor.detach().float()
-    return np.asarray(np.from_dlpack(wide).reshape(-1), np.float32)
+    # Not Tensor.numpy(): from then on the program could not resize the tensor's storage. Detached only where it must be, because
+    # within a transform of torch.func what an operation returns is wrapped.
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.dtype is torch.bfloat16:
+        return np.asarray(np.from_dlpack(plain.view(torch.int16)).view(np.uint16).reshape(-1), np.uint16)
+    return np.asarray(np.from_dlpack(plain if plain.dtype is torch.float32 else plain.float()).reshape(-1), np.float32)
 
 
 @functools.cache
@@ -95,9 +96,6 @@ class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
 
     def __init__(self) -> None:
-        compiled = loops()
-        assert compiled is not None
-        self._loops = compiled
         self._rows: dict[int, NDArray[np.float64]] = {}
         self._counts: dict[int, NDArray[np.int64]] = {}
 
@@ -105,7 +103,7 @@ class NumbaKernel:
         """Measure a tensor once and merge it into rows."""
         if needs & _MOMENTS:
             features = tensor.shape[-1] if needs & _TOKENS and tensor.dim() else 1
-            function = self._loops.add if tensor.dtype is torch.float32 else _function_of(self._loops, tensor.dtype)
+            function = _compiled().add if tensor.dtype is torch.float32 else _function_of(_compiled(), tensor.dtype)
             target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
             function(array_of(tensor), features, needs, target)
             if len(rows) > 1:
@@ -129,7 +127,7 @@ class NumbaKernel:
         features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
         arrays.append(_EMPTY if shift is None else array_of(shift.float()))
         target = _NOTHING.copy()
-        self._loops.add_difference(*arrays, features, needs, target)
+        _compiled().add_difference(*arrays, features, needs, target)
         self._merge(target, rows)
 
     def collect(self, num_rows: int) -> Tensor:
@@ -152,13 +150,19 @@ class NumbaKernel:
 
     def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
         for row in rows:
-            self._loops.merge(moments, self._row(row))
+            _compiled().merge(moments, self._row(row))
 
     def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
-        self._loops.count(bits, _place_of_code(), counts)
+        _compiled().count(bits, _place_of_code(), counts)
         for row in rows:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
+
+
+def _compiled() -> ModuleType:
+    compiled = loops()
+    assert compiled is not None
+    return compiled
 
 
 def _function_of(compiled: ModuleType, dtype: torch.dtype) -> Callable[..., None]:

@@ -91,7 +91,7 @@ class TorchKernel:
                 if len(part) == 1:
                     self.add((part[0][0],), part[0][1], need)
                 else:
-                    pieces = torch.stack([tensor for _row, tensor in part]).view(len(part), -1)
+                    pieces = torch.stack([tensor for _row, tensor in part]).reshape(len(part), -1)
                     self._measure([row for row, _tensor in part], pieces, features, need, is_row_a_piece=True)
 
     def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:

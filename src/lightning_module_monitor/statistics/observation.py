@@ -183,7 +183,10 @@ class Observation:
         """Take in what relative statistics are relative to, for watches that have one."""
         for watch, tensor in pairs:
             if watch.base_needs:
-                self._table.add((self._row(watch) + BASE,), tensor, watch.base_needs)
+                try:
+                    self._table.add((self._row(watch) + BASE,), tensor, watch.base_needs)
+                except Exception as error:
+                    self.fail(watch, tensor, error)
 
     def add_result(self, watch: Watch, function: UserFunction, result: object, num_elements: int) -> None:
         """Take in a result that somebody else computed.

@@ -67,13 +67,19 @@ def _std(moments: Moments) -> Array:
 
 
 def _skewness(moments: Moments) -> Array:
-    # Bias is not corrected: m3 / m2**1.5, as scipy.stats.skew has it.
-    return _sqrt(moments.elements) * moments.third / moments.deviations**1.5
+    # m3 / m2**1.5, without a correction for bias, as scipy.stats.skew has it.
+    return _standardized(np.sqrt(moments.elements) * moments.third, 1.5, moments)
 
 
 def _kurtosis(moments: Moments) -> Array:
-    # Excess over that of a normal distribution, bias not corrected: m4 / m2**2 - 3, as scipy.stats.kurtosis has it.
-    return moments.elements * moments.fourth / moments.deviations**2 - 3
+    # m4 / m2**2 - 3, without a correction for bias, as scipy.stats.kurtosis has it.
+    return _standardized(moments.elements * moments.fourth - 3 * moments.deviations**2, 2.0, moments)
+
+
+def _standardized(numerator: Array, power: float, moments: Moments) -> Array:
+    """A central moment over a power of the deviations. Constant elements have none: what deviates is rounding of the mean, as in SciPy."""
+    is_constant = moments.deviations <= moments.elements * (1e-15 * moments.mean) ** 2
+    return np.where(is_constant, UNDEFINED, numerator / moments.deviations**power)
 
 
 def _norm(moments: Moments) -> Array:
