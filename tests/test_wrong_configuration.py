@@ -70,7 +70,7 @@ def refusal(root: Path, make: Callable[[], list[Callback]], model: Callable[[], 
 
 # Wrong values, and what the message must hold: the value, what was expected, the nearest right name.
 
-STATISTICS = "expected mean, std, var, norm, rms, min, max, abs_mean, abs_max, zero_fraction, nonfinite_count"
+STATISTICS = "expected mean, std, var, skewness, kurtosis, norm, rms, min, max, abs_mean, abs_max, zero_fraction, nonfinite_count"
 SCHEDULES = "expected a number of steps, a list of steps, 'log', or a function of the step"
 IN_A_KEY = "cannot stand in a key; expected at most 40 letters, digits"
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers.textbook import PLAIN, slack, textbook
 from torch import Tensor, nn
 
+from helpers.textbook import PLAIN, slack, textbook
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.kernels.kernel import Kernel

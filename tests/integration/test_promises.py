@@ -23,7 +23,7 @@ from lightning_module_monitor import Alert, Capture, GradientFlow, Health, Modul
 from lightning_module_monitor.kernels import numba_kernel, transfer
 from lightning_module_monitor.kinds import CAPTURED, KINDS
 
-STATISTICS = ["mean", "std", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
+STATISTICS = ["mean", "std", "kurtosis", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [
     Rule(kinds=[name for name, kind in KINDS.items() if not kind.needs_reference], statistics=STATISTICS),
     Rule(kinds="update", statistics="ratio"),

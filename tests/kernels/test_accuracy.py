@@ -169,7 +169,9 @@ def test_constant_elements_have_no_spread(implementation: Implementation, dtype:
     """Whatever rounding leaves of it is nothing beside the mean; what is divided by no spread is not a number."""
     x = torch.full((90, 100), value).to(dtype)
     moments = measured(implementation, [x, x[:7]])
-    assert_textbook(moments, torch.cat([x, x[:7]]), implementation.rtol, ["mean", "norm", "rms", "min", "max", "abs_mean", "abs_max", "token_rms"])
+    assert_textbook(
+        moments, torch.cat([x, x[:7]]), implementation.rtol, ["mean", "norm", "rms", "min", "max", "abs_mean", "abs_max", "token_rms"]
+    )
     mean = abs(float(x[0, 0]))
     std = finished("std", moments)
     assert std <= implementation.rtol * mean if math.isfinite(mean) else math.isnan(std)
@@ -218,9 +220,7 @@ def test_the_norm_of_what_is_infinite_is_infinite(implementation: Implementation
 @over_dtypes
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [10, 4097, 70_001])
-def test_nonfinite_elements_are_counted_and_never_hidden(
-    implementation: Implementation, dtype: torch.dtype, size: int, bad: float
-) -> None:
+def test_nonfinite_elements_are_counted_and_never_hidden(implementation: Implementation, dtype: torch.dtype, size: int, bad: float) -> None:
     """One bad element makes all that it enters non-finite, before and after good ones; the counts stay exact."""
     x = torch.where(normal(size) == 0, 1.0, normal(size)).to(dtype)
     x[3] = bad

@@ -140,9 +140,7 @@ any_float = st.floats(width=32) | st.sampled_from([2.0**-64, -(2.0**-64), 2.0**6
 @over_implementations
 @settings(deadline=None, max_examples=60)
 @given(values=st.lists(any_float, min_size=1, max_size=80), cuts=st.lists(st.integers(0, 80), max_size=6), data=st.data())
-def test_the_parts_add_up_to_the_whole(
-    implementation: Implementation, values: list[float], cuts: list[int], data: st.DataObject
-) -> None:
+def test_the_parts_add_up_to_the_whole(implementation: Implementation, values: list[float], cuts: list[int], data: st.DataObject) -> None:
     """Whatever the values, and however they are split over micro-batches and calls."""
     whole = torch.tensor(values, dtype=torch.float64).to(data.draw(st.sampled_from(implementation.dtypes)))
     bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]

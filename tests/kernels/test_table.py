@@ -208,9 +208,9 @@ def test_memory_that_was_given_back_is_not_read() -> None:
     for tensor in given_back():
         table = MomentTable()
         for add in (
-            lambda one: table.add((0,), one, Need.EVERYTHING),
-            lambda one: table.add_difference((0,), one, None, torch.ones(1), Need.EVERYTHING),
-            lambda one: table.add_difference((0,), torch.ones(one.shape), one, None, Need.EVERYTHING),
+            lambda one, table=table: table.add((0,), one, Need.EVERYTHING),
+            lambda one, table=table: table.add_difference((0,), one, None, torch.ones(1), Need.EVERYTHING),
+            lambda one, table=table: table.add_difference((0,), torch.ones(one.shape), one, None, Need.EVERYTHING),
             in_memory,
             Magnitudes().add,
             lambda one: unscaled(one, torch.tensor(2.0)),
@@ -249,7 +249,12 @@ def test_only_real_memory_of_a_cpu_is_read_by_compiled_loops() -> None:
     with torch.inference_mode():
         assert numba_kernel.takes(torch.ones(3)) == has_numba
     not_memory: list[object] = [torch.ones(3, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.complex64)]
-    not_memory += [torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(3).as_subclass(Elsewhere), nn.UninitializedParameter()]
+    not_memory += [
+        torch.ones(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.ones(3).as_subclass(Elsewhere),
+        nn.UninitializedParameter(),
+    ]
     not_memory += [torch._to_functional_tensor(torch.ones(3)), torch._neg_view(torch.ones(3)), None, 3, *given_back()]
     for one in not_memory:
         assert not numba_kernel.takes(one)

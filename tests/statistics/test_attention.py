@@ -166,7 +166,8 @@ def test_moments_of_rows_leave_out_what_does_not_count() -> None:
     assert rows[2] == nothing
     assert rows[0] == pytest.approx(
         {
-            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "third": -20 / 9, "fourth": 98 / 9, "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
+            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "third": -20 / 9, "fourth": 98 / 9,
+            "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
             "nonfinite": 0, "tokens": 3, "token_norm": 3, "token_rms": 3,
         }
     )  # fmt: skip

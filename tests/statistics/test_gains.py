@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds, summary, transitions
 from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds, summary, transitions
 
 INF, NAN = math.inf, math.nan
 

@@ -61,7 +61,6 @@ def test_skewness_and_kurtosis_by_hand(implementation: Implementation) -> None:
 
 def test_a_user_adds_a_statistic_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry of STATISTICS is a name that rules can give: a Statistic, or a plain function."""
-
     monkeypatch.setitem(STATISTICS, "range", Statistic(Need.EXTREMES, lambda m: m.maximum - m.minimum))
     monkeypatch.setitem(STATISTICS, "first", lambda x: x.flatten()[0])
     model = torch.nn.Linear(2, 3)

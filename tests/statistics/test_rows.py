@@ -37,7 +37,6 @@ def observed(rows: Rows | None, seen: list[int], tensors: list[Tensor]) -> tuple
         observation.observe(WATCHES[place], tensors[place])
         observation.observe_base([(WATCHES[place], 2 * tensors[place])])
     values = observation.collect()
-    observation.close()
     return values, {key: histogram.counts for key, histogram in observation.histograms.items()}
 
 
