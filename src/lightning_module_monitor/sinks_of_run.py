@@ -117,7 +117,7 @@ class SinksOfRun:
         files, self._files = self._files, None
         if files is not None:
             files.close()
-            if self._report:
+            if self._report and files.has_begun:
                 self._write_report(files.path)
 
     def _write_report(self, store: Path) -> None:

@@ -41,11 +41,16 @@ class RunFiles:
         """The store; the name it really has is known when the first record is written."""
         return self._store.path
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a store by now."""
+        return self._store.has_begun
+
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
         self._store.write(record)
         if self._tensors is None:
-            if not self._store.has_begun:
+            if not self.has_begun:
                 return  # its name is not known yet
             resumed = None if self._resumed is None else tensors_path(self._resumed)
             self._tensors = TensorStore(tensors_path(self.path), resumed=resumed, **self._options)
