@@ -61,3 +61,19 @@ def strided(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
     return in_memory(own_elements(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
+
+    Args:
+        tensor: Any tensor; one that is not wrapped is returned as it is.
+
+    Returns:
+        Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        inside: Tensor = functorch.get_unwrapped(tensor)
+        tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
+    return tensor

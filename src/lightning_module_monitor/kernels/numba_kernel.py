@@ -62,8 +62,8 @@ def _compile(numba_loops: ModuleType) -> None:
 
 def takes(tensor: object) -> bool:
     """Whether the kernel reads a tensor: one whose elements lie in host memory, in a dtype whose squares float64 holds."""
-    # A subclass, or what a transform of torch.func wraps, may hold its elements elsewhere, and zeros may have no memory; no public
-    # function tells the last two.
+    # A subclass, or what a transform wraps, may hold its elements elsewhere, and zeros may have no memory; torch has no public
+    # function that tells the last three.
     return (
         type(tensor) in PLAIN
         and isinstance(tensor, Tensor)
@@ -71,7 +71,7 @@ def takes(tensor: object) -> bool:
         and tensor.dtype in DTYPES
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_neg() or tensor._is_zerotensor())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor))
         and has_memory(tensor)
         and loops() is not None
     )

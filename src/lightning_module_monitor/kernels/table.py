@@ -41,10 +41,15 @@ class MomentTable:
         Raises:
             ValueError: If the tensor has no elements of its own.
         """
-        is_on_host = numba_kernel.takes(tensor)
-        tensor = tensor if is_on_host else strided(tensor).detach()
+        if numba_kernel.takes(tensor):
+            try:
+                self._on_host().add(rows, tensor, needs)
+            except RuntimeError:  # within a transform of torch.func a tensor may give no array
+                self._kernel(tensor).add(rows, tensor.detach(), needs)
+            return
+        tensor = strided(tensor).detach()
         if tensor.numel():
-            (self._on_host() if is_on_host else self._kernel(tensor)).add(rows, tensor, needs)
+            self._kernel(tensor).add(rows, tensor, needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
         """:meth:`add` of many tensors that exist at the same time, each into one row.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import counts_of
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.kernels.moments import Moments, Need
 
 CPU_PORTION = 1 << 16
@@ -62,7 +63,7 @@ class TorchKernel:
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
         """Measure a tensor once and merge it into rows."""
         if needs & Need.HISTOGRAM:
-            self._add_counts(rows, counts_of(tensor))
+            self._add_counts(rows, unwrapped(counts_of(tensor)))
         if not needs & Need.EVERYTHING:
             return
         features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
@@ -154,7 +155,8 @@ class TorchKernel:
             factor = _normalizing_power_of_two(torch.maximum(x.amax(1), x.amin(1).neg()))
             x = x * factor.unsqueeze(1)
         figures = _figures(x, pieces, needs, features)
-        stacked = torch.stack(figures if factor is None else [*figures, factor.to(x.dtype)])
+        # Within a transform of torch.func what an operation returns is wrapped, and would not outlive it.
+        stacked = unwrapped(torch.stack(figures if factor is None else [*figures, factor.to(x.dtype)]))
         self._parts[needs & Need.EVERYTHING].append(_Part(stacked, rows, is_row_a_piece, pieces.shape[1], features))
 
     def _moments(self, needs: int, parts: Sequence[_Part], device: torch.device) -> Moments:

@@ -78,22 +78,6 @@ def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noq
     return function(output)
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
-
-    Args:
-        tensor: Any tensor; one that is not wrapped is returned as it is.
-
-    Returns:
-        Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
-    """
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        inside: Tensor = functorch.get_unwrapped(tensor)
-        tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
-    return tensor
-
-
 def of_all_samples(tensor: Tensor) -> Tensor:
     """What :func:`unwrapped` gives of a tensor that ``vmap`` maps over, which looks like that of one sample; any other as it is."""
     functorch = torch._C._functorch
