@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.kernels.elements import unwrapped
+
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 

@@ -17,8 +17,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
-from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts, unwrapped
+from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
     import pandas
