@@ -109,7 +109,9 @@ class NumbaKernel:
             if len(rows) > 1:
                 self._merge(target, rows)
         if needs & _HISTOGRAM:
-            self._count(rows, array_of(tensor.float()).view(np.uint32))
+            array = array_of(tensor)
+            # A bfloat16 is the upper half of a float32.
+            self._count(rows, array.view(np.uint32) if array.dtype == np.float32 else array.astype(np.uint32) << np.uint32(16))
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
