@@ -77,8 +77,8 @@ def test_no_hook_takes_the_place_of_another() -> None:
 
 
 @pytest.mark.parametrize("before", ["nothing", "a hook", "a class that registers hooks its own way"])
-def test_many_hooks_are_put_on_at_once(before: str) -> None:
-    """As one by one: each is called with its own module, among those of others, and all are taken off together."""
+def test_hooks_of_many_modules_do_not_mix(before: str) -> None:
+    """Each is called with its own module, among those of others, and all are taken off together."""
 
     class Counting(nn.Identity):
         num_registered = 0
@@ -94,7 +94,8 @@ def test_many_hooks_are_put_on_at_once(before: str) -> None:
     if before == "a hook":
         hooks.add_forward(modules[1], UncopiedHook(lambda *_args: called.append("alone")))
     functions = [UncopiedHook(lambda module, _args, _output, place=place: called.append((place, module))) for place in range(3)]
-    hooks.add_forwards(modules, functions)
+    for module, function in zip(modules, functions, strict=True):
+        hooks.add_forward(module, function)
     x = nn.Sequential(*modules)(torch.ones(1))
     expected = [(place, module) for place, module in enumerate(modules)]
     assert called == (expected if before != "a hook" else [expected[0], "alone", *expected[1:]])
