@@ -353,6 +353,44 @@ def test_everything_is_exactly_zero_at_step_0(name: str) -> None:
     assert sum(second[key] > 0 for key in values if key in second) >= 6
 
 
+class Transposes(nn.Module):
+    """Layers get inputs that are not in order, as in a state space model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(16, 9, bias=False)
+        self.projection = nn.Linear(48, 9)
+        self.norm, self.convolution = nn.LayerNorm(16), nn.Conv1d(48, 48, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.convolution(self.first(x).transpose(1, 2))
+        first, second = self.second(self.norm(hidden)), self.projection(hidden.transpose(1, 2))
+        return first.sum() + second.sum()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_inputs_out_of_order_are_exactly_zero_at_step_0(is_frozen: bool) -> None:
+    """torch multiplies them in another way where a gradient is needed: so does the check."""
+    torch.manual_seed(0)
+    model = Transposes()
+    model.first.requires_grad_(not is_frozen)
+    reference = copy.deepcopy(model)
+    x = torch.randn(3, 16, 32)
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor, statistics=["abs_max"])
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            reference(x)
+        model(x)
+        record = monitor.end_step()
+    assert record is not None
+    found = {key: value for key, value in record.values.items() if key.startswith((f"{EFFECTIVE}/", f"{PROPAGATING}/"))}
+    assert len(found) == 20
+    assert set(found.values()) == {0.0}
+
+
 def test_frozen_layer_first_layer_and_the_closed_form_of_an_sgd_step() -> None:
     """One step of plain SGD on sum over b of the loss: (W - W0) x = -lr * sum_b g_b (x_b . x), with g the gradient at the output."""
     torch.manual_seed(0)

@@ -261,7 +261,7 @@ class CoordinateCheckProbe(Probe):
             self._num_skipped += 1  # the probe of the reference logs that it has not run as often
             return
         inputs = layer.type.bind(layer.module, args, kwargs)
-        tensors = None if inputs is None else _tensors(layer, [x.detach() for x in inputs], output, call)
+        tensors = None if inputs is None else _tensors(layer, inputs, output, call)
         if tensors is None:
             self._num_skipped += 1
             self._log(SKIPPED)
@@ -335,12 +335,18 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
         own, reference = function(*inputs, weight, bias, module), function(*reference_inputs, reference_weight, reference_bias, module)
     if not is_plain(own) or own.shape != reference.shape:
         return None
+    # torch selects kernels by requires_grad, of inputs and weights. There is no graph under no_grad.
+    for own_one, one in zip(layer.type.parameters(module), (reference_weight, reference_bias), strict=True):
+        if own_one is not None and one is not None:
+            one.requires_grad_(own_one.requires_grad)
     # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
     again = function(*inputs, reference_weight, reference_bias, module)
     biases = [None if one is None else _like_output(layer, one, again) for one in (bias, reference_bias)]
     change = None if biases[0] is None or biases[1] is None else Difference(biases[0], biases[1]).computed()
     parts = {"output": own.detach(), "again": again, "reference_output": reference}
-    return CallTensors(inputs, reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change})
+    return CallTensors(
+        [x.detach() for x in inputs], reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change}
+    )
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
