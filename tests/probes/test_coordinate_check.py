@@ -370,7 +370,7 @@ class Transposes(nn.Module):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_inputs_out_of_order_are_exactly_zero_at_step_0(is_frozen: bool) -> None:
-    """torch multiplies them in another way where a gradient is needed: so does the check."""
+    """Torch multiplies them in another way where a gradient is needed: so does the check."""
     torch.manual_seed(0)
     model = Transposes()
     model.first.requires_grad_(not is_frozen)

@@ -531,3 +531,42 @@ def test_a_container_of_what_is_compared_has_its_last_parts_activation() -> None
         for name in statistics[:-1]:
             assert record.values[f"activation/{site}/{name}"] == pytest.approx(textbook(name, output), rel=1e-6), (site, name)
         assert record.histograms[f"activation/{site}/hist"] == record.histograms["activation/1/hist"]
+
+
+class Mapped(nn.Module):
+    """A layer is mapped over the samples, and called once more outside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(torch.func.vmap(self.layer)(x))
+        return output
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> None:
+    """The difference is that of both calls together, and exactly zero where nothing has changed."""
+    torch.manual_seed(0)
+    model = Mapped()
+    reference = copy.deepcopy(model)
+    x = torch.randn(5, 6)
+    with ModuleMonitor(
+        rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise", cpu_offload=cpu_offload
+    ) as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        for step, change in enumerate((0.0, 0.5)):
+            model.layer.bias.data.add_(change)
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(x)
+            model(x)
+            record = monitor.end_step()
+            assert record is not None
+            W = model.layer.weight.detach().double()
+            first = torch.full((5, 6), change).double()
+            expected = torch.cat([first, first @ W.T + change]).norm()
+            assert record.values["activation_difference/layer/norm"] == pytest.approx(float(expected), rel=1e-6)
+            assert record.values["monitor/errors"] == 0

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
 from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
-from lightning_module_monitor.modules.outputs import Path, named_tensors, with_tensors
+from lightning_module_monitor.modules.outputs import Path, named_tensors, of_all_samples, with_tensors
 from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
 from lightning_module_monitor.probes.probe import Probe, Say
 from lightning_module_monitor.random_states import unchanged_random_states
@@ -299,7 +299,9 @@ class ReferenceProbe(Probe):
         copy = known()
         if copy is not None and original() is tensor and tensor._version == version:
             return copy
-        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(tensor)
+        # Under vmap that of all samples, which outlives the transform.
+        plain = of_all_samples(tensor)
+        copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
         if not tensor.is_inference():  # such a one does not say whether it was overwritten
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
