@@ -59,6 +59,13 @@ def test_a_span_of_several_blocks(shape: tuple[int, ...], needs: int) -> None:
     assert_added(random(*shape, mean=2.0), needs)
 
 
+@pytest.mark.parametrize("mean", [-9.0, 9.0])
+@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.EXTREMES])
+def test_extremes_of_elements_of_one_sign(mean: float, needs: int) -> None:
+    """What fills up a tile is no element: zero is not the maximum of negative numbers."""
+    assert_added(random(3, 50, mean=mean), needs)
+
+
 @pytest.mark.parametrize("need", list(FIELDS_OF_NEED))
 def test_each_need_alone(need: int) -> None:
     """What is needed is there, whatever else is needed or not."""
