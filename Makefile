@@ -10,10 +10,10 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test check bench dev clean
+.PHONY: help demo rcc test test-triton check bench dev clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
 
 demo: $(VENV)/examples.stamp ## train a small network on the digits data set and show what was monitored
 	$(PY) examples/digits.py fit --config configs/digits.yaml
@@ -23,6 +23,10 @@ rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its wi
 
 test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_compile.py
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
 	$(PY) -m ruff format --check .
@@ -55,6 +59,10 @@ $(VENV)/examples.stamp: $(VENV)/torch.stamp
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/triton.stamp: $(VENV)/dev.stamp
+	$(INSTALL) -e '.[triton]'
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/torch.stamp

@@ -1,0 +1,306 @@
+"""Moments by Triton: CUDA and ROCm tensors are read once, where they lie, by one launch for each or for many.
+
+A launch writes *parts*, float64 rows of moments, into slots on the device; :meth:`TritonKernel.collect` merges them by one more launch.
+The host knows which slots belong to which row. It reads nothing, waits for nothing, and copies only from pinned memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_module_monitor.bins import NUM_COUNTS
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
+
+TILE = 1024
+"""Elements that a program loads at once."""
+
+WARPS = 8
+"""Warps of a program: each thread has four elements of a tile, and all their sums stay in registers."""
+
+PROGRAMS_OF_TENSOR = 1024
+"""Programs for one tensor at most: enough to fill a large GPU. A larger tensor has longer spans, not more programs."""
+
+PROGRAMS_OF_TENSORS = 1 << 14
+"""The same for tensors that share a launch, up to one more for each of them."""
+
+MERGE_LANES = 256
+"""Parts of a row that are merged at once."""
+
+_logger = logging.getLogger(__name__)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the kernel measures tensors of this dtype and layout."""
+    return tensor.dtype in _DTYPES and tensor.layout == torch.strided
+
+
+def triton_kernel(device: torch.device) -> TritonKernel | None:
+    """The kernel of a CUDA or ROCm device; ``None``, with one warning in the log, where Triton does not work.
+
+    The first call for a device compiles and launches a small kernel, without waiting for its result.
+    """
+    return TritonKernel(device) if device.type == "cuda" and _works(device) else None
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    try:
+        kernel = TritonKernel(device)
+        kernel.add((0,), torch.zeros(TILE, device=device), Need.SQUARES)
+        kernel.collect(1)
+    # Triton, its C compiler and the driver fail in many ways; the torch kernel needs none of them.
+    except Exception as error:
+        _logger.warning(
+            "Triton does not work on %s (%s: %s); tensors there are measured by torch operations, with more launches. "
+            "Check that triton is the version that torch %s requires.",
+            device, type(error).__name__, error, torch.__version__,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def launch(device: torch.device, function: Any, num_programs: int, *arguments: object, **constants: object) -> None:  # noqa: ANN401  # untyped
+    """Launch a device function on the current stream. Every launch goes through this function, so that they can be counted."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        function[(num_programs,)](*arguments, **constants, num_warps=WARPS)
+
+
+class TritonKernel:
+    """The kernel of a device that Triton compiles for; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`.
+
+    Args:
+        device: A CUDA or ROCm device.
+
+    Raises:
+        ImportError: If Triton is not installed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._functions = importlib.import_module("lightning_module_monitor.kernels.triton_loops")
+        self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
+        self._launches: list[tuple[int, int, int]] = []
+        """For each launch and row: the row, the number of the first slot of the launch, and how many slots it has."""
+        self._counts = _Slots(functools.partial(torch.zeros, dtype=torch.int64, device=device), device, NUM_COUNTS, 64)
+        self._counted: defaultdict[int, list[int]] = defaultdict(list)
+        """Numbers of the slots of each row."""
+
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        """Measure a tensor by one launch."""
+        self.add_difference(rows, tensor, None, None, needs)
+
+    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+        """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
+        has_rows = bool(needs & Need.TOKENS) or shift is not None
+        features = tensor.shape[-1] if tensor.dim() else 1
+        shift_stride = 0
+        if shift is not None:
+            is_one_row = shift.shape[:-1].numel() == 1
+            shift_stride = 0 if is_one_row else features
+            shift = _readable(shift.reshape(-1).expand(features) if is_one_row else shift.expand(tensor.shape), in_order=True)
+        in_order = has_rows or (other is not None and other.stride() != tensor.stride())
+        tensor, other = _readable(tensor, in_order), None if other is None else _readable(other, in_order)
+        cut = _cut((tensor.numel(),), (features,) if has_rows else None, PROGRAMS_OF_TENSOR)
+        num_programs = cut.num_programs[0]
+        parts = self._parts.reserve(num_programs)
+        counts = self._counts.reserve(1 if needs & Need.HISTOGRAM else 0)
+        launch(
+            self._device, self._functions.measure, num_programs,
+            tensor, other, shift, shift_stride, tensor.numel(), features if has_rows else cut.columns, cut.steps,
+            parts.chunk, parts.start, counts.chunk, counts.start,
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
+        )  # fmt: skip
+        self._launches += [(row, parts.number, num_programs) for row in rows]
+        if needs & Need.HISTOGRAM:
+            for row in rows:
+                self._counted[row].append(counts.number)
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+        """Measure all tensors of the same dtype and needs by one launch."""
+        alike: defaultdict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        for row, tensor, need in zip(rows, tensors, needs, strict=True):
+            alike[tensor.dtype, need].append((row, tensor))
+        for (_dtype, need), members in alike.items():
+            self._add_alike([row for row, _tensor in members], [tensor for _row, tensor in members], need)
+
+    def collect(self, num_rows: int) -> Tensor:
+        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
+        moments = torch.empty((NUM_FIELDS, num_rows), dtype=torch.float64, device=self._device)
+        if num_rows:
+            launches = np.array(sorted(self._launches), dtype=np.int64).reshape(-1, 3)
+            begins = np.searchsorted(launches[:, 0], np.arange(num_rows + 1))
+            layout = _copied(self._device, np.concatenate([begins, launches[:, 1], launches[:, 2]]))
+            merge = self._functions.merge
+            launch(self._device, merge, num_rows, self._parts.all(), layout, len(launches), moments, num_rows, LANES=MERGE_LANES)
+        return moments
+
+    def counts(self, rows: Sequence[int]) -> Tensor:
+        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the device."""
+        counts = torch.zeros((len(rows), NUM_COUNTS), dtype=torch.float64, device=self._device)
+        places = [(place, slot) for place, row in enumerate(rows) for slot in self._counted.get(row, ())]
+        if not places:
+            return counts
+        to, slots = _copied(self._device, np.array(places, dtype=np.int64).T.copy())
+        return counts.index_add_(0, to, self._counts.all()[slots].double())
+
+    def _add_alike(self, rows: list[int], tensors: list[Tensor], needs: int) -> None:
+        has_rows = bool(needs & Need.TOKENS)
+        tensors = [_readable(tensor, has_rows) for tensor in tensors]
+        features = tuple(tensor.shape[-1] if tensor.dim() else 1 for tensor in tensors) if has_rows else None
+        addresses, sizes = tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.numel() for tensor in tensors)
+        cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, features)
+        total = sum(cut.num_programs)
+        parts = self._parts.reserve(total)
+        counts = self._counts.reserve(len(rows) if needs & Need.HISTOGRAM else 0)
+        launch(
+            self._device, self._functions.measure_all, total,
+            tensors[0], layout, len(rows), cut.steps, parts.chunk, parts.start, counts.chunk, counts.start,
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
+        )  # fmt: skip
+        numbers = itertools.accumulate(cut.num_programs, initial=parts.number)
+        self._launches += zip(rows, numbers, cut.num_programs, strict=False)
+        if needs & Need.HISTOGRAM:
+            for number, row in enumerate(rows, counts.number):
+                self._counted[row].append(number)
+
+
+class _Reserved(NamedTuple):
+    """Slots that follow one another."""
+
+    chunk: Tensor | None
+    """Where they are; ``None`` if there are none."""
+    start: int
+    """Place of the first in the chunk."""
+    number: int
+    """Number of the first."""
+
+
+class _Slots:
+    """Slots of memory on a device, each ``width`` numbers. They are numbered in the order of their chunks, which stay where they are.
+
+    A chunk belongs to the stream on which it was made, so that no stream writes to memory that another has yet to initialize.
+    """
+
+    def __init__(self, make: Callable[[tuple[int, int]], Tensor], device: torch.device, width: int, slots_of_chunk: int) -> None:
+        self._make, self._device, self._width, self._slots_of_chunk = make, device, width, slots_of_chunk
+        self._chunks: list[tuple[torch.cuda.Stream | None, Tensor]] = []
+        self._free: dict[torch.cuda.Stream | None, tuple[_Reserved, int]] = {}
+        """For each stream: the free slots of its last chunk, and how many."""
+        self._num_slots = 0
+
+    def reserve(self, num: int) -> _Reserved:
+        """The next free slots of the current stream."""
+        if not num:
+            return _Reserved(None, 0, 0)
+        stream = _current_stream(self._device)
+        free, num_free = self._free.get(stream, (None, 0))
+        if free is None or num > num_free:
+            num_free = max(num, self._slots_of_chunk)
+            # A step may begin in a validation loop under inference mode, and go on outside of it.
+            with torch.inference_mode(mode=False):
+                chunk = self._make((num_free, self._width))
+            self._chunks.append((stream, chunk))
+            free = _Reserved(chunk, 0, self._num_slots)
+            self._num_slots += num_free
+        self._free[stream] = _Reserved(free.chunk, free.start + num, free.number + num), num_free - num
+        return free
+
+    def all(self) -> Tensor:
+        """All slots in the order of their numbers. On the device, the current stream waits for those that wrote to them."""
+        if not self._chunks:
+            return self._make((1, self._width))
+        current = _current_stream(self._device)
+        for stream, chunk in self._chunks:
+            if current is not None and stream is not None and stream != current:
+                current.wait_stream(stream)
+                chunk.record_stream(current)
+        return self._chunks[0][1] if len(self._chunks) == 1 else torch.cat([chunk for _stream, chunk in self._chunks])
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class _Cut(NamedTuple):
+    """How tensors are cut into spans, each of ``steps`` blocks of ``TILE // columns`` rows, for one program each."""
+
+    columns: int
+    """Elements of a row that are loaded at once."""
+    steps: int
+    num_programs: list[int]
+    """For each tensor."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(sizes: tuple[int, ...], features: tuple[int, ...] | None, most: int) -> _Cut:
+    """Cut tensors.
+
+    Args:
+        sizes: Numbers of elements.
+        features: Sizes of the tensors' rows; ``None`` where it does not matter how long a row is.
+        most: Number of programs that there are at most, up to one for each tensor more.
+    """
+    blocks_by_columns = {}
+    for columns in [TILE] if features is None else [1 << power for power in range(TILE.bit_length())]:
+        lengths = features or [columns] * len(sizes)
+        blocks = [-(-size // (length * (TILE // columns))) for size, length in zip(sizes, lengths, strict=True)]
+        tiles = sum(num * -(-length // columns) for num, length in zip(blocks, lengths, strict=True))
+        blocks_by_columns[columns] = tiles, blocks
+    fewest = min(tiles for tiles, _blocks in blocks_by_columns.values())
+    # Long stretches are read faster; but no element of a tile should be idle.
+    columns = max(columns for columns, (tiles, _blocks) in blocks_by_columns.items() if tiles <= 1.25 * fewest)
+    blocks = blocks_by_columns[columns][1]
+    steps = -(-sum(blocks) // most)
+    return _Cut(columns, steps, [-(-num // steps) for num in blocks])
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(
+    device: torch.device,
+    _stream: torch.cuda.Stream | None,
+    addresses: tuple[int, ...],
+    sizes: tuple[int, ...],
+    features: tuple[int, ...] | None,
+) -> tuple[_Cut, Tensor]:
+    """How tensors are cut, and the layout that ``measure_all`` reads, of tensors that often lie where they lay in the step before."""
+    cut = _cut(sizes, features, PROGRAMS_OF_TENSORS)
+    firsts = np.cumsum([0, *cut.num_programs[:-1]])
+    table = np.stack([addresses, sizes, features or [cut.columns] * len(sizes), firsts], axis=1)
+    return cut, _copied(device, np.concatenate([table.reshape(-1), np.repeat(np.arange(len(sizes)), cut.num_programs)]))
+
+
+def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
+    """Numbers on the device, which the host does not wait for: pinned memory is kept until it has been read."""
+    with torch.inference_mode(mode=False):
+        on_host = torch.from_numpy(numbers)
+        return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+
+def _readable(tensor: Tensor, in_order: bool) -> Tensor:
+    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if asked for; else a copy."""
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() or (not in_order and _is_dense(tensor)) else tensor.contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in whichever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,295 @@
+"""The device functions of :mod:`.triton_kernel`, in Triton's subset of Python: compiled when they are first launched.
+
+A launch runs many *programs*. Each measures a span of one tensor and writes its moments, a *part*: float64, in the order of
+:class:`~lightning_module_monitor.kernels.moments.Moments`. Sums are float64 sums of deviations from the span's first element, so that
+neither a large mean nor a magnitude of 1e30 costs a digit. No result depends on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_module_monitor import bins
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
+
+# A device function reads no global but constants of Triton.
+CENTRAL = tl.constexpr(Need.MEAN | Need.DEVIATIONS | Need.POWERS)
+DEVIATIONS = tl.constexpr(Need.DEVIATIONS | Need.POWERS)
+POWERS = tl.constexpr(Need.POWERS)
+SQUARES = tl.constexpr(Need.SQUARES)
+MAGNITUDE = tl.constexpr(Need.MAGNITUDE)
+EXTREMES = tl.constexpr(Need.EXTREMES)
+ZEROS = tl.constexpr(Need.ZEROS)
+NONFINITE = tl.constexpr(Need.NONFINITE)
+TOKENS = tl.constexpr(Need.TOKENS)
+HISTOGRAM = tl.constexpr(Need.HISTOGRAM)
+FIELDS = tl.constexpr(NUM_FIELDS)
+INFINITY = tl.constexpr(float("inf"))
+
+BELOW = tl.constexpr(bins.LOWEST_EXPONENT - 1)
+ABOVE = tl.constexpr(bins.HIGHEST_EXPONENT + 1)
+ZERO_PLACE = tl.constexpr(1 + bins.NUM_BINS // 2)
+NUM_COUNTS = tl.constexpr(bins.NUM_COUNTS)
+NUM_PLACES = tl.constexpr(512)
+"""A power of two, as Triton needs it; the last place is of lanes without an element."""
+
+
+@triton.jit(do_not_specialize=["shift_stride", "steps", "first_part", "first_counts"])
+def measure(
+    tensor, other, shift, shift_stride, num_elements, length, steps, parts, first_part, counts, first_counts,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Measure ``tensor - other - shift``, of which ``other`` and ``shift`` may be None; see :func:`_measure_span`.
+
+    Programs write to the slots of ``parts`` from ``first_part`` on, and add to the slot ``first_counts`` of ``counts``.
+    """
+    program = tl.program_id(0)
+    part = parts + (first_part + program) * FIELDS
+    row_of_counts = counts
+    if HISTOGRAM & NEEDS:
+        row_of_counts = counts + first_counts * NUM_COUNTS
+    _measure_span(tensor, other, shift, shift_stride, num_elements, length, program, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["first_tensor", "num_tensors", "steps", "first_part", "first_counts"])
+def measure_all(
+    first_tensor, layout, num_tensors, steps, parts, first_part, counts, first_counts,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Measure many tensors of the dtype of the first.
+
+    ``layout``, int64, has for each tensor its address, number of elements, length of a row, and first program; then for each program
+    the number of its tensor. Each tensor has a slot of ``counts`` of its own.
+    """
+    program = tl.program_id(0)
+    number = tl.load(layout + 4 * num_tensors + program)
+    address = tl.load(layout + 4 * number)
+    size = tl.load(layout + 4 * number + 1)
+    length = COLUMNS
+    if TOKENS & NEEDS:
+        length = tl.load(layout + 4 * number + 2).to(tl.int32)
+    program_of_tensor = program - tl.load(layout + 4 * number + 3).to(tl.int32)
+    part = parts + (first_part + program) * FIELDS
+    row_of_counts = counts
+    if HISTOGRAM & NEEDS:
+        row_of_counts = counts + (first_counts + number) * NUM_COUNTS
+    if (address % 16 == 0) & (size % 16 == 0):
+        # The compiler loads 16 bytes at once where it knows that it may: of products it does.
+        tensor = tl.multiple_of((address // 16 * 16).to(first_tensor.dtype), 16)
+        _measure_span(tensor, None, None, 0, size // 16 * 16, length, program_of_tensor, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+    else:
+        tensor = address.to(first_tensor.dtype)
+        _measure_span(tensor, None, None, 0, size, length, program_of_tensor, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+
+
+@triton.jit
+def _measure_span(
+    tensor, other, shift, shift_stride, num_elements, length, program, steps, part, counts,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
+
+    A row is a token where tokens are needed, the part of a tensor that the elements of ``shift`` are for where there is one, and else
+    ``COLUMNS`` elements. ``shift_stride`` is ``length`` if every row has a shift of its own, and 0 if all have the same.
+    """
+    first_row = program.to(tl.int64) * steps * ROWS
+    start = first_row * length
+    num_left = num_elements - start
+    tensor += start
+    if other is not None:
+        other += start
+    if shift is not None:
+        shift += first_row * shift_stride
+    center = _load(tensor, other, shift, 0, 0, num_left > 0)
+    center = tl.where(tl.abs(center) < INFINITY, center, 0.0)  # else the mean is not finite
+
+    nothing = tl.zeros([ROWS, COLUMNS], tl.float64)
+    d1, d2, d3, d4, squares, magnitude = nothing, nothing, nothing, nothing, nothing, nothing
+    maximum = tl.full([ROWS, COLUMNS], -INFINITY, center.dtype)
+    minimum = tl.full([ROWS, COLUMNS], INFINITY, center.dtype)
+    none = tl.zeros([ROWS, COLUMNS], tl.int32)
+    is_nan, zeros, nonfinite = none, none, none
+    norms = tl.zeros([ROWS], tl.float64)
+    counted = tl.zeros([NUM_PLACES], tl.int32)
+    for block in range(tl.minimum(steps, tl.cdiv(num_left, ROWS * length)).to(tl.int32)):
+        row = block * ROWS + tl.arange(0, ROWS)[:, None]
+        token = nothing
+        for left in range(0, length, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)[None, :]
+            offset = row * length + column
+            mask = (column < length) & (offset < num_left)
+            x = _load(tensor, other, shift, offset, row * shift_stride + column, mask)
+            if CENTRAL & NEEDS:
+                d = tl.where(mask, x, center).to(tl.float64) - center.to(tl.float64)
+                d1 += d
+                if DEVIATIONS & NEEDS:
+                    d2 += d * d
+                if POWERS & NEEDS:
+                    d3 += d * d * d
+                    d4 += (d * d) * (d * d)
+            if SQUARES & NEEDS:
+                squares += x.to(tl.float64) * x.to(tl.float64)
+            if TOKENS & NEEDS:
+                token += x.to(tl.float64) * x.to(tl.float64)
+            if MAGNITUDE & NEEDS:
+                magnitude += tl.abs(x).to(tl.float64)
+            if EXTREMES & NEEDS:
+                maximum = tl.maximum(maximum, tl.where(mask, x, -INFINITY))
+                minimum = tl.minimum(minimum, tl.where(mask, x, INFINITY))
+                is_nan |= (x != x).to(tl.int32)
+            if ZEROS & NEEDS:
+                zeros += (mask & (x == 0)).to(tl.int32)
+            if NONFINITE & NEEDS:
+                nonfinite += (tl.abs(x) < INFINITY).to(tl.int32) ^ 1
+            if HISTOGRAM & NEEDS:
+                places = tl.where(mask, _place_in_counts(x), NUM_PLACES - 1)
+                counted += tl.histogram(tl.reshape(places, [ROWS * COLUMNS]), NUM_PLACES)
+        if TOKENS & NEEDS:
+            norms += tl.sqrt(tl.sum(token, 1))
+
+    if HISTOGRAM & NEEDS:
+        place = tl.arange(0, NUM_PLACES)
+        tl.atomic_add(counts + place, counted.to(tl.int64), mask=(place < NUM_COUNTS) & (counted > 0), sem="relaxed")
+    n = tl.minimum(num_left, steps * ROWS * length).to(tl.float64)
+    s1, s2 = _sum(d1, CENTRAL & NEEDS), _sum(d2, DEVIATIONS & NEEDS)
+    s3, s4 = _sum(d3, POWERS & NEEDS), _sum(d4, POWERS & NEEDS)
+    mean, deviations, third, fourth = _about_mean(n, center.to(tl.float64), s1, s2, s3, s4)
+    nan = tl.where(_sum(is_nan, EXTREMES & NEEDS) > 0, float("nan"), 0.0)
+    norm = _sum(norms, TOKENS & NEEDS)
+    _store(
+        part, 1, n, mean, deviations, third, fourth, _sum(squares, SQUARES & NEEDS), _sum(magnitude, MAGNITUDE & NEEDS),
+        tl.max(maximum).to(tl.float64) + nan, tl.min(minimum).to(tl.float64) + nan,
+        _sum(zeros, ZEROS & NEEDS), _sum(nonfinite, NONFINITE & NEEDS), n / length, norm, norm / tl.sqrt(tl.full([], length, tl.float64)),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_launches", "num_rows"])
+def merge(parts, launches, num_launches, moments, num_rows, LANES: tl.constexpr):
+    """Merge the parts of a row: one program for each row.
+
+    ``launches``, int64, has for each row the first of its launches, with one number more at the end; then for each launch its first
+    part, and then the number of its parts. ``moments`` has shape ``(FIELDS, num_rows)``.
+    """
+    row = tl.program_id(0)
+    begin, end = tl.load(launches + row), tl.load(launches + row + 1)
+    firsts = launches + num_rows + 1
+    center = tl.load(parts + tl.load(firsts + begin, mask=begin < end, other=0) * FIELDS + 1, mask=begin < end, other=0.0)
+    center = tl.where(tl.abs(center) < INFINITY, center, 0.0)
+
+    nothing = tl.zeros([LANES], tl.float64)
+    n, d1, d2, d3, d4, squares, magnitude = nothing, nothing, nothing, nothing, nothing, nothing, nothing
+    zeros, nonfinite, tokens, norm, rms = nothing, nothing, nothing, nothing, nothing
+    maximum, minimum = tl.full([LANES], -INFINITY, tl.float64), tl.full([LANES], INFINITY, tl.float64)
+    is_nan = tl.zeros([LANES], tl.int32)
+    for launch in range(begin, end):
+        first, num_parts = tl.load(firsts + launch), tl.load(firsts + num_launches + launch)
+        for start in range(0, num_parts, LANES):
+            index = start + tl.arange(0, LANES)
+            mask = index < num_parts
+            part = parts + (first + index) * FIELDS
+            m = tl.load(part, mask, 0.0)
+            d = tl.where(mask, tl.load(part + 1, mask, 0.0) - center, 0.0)
+            second, third = tl.load(part + 2, mask, 0.0), tl.load(part + 3, mask, 0.0)
+            # As Moments.about.
+            n += m
+            d1 += m * d
+            d2 += second + m * d * d
+            d3 += third + 3 * d * second + m * d * d * d
+            d4 += tl.load(part + 4, mask, 0.0) + 4 * d * third + 6 * d * d * second + m * d * d * d * d
+            squares += tl.load(part + 5, mask, 0.0)
+            magnitude += tl.load(part + 6, mask, 0.0)
+            top, bottom = tl.load(part + 7, mask, -INFINITY), tl.load(part + 8, mask, INFINITY)
+            maximum, minimum = tl.maximum(maximum, top), tl.minimum(minimum, bottom)
+            is_nan |= (top != top).to(tl.int32)
+            zeros += tl.load(part + 9, mask, 0.0)
+            nonfinite += tl.load(part + 10, mask, 0.0)
+            tokens += tl.load(part + 11, mask, 0.0)
+            norm += tl.load(part + 12, mask, 0.0)
+            rms += tl.load(part + 13, mask, 0.0)
+    n = tl.sum(n)
+    mean, deviations, third, fourth = _about_mean(n, center, tl.sum(d1), tl.sum(d2), tl.sum(d3), tl.sum(d4))
+    nan = tl.where(tl.max(is_nan) > 0, float("nan"), 0.0)
+    _store(
+        moments + row, num_rows, n, mean, deviations, third, fourth, tl.sum(squares), tl.sum(magnitude), tl.max(maximum) + nan,
+        tl.min(minimum) + nan, tl.sum(zeros), tl.sum(nonfinite), tl.sum(tokens), tl.sum(norm), tl.sum(rms),
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum(tile, IS_NEEDED: tl.constexpr):
+    if IS_NEEDED:
+        total = tl.sum(tile.to(tl.float64))
+    else:
+        total = tl.full([], 0.0, tl.float64)  # adding up zeros takes as long as adding up numbers
+    return total
+
+
+@triton.jit
+def _about_mean(n, center, d1, d2, d3, d4):
+    """As ``Moments.about_mean``: the mean and the central sums, from sums of powers of deviations from a center."""
+    d = d1 / tl.maximum(n, 1.0)
+    deviations = d2 - n * d * d
+    third = d3 - 3 * d * d2 + 2 * n * d * d * d
+    fourth = d4 - 4 * d * d3 + 6 * d * d * d2 - 3 * n * d * d * d * d
+    # Not by maximum, which makes zero of NaN.
+    return center + d, tl.where(deviations < 0, 0.0, deviations), third, tl.where(fourth < 0, 0.0, fourth)
+
+
+@triton.jit
+def _store(
+    to, stride, elements, mean, deviations, third, fourth, squares, magnitude, maximum, minimum, zeros, nonfinite, tokens, norm, rms
+):  # fmt: skip
+    """Write the fields of ``Moments``, in their order."""
+    tl.store(to, elements)
+    tl.store(to + stride, mean)
+    tl.store(to + 2 * stride, deviations)
+    tl.store(to + 3 * stride, third)
+    tl.store(to + 4 * stride, fourth)
+    tl.store(to + 5 * stride, squares)
+    tl.store(to + 6 * stride, magnitude)
+    tl.store(to + 7 * stride, maximum)
+    tl.store(to + 8 * stride, minimum)
+    tl.store(to + 9 * stride, zeros)
+    tl.store(to + 10 * stride, nonfinite)
+    tl.store(to + 11 * stride, tokens)
+    tl.store(to + 12 * stride, norm)
+    tl.store(to + 13 * stride, rms)
+
+
+@triton.jit
+def _load(tensor, other, shift, offset, shift_offset, mask):
+    """Elements of the difference, zero where ``mask`` is false. Half precision becomes float32, as which it is not rounded again."""
+    x = _wide(tl.load(tensor + offset, mask=mask, other=0.0))
+    if other is not None:
+        x = x - _wide(tl.load(other + offset, mask=mask, other=0.0))
+    if shift is not None:
+        x = x - _wide(tl.load(shift + shift_offset, mask=mask, other=0.0))
+    return x
+
+
+@triton.jit
+def _wide(x):
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _place_in_counts(x):
+    """As ``places_of_codes``: the place of a float in a row of counts, from its bits."""
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        magnitude = bits & 0x7FFFFFFFFFFFFFFF
+        infinity = 0x7FF0000000000000
+        exponent = (magnitude >> 52) - 1023
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        infinity = 0x7F800000
+        exponent = (magnitude >> 23) - 127
+    distance = tl.minimum(tl.maximum(exponent, BELOW), ABOVE) - BELOW + 1
+    place = ZERO_PLACE + tl.where(bits < 0, -distance, distance)
+    place = tl.where(magnitude == 0, ZERO_PLACE, place)
+    place = tl.where(magnitude == infinity, tl.where(bits < 0, 0, NUM_COUNTS - 2), place)
+    return tl.where(magnitude > infinity, NUM_COUNTS - 1, place).to(tl.int32)

@@ -1,0 +1,323 @@
+"""The values of the Triton kernel against float64 formulas: interpreted on a CPU with TRITON_INTERPRET=1, else on a CUDA device.
+
+``make test-triton`` installs Triton and runs these tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from helpers.textbook import histogram
+from helpers.triton import (
+    DEVICE,
+    FIELDS_OF_NEED,
+    IGNORED_WARNINGS,
+    IS_INTERPRETED,
+    assert_added,
+    assert_moments,
+    measured,
+    random,
+    row_of_counts,
+    skip_without_triton,
+    textbook_moments,
+)
+from torch import Tensor
+
+from lightning_module_monitor.bins import EDGES
+from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
+from lightning_module_monitor.kernels.triton_kernel import TritonKernel
+
+skip_without_triton()
+pytestmark = IGNORED_WARNINGS
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture
+def long_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a few thousand elements is measured in several steps of several programs, as a large one is else."""
+    monkeypatch.setattr(triton_kernel, "PROGRAMS_OF_TENSOR", 2)
+    monkeypatch.setattr(triton_kernel, "PROGRAMS_OF_TENSORS", 3)
+    triton_kernel._layout.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 65), (1, 1500), (5000,), (300, 1), (6, 1024)], ids=str)
+def test_all_moments_of_a_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Every moment equals its float64 formula, for every dtype, also of shapes that fill no tile."""
+    assert_added(random(*shape, dtype=dtype, mean=0.5))
+
+
+@pytest.mark.usefixtures("long_spans")
+@pytest.mark.parametrize("shape", [(8191,), (4, 2100), (100, 70), (2600, 3)], ids=str)
+@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.EVERYTHING & ~Need.TOKENS])
+def test_a_span_of_several_blocks(shape: tuple[int, ...], needs: int) -> None:
+    """A program measures its whole span, and no element of the next one's."""
+    assert_added(random(*shape, mean=2.0), needs)
+
+
+@pytest.mark.parametrize("mean", [-9.0, 9.0])
+@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.EXTREMES])
+def test_extremes_of_elements_of_one_sign(mean: float, needs: int) -> None:
+    """What fills up a tile is no element: zero is not the maximum of negative numbers."""
+    assert_added(random(3, 50, mean=mean), needs)
+
+
+@pytest.mark.parametrize("need", list(FIELDS_OF_NEED))
+def test_each_need_alone(need: int) -> None:
+    """What is needed is there, whatever else is needed or not."""
+    assert_added(random(5, 300), need)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("std", [1e30, 1e-30])
+def test_magnitudes_whose_squares_leave_float32(std: float, dtype: torch.dtype) -> None:
+    """Huge and tiny elements have their exact squares, deviations and powers."""
+    assert_added(random(40, 50, dtype=dtype, std=std))
+
+
+@pytest.mark.parametrize(("mean", "std", "dtype"), [(1e4, 1e-2, torch.float32), (1e8, 1.0, torch.float64), (-3e4, 30.0, torch.float16)])
+def test_a_mean_much_larger_than_the_spread(mean: float, std: float, dtype: torch.dtype) -> None:
+    """The variance is that of the elements, and not what a large mean leaves of it."""
+    x, y = (random(3000, dtype=dtype, mean=mean, std=std, seed=seed) for seed in (0, 1))
+    needs = Need.MEAN | Need.DEVIATIONS
+    assert_added(x, needs, rel=1e-9)
+    assert_moments(measured(lambda kernel: kernel.add_all([0, 0], [x, y], [needs] * 2)), [x, y], needs, rel=1e-9)
+
+
+def test_a_first_element_far_from_the_others() -> None:
+    """The center of a span may be any element."""
+    x = random(20_000)
+    x[0] = 1e3
+    assert_added(x, rel=1e-11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", [["nan"], ["inf"], ["-inf"], ["inf", "-inf"], ["nan", "inf"], ["0"], ["-0.0"]], ids=str)
+@pytest.mark.parametrize("place", [0, 1500])
+def test_elements_that_are_not_finite(values: list[str], place: int, dtype: torch.dtype) -> None:
+    """They are counted, and never hidden: NaN makes the extremes NaN, and an infinity the squares infinite."""
+    x = random(1700, dtype=dtype)
+    x[place : place + len(values)] = torch.tensor([float(value) for value in values], dtype=dtype, device=DEVICE)
+    found = Moments(*measured(lambda kernel: kernel.add((0,), x, Need.EVERYTHING)).tolist())
+    expected = textbook_moments([x])
+    exact = ["nonfinite", "zeros", "maximum", "minimum", "squares", "magnitude", "token_norm"]
+    for name in exact:
+        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-12, nan_ok=True), name
+    if expected["nonfinite"]:
+        assert not np.isfinite(found.mean)
+        assert not np.isfinite(found.deviations)
+
+
+def test_nothing_but_nan() -> None:
+    """All is NaN, and counted."""
+    found = Moments(*measured(lambda kernel: kernel.add((0,), torch.full((9,), torch.nan, device=DEVICE), Need.EVERYTHING)).tolist())
+    assert found.nonfinite == 9
+    assert all(np.isnan(value) for value in (found.maximum, found.minimum, found.mean, found.squares))
+
+
+def test_several_tensors_in_several_rows() -> None:
+    """Rows merge all that was added to them, of different sizes and dtypes; a row without tensors is an empty tensor's."""
+    first, second, third = random(3, 700, mean=5.0), random(40, dtype=torch.bfloat16), random(9000, dtype=torch.float64, mean=-1.0)
+    kernel = TritonKernel(DEVICE)
+    kernel.add((0, 3), first, Need.EVERYTHING)
+    kernel.add((3,), second, Need.EVERYTHING)
+    kernel.add((1, 3), third, Need.EVERYTHING)
+    found = kernel.collect(5)
+    assert found.shape == (NUM_FIELDS, 5)
+    assert (found.dtype, found.device) == (torch.float64, DEVICE)
+    assert_moments(found[:, 0], [first])
+    assert_moments(found[:, 1], [third])
+    assert_moments(found[:, 3], [first, second, third])
+    nothing = torch.stack(Moments.of_nothing(2)).to(DEVICE)
+    assert torch.equal(found[:, [2, 4]], nothing)
+    assert torch.equal(TritonKernel(DEVICE).collect(2), nothing)
+
+
+def test_merging_is_that_of_the_moments() -> None:
+    """Parts merged on the device are those that ``Moments.merge`` merges."""
+    tensors = [random(n, mean=n, seed=n) for n in (3, 1100, 20, 4000)]
+    apart, together = TritonKernel(DEVICE), TritonKernel(DEVICE)
+    for row, tensor in enumerate(tensors):
+        apart.add((row,), tensor, Need.EVERYTHING)
+        together.add((row % 2,), tensor, Need.EVERYTHING)
+    expected = torch.stack(Moments(*apart.collect(4)).merge(torch.tensor([0, 1, 0, 1], device=DEVICE), 2))
+    torch.testing.assert_close(together.collect(2), expected, rtol=1e-12, atol=1e-9)
+
+
+def test_what_is_added_may_change_afterwards() -> None:
+    """A tensor belongs to its owner again when the method returns."""
+    x = random(2000)
+    before = x.clone()
+    kernel = TritonKernel(DEVICE)
+    kernel.add((0,), x, Need.EVERYTHING)
+    x.zero_()
+    assert_moments(kernel.collect(1)[:, 0], [before])
+
+
+def strided(form: str) -> Tensor:
+    """A tensor whose elements are not in the order of its dimensions, or not in one stretch of memory."""
+    x = random(4, 6, 5, 8)
+    forms = {
+        "channels last": lambda: x.to(memory_format=torch.channels_last),
+        "transposed": lambda: x.transpose(0, 3),
+        "slice": lambda: x[:, 1:4],
+        "every other": lambda: x[..., ::2],
+        "expanded": lambda: x[:, :1].expand(4, 3, 5, 8),
+        "unaligned": lambda: x.reshape(-1)[1:],
+        "negative": lambda: torch._neg_view(x),
+    }
+    return forms[form]()
+
+
+FORMS = ["channels last", "transposed", "slice", "every other", "expanded", "unaligned", "negative"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.EVERYTHING & ~Need.TOKENS])
+def test_a_tensor_in_another_order(form: str, needs: int) -> None:
+    """Every element counts once, and a token is along the last dimension, wherever the elements lie."""
+    assert_added(strided(form), needs)
+
+
+@pytest.mark.parametrize("form", ["channels last", "transposed"])
+def test_a_dense_tensor_is_read_where_it_lies(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy is made where the order of the elements does not matter."""
+    read: list[int] = []
+    monkeypatch.setattr(
+        triton_kernel, "launch", lambda *arguments, **_constants: read.extend(x.data_ptr() for x in arguments[3:5] if x is not None)
+    )
+    kernel, x, other = TritonKernel(DEVICE), strided(form), strided(form)
+    kernel.add((0,), x, Need.EVERYTHING & ~Need.TOKENS)
+    kernel.add_difference((0,), x, other, None, Need.SQUARES)
+    assert read == [x.data_ptr(), x.data_ptr(), other.data_ptr()]
+
+
+SHIFTS: dict[str, Callable[[], Tensor | None]] = {
+    "none": lambda: None,
+    "last dimension": lambda: random(70, seed=3),
+    "scalar": lambda: random(seed=3),
+    "channels": lambda: random(3, 1, seed=3),
+    "full": lambda: random(4, 3, 70, seed=3),
+    "half": lambda: random(70, seed=3, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("has_other", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("needs", [Need.EVERYTHING | Need.HISTOGRAM, Need.SQUARES])
+def test_differences(shift: str, has_other: bool, dtype: torch.dtype, needs: int) -> None:
+    """The moments and the counts are those of the difference, taken in float32, or in float64 where a tensor is."""
+    x, taken = random(4, 3, 70, dtype=dtype), SHIFTS[shift]()
+    other = random(4, 3, 70, dtype=torch.float32, seed=1, mean=3.0) if has_other else None
+    expected = x if dtype == torch.float64 else x.float()
+    for one in (other, taken):
+        expected = expected if one is None else expected - one
+    kernel = TritonKernel(DEVICE)
+    kernel.add_difference((0,), x, other, taken, needs)
+    assert_moments(kernel.collect(1)[:, 0], [expected], needs)
+    if needs & Need.HISTOGRAM:
+        assert row_of_counts(kernel) == histogram(expected.cpu())
+
+
+@pytest.mark.usefixtures("long_spans")
+def test_differences_over_several_programs() -> None:
+    """Each program takes its own part of the other tensor and of the shift."""
+    x, other = random(90, 70), random(90, 70, seed=1)
+    for shift in (random(70, seed=2), random(90, 1, seed=2)):
+        expected = x - other - shift
+        assert_moments(measured(lambda kernel, shift=shift: kernel.add_difference((0,), x, other, shift, Need.EVERYTHING)), [expected])
+
+
+def test_the_difference_of_tensors_in_different_orders() -> None:
+    """Elements are compared with those at the same index."""
+    x, other = strided("channels last"), random(4, 6, 5, 8, seed=1)
+    for tensor, taken in ((x, other), (other, x), (strided("slice"), other[:, 1:4])):
+        add = lambda kernel, tensor=tensor, taken=taken: kernel.add_difference((0,), tensor, taken, None, Need.EVERYTHING)  # noqa: E731
+        assert_moments(measured(add), [tensor - taken])
+    zero = Moments(*measured(lambda kernel: kernel.add_difference((0,), x, x.clone(), None, Need.EVERYTHING)))
+    assert (zero.squares, zero.maximum, zero.zeros) == (0, 0, x.numel())
+
+
+@pytest.mark.parametrize("spans", ["short", "long"])
+@pytest.mark.parametrize("needs", [Need.EVERYTHING | Need.HISTOGRAM, Need.SQUARES | Need.EXTREMES])
+def test_many_tensors_at_once(spans: str, needs: int, request: pytest.FixtureRequest) -> None:
+    """Each row gets the moments and the counts of its tensor: of different sizes, dtypes, alignments and orders."""
+    if spans == "long":
+        request.getfixturevalue("long_spans")
+    tensors = [random(3, 700), random(8, 16), random(1), random(1101)[1:], random(5, 77), *map(strided, FORMS[:3])]
+    tensors += [random(70, 40, dtype=torch.bfloat16, mean=1.0), random(90, dtype=torch.float64), random(300, 3, dtype=torch.bfloat16)]
+    kernel = TritonKernel(DEVICE)
+    kernel.add((0,), tensors[1], needs)
+    kernel.add_all(range(len(tensors)), tensors, [needs] * len(tensors))
+    found = kernel.collect(len(tensors))
+    for row, tensor in enumerate(tensors):
+        added = [tensor] if row else [tensor, tensors[1]]
+        assert_moments(found[:, row], added, needs)
+        if needs & Need.HISTOGRAM:
+            assert row_of_counts(kernel, row) == histogram(torch.cat([one.cpu().double().reshape(-1) for one in added]))
+
+
+def test_tensors_with_different_needs() -> None:
+    """A tensor's row has what it needs, whatever those beside it need."""
+    tensors, needs = [random(50, 3), random(60, 7), random(70)], [Need.TOKENS, Need.SQUARES, Need.HISTOGRAM | Need.POWERS]
+    kernel = TritonKernel(DEVICE)
+    kernel.add_all([2, 0, 1], tensors, needs)
+    found = kernel.collect(3)
+    for row, tensor, need in zip([2, 0, 1], tensors, needs, strict=True):
+        assert_moments(found[:, row], [tensor], need)
+    assert kernel.counts([0, 1, 2]).sum(1).tolist() == [0, 70, 0]
+
+
+def assert_counted(tensor: Tensor) -> None:
+    """The counts are numpy's."""
+    kernel = TritonKernel(DEVICE)
+    kernel.add((0,), tensor, Need.HISTOGRAM)
+    assert row_of_counts(kernel) == histogram(tensor.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_bin_of_every_number_of_half_precision(dtype: torch.dtype) -> None:
+    """Every bit pattern is counted where it belongs: subnormal numbers, zeros of either sign, infinities and NaN among them."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(DEVICE)
+    if IS_INTERPRETED and dtype == torch.bfloat16:
+        # The interpreter, other than a GPU, makes zero of the smallest subnormal ones when it widens them.
+        numbers = numbers[(numbers == 0) | ~(numbers.abs() < torch.finfo(dtype).smallest_normal)]
+    assert_counted(numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_bins_at_their_edges(dtype: torch.dtype) -> None:
+    """An edge, and its neighbours on both sides, are counted where they belong."""
+    edges = torch.from_numpy(EDGES.copy()).to(dtype)
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max]).to(dtype)
+    up, down = (torch.nextafter(edges, torch.full_like(edges, sign * torch.inf)) for sign in (1, -1))
+    assert_counted(torch.cat([edges, up, down, odd]).to(DEVICE))
+
+
+def test_counts_add_up() -> None:
+    """Tensors of a row are counted together, over chunks of memory; a row without any has zeros; rows come in the order asked for."""
+    kernel = TritonKernel(DEVICE)
+    tensors = [random(10, seed=seed, dtype=DTYPES[seed % 4]) for seed in range(70)]
+    for seed, tensor in enumerate(tensors):
+        kernel.add((5, seed % 2), tensor, Need.HISTOGRAM)
+    for row, members in ((5, tensors), (0, tensors[::2]), (1, tensors[1::2])):
+        assert row_of_counts(kernel, row) == histogram(torch.cat([tensor.double().cpu() for tensor in members]))
+    found = kernel.counts([7, 1, 5])
+    assert (found.dtype, found.device, found.sum(1).tolist()) == (torch.float64, DEVICE, [0, 350, 700])
+
+
+def test_a_step_that_begins_under_inference_mode() -> None:
+    """A row goes on outside of inference mode, and inside again."""
+    kernel, x, needs = TritonKernel(DEVICE), random(40), Need.EVERYTHING | Need.HISTOGRAM
+    with torch.inference_mode():
+        kernel.add((0,), x, needs)
+    kernel.add((0,), x, needs)
+    with torch.inference_mode():
+        found = kernel.collect(1)
+        assert_moments(found[:, 0], [x, x])
+        assert row_of_counts(kernel) == histogram(torch.cat([x, x]).cpu())

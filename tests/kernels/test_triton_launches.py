@@ -1,0 +1,130 @@
+"""How often the Triton kernel is launched, and what it copies and waits for; ``make test-triton`` installs Triton and runs these tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.textbook import histogram
+from helpers.triton import DEVICE, IGNORED_WARNINGS, IS_INTERPRETED, assert_moments, random, skip_without_triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_module_monitor.bins import Histogram
+from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kernels.triton_kernel import TritonKernel
+
+skip_without_triton()
+pytestmark = IGNORED_WARNINGS
+needs_cuda = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device here, or Triton interprets")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the launches of the kernel, in whose place nothing is done, and the operations of torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.launched = self.dispatched = 0
+        monkeypatch.setattr(triton_kernel, "launch", self._launch)
+
+    def _launch(self, *_arguments: object, **_constants: object) -> None:
+        self.launched += 1
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # noqa: ANN001, ANN204
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+        self.dispatched += 1
+        return function(*arguments, **(keywords or {}))
+
+
+def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for a tensor and for a difference, one for all tensors of a dtype, at most 20 to finish; no value is read on the host."""
+    needs = Need.EVERYTHING | Need.HISTOGRAM
+    kernel, launches = TritonKernel(DEVICE), Launches(monkeypatch)
+    with launches:
+        kernel.add((0,), random(3, 1 << 19), needs)
+        assert launches.launched == 1
+        kernel.add_difference((1,), random(40, 70), random(40, 70), random(70), needs)
+        assert launches.launched == 2
+        tensors = [random(n, dtype=dtype) for n in (5, 1000, 4) for dtype in (torch.float32, torch.bfloat16)]
+        kernel.add_all(range(6), tensors, [needs] * 6)
+        assert launches.launched == 4
+        for _tensor in range(100):
+            kernel.add((2,), tensors[0], needs)
+        assert launches.launched == 104
+        launches.launched = launches.dispatched = 0
+        kernel.collect(6)
+        kernel.counts(range(6))
+    assert launches.launched == 1
+    assert launches.launched + launches.dispatched <= 20
+
+
+def test_where_tensors_lie_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that lie where they lay in the step before cost no copy to the device; others, or others' sizes, do."""
+    copied: list[int] = []
+    copy = triton_kernel._copied
+    monkeypatch.setattr(triton_kernel, "_copied", lambda *arguments: copied.append(1) or copy(*arguments))
+    memory = random(3000)
+    tensors = [memory[:1000], memory[1000:]]
+    for _step in range(3):
+        TritonKernel(DEVICE).add_all([0, 1], tensors, [Need.MEAN] * 2)
+    assert len(copied) == 1
+    kernel = TritonKernel(DEVICE)
+    kernel.add_all([0, 1], [memory[:1000], memory[1000:2000]], [Need.MEAN] * 2)
+    assert len(copied) == 2
+    assert kernel.collect(2)[0].tolist() == [1000, 1000]
+
+
+def test_what_cannot_be_launched_raises_and_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table can measure the tensor otherwise: no row has a part of it."""
+    kernel, x = TritonKernel(DEVICE), random(50)
+    kernel.add((0,), x, Need.EVERYTHING)
+
+    def fails(*_arguments: object, **_constants: object) -> None:
+        raise RuntimeError("ptxas failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernel, "launch", fails)
+        for add in (kernel.add, lambda rows, tensor, needs: kernel.add_all(rows, [tensor], [needs])):
+            with pytest.raises(RuntimeError, match="ptxas failed"):
+                add((0,), x, Need.EVERYTHING | Need.HISTOGRAM)
+    assert_moments(kernel.collect(1)[:, 0], [x])
+    assert not kernel.counts([0]).any()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_nothing_waits_for_the_device() -> None:
+    """A step is measured, collected and counted without one synchronization, once the kernels are compiled."""
+
+    def step() -> tuple[Tensor, Tensor]:
+        kernel = TritonKernel(DEVICE)
+        kernel.add((0,), x, needs)
+        kernel.add_difference((1,), x, y, y[0], needs)
+        kernel.add_all([2, 3], [x, y], [needs] * 2)
+        return kernel.collect(4), kernel.counts([0, 1, 2, 3])
+
+    x, y, needs = random(300, 70), random(300, 70, seed=1), Need.EVERYTHING | Need.HISTOGRAM
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moments, counts = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for row, tensor in enumerate([x, x - y - y[0], x, y]):
+        assert_moments(moments[:, row], [tensor])
+        assert Histogram(counts[row].long().cpu().numpy()) == histogram(tensor.cpu())
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_tensors_of_several_streams() -> None:
+    """What is added on a stream is measured in its order; collecting waits, on the device, for all of them."""
+    kernel, x, matrix = TritonKernel(DEVICE), random(1 << 22), random(4096, 4096)
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream(), torch.cuda.Stream()]:
+        with torch.cuda.stream(stream):
+            for _time in range(50):
+                matrix @ matrix  # keeps the stream busy while the host goes on
+            kernel.add((0,), x, Need.EVERYTHING | Need.HISTOGRAM)
+    assert_moments(kernel.collect(1)[:, 0], [x, x], rel=1e-10)
+    assert kernel.counts([0]).sum().item() == 2 * x.numel()
