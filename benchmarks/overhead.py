@@ -43,10 +43,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config import GradientFlow, attention_rules
+from lightning_module_monitor.kernels import numba_kernel, transfer
 from lightning_module_monitor.modules.names import Namer
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.random_states import RandomStates
-from lightning_module_monitor.kernels import numba_kernel, transfer
 
 WARM_UP_STEPS = 5
 NUM_BATCHES = 8

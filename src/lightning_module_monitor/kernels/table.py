@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.kernel import Kernel
 from lightning_module_monitor.kernels.moments import Moments
@@ -26,6 +26,7 @@ class MomentTable:
     def __init__(self) -> None:
         self._kernels: dict[torch.device | None, Kernel] = {}
         """By device; ``None`` stands for the compiled loops of the host."""
+        self._of_triton: dict[torch.device, Kernel] = {}
         self._masked: dict[torch.device, TorchKernel] = {}
         """Counts of tensors of which not every element counts."""
         self._merged: list[tuple[list[int], Tensor]] = []
@@ -93,7 +94,7 @@ class MomentTable:
 
     def collect(self, num_rows: int) -> list[Tensor]:
         """Shares of every row, to be merged, each float64, shape ``(NUM_FIELDS, num_rows)``, still on its device."""
-        shares = [kernel.collect(num_rows) for kernel in self._kernels.values()]
+        shares = [kernel.collect(num_rows) for kernel in (*self._kernels.values(), *self._of_triton.values())]
         for rows, stacked in self._merged:
             index = torch.tensor(rows, device=stacked.device)
             shares.append(torch.stack(Moments(*stacked).merge(index, num_rows)))
@@ -101,7 +102,9 @@ class MomentTable:
 
     def collect_counts(self, rows: Sequence[int]) -> list[Tensor]:
         """Shares of the counts of rows, to be added up, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device."""
-        return [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
+        return (
+            [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._of_triton.values(), *self._masked.values())] if rows else []
+        )
 
     def add_counts(self, row: int, tensor: Tensor, counting: Tensor) -> None:
         """Count in a row's histogram the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
@@ -115,6 +118,12 @@ class MomentTable:
         return self._kernels[None]
 
     def _kernel(self, tensor: Tensor) -> Kernel:
-        if tensor.device not in self._kernels:
-            self._kernels[tensor.device] = TorchKernel(tensor.device)
-        return self._kernels[tensor.device]
+        """The kernel of a device: Triton's where it works and reads the tensor, otherwise that of torch operations."""
+        device = tensor.device
+        if triton_kernel.takes(tensor) and (device in self._of_triton or triton_kernel.triton_kernel(device) is not None):
+            if device not in self._of_triton:
+                self._of_triton[device] = triton_kernel.TritonKernel(device)
+            return self._of_triton[device]
+        if device not in self._kernels:
+            self._kernels[device] = TorchKernel(device)
+        return self._kernels[device]
