@@ -310,10 +310,9 @@ class ModuleMonitorCallback(Callback):
             self._reference.resume()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
-            "_optimizers": None,
-        }
+        """Without what Lightning binds to a callback, which would drag the whole model along, and without the run: its hooks and files."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return state | {"_optimizers": None, "_silence": ExitStack(), "_redirected": [], "_in_step": False, "_overhead": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.

@@ -173,7 +173,12 @@ class ModuleMonitor:
         """What is watched, when and where."""
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
-        self._number = next(_numbers)
+        self._forget_module()
+
+    def _forget_module(self) -> None:
+        """Set everything that is not an option to what it is where there is no module."""
+        self._number = -1
+        """Its place among the monitors that have a module."""
         self._module: nn.Module | None = None
         self._watched: frozenset[nn.Module] = frozenset()
         self._exchanges: dict[tuple[str, Due], Exchange] = {}
@@ -186,10 +191,18 @@ class ModuleMonitor:
         """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
-        self._silenced = 0
+        self._silences: set[object] = set()
+        """One for each block in which nothing is observed."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
+        closed = object.__new__(type(self))
+        vars(closed).update(vars(self))
+        closed._forget_module()
+        return vars(closed)
 
     # What there is
 
@@ -227,6 +240,7 @@ class ModuleMonitor:
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
+        self._number = next(_numbers)
         _monitors[self._number] = self
         self._say_renamed()
 
@@ -433,7 +447,7 @@ class ModuleMonitor:
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
-        return self._window is not None and not self._silenced and not is_tracing()
+        return self._window is not None and not self._silences and not is_tracing()
 
     def begin_step(self, step: int) -> bool:
         """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
@@ -638,12 +652,13 @@ class ModuleMonitor:
     @contextmanager
     def no_monitor(self) -> Iterator[None]:
         """Within the block nothing is observed."""
-        self._silenced += 1
-        self._set_open()
+        silence = object()
         try:
+            self._silences.add(silence)
+            self._set_open()
             yield
         finally:
-            self._silenced -= 1
+            self._silences.discard(silence)
             self._set_open()
 
     def lose(self) -> None:
@@ -671,13 +686,9 @@ class ModuleMonitor:
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
-        self.remove_reference_module()
-        self._module, self._watched = None, frozenset()
         _monitors.pop(self._number, None)
+        self._forget_module()
         self.wishes.forget_names()
-        self._exchanges.clear()
-        self._has_agreed = False
-        self._free_keys.clear()
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -829,7 +840,7 @@ class ModuleMonitor:
 
     def _set_open(self) -> None:
         if self._window is not None:
-            self._window.set_open(not self._silenced)
+            self._window.set_open(not self._silences)
 
     def _tell(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Tell every probe that it concerns of a moment of the step, a method of ``Probe``; an error in one keeps it from no other."""

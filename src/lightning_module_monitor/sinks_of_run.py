@@ -76,7 +76,7 @@ class SinksOfRun:
         self._figures: Sequence[str] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_last_trainer": None}
+        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None}
 
     # The run
 
