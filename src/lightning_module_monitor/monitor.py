@@ -8,14 +8,14 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.complaints import Complaints
+from lightning_module_monitor.complaints import Complaints, unchanged_grad_mode
 from lightning_module_monitor.config import (
     Capture,
     GradientFlow,
@@ -578,6 +578,7 @@ class ModuleMonitor:
         elif not isinstance(live, nn.Module):
             raise ValueError(_none_of(module, "of the reference", [one.name for one in sites.modules]))
 
+    @unchanged_grad_mode()
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._window is not None:
@@ -677,9 +678,10 @@ class ModuleMonitor:
 
     def abandon(self) -> None:
         """Close the step, and what it suspended, at once and without a record; other ranks are not told."""
-        for window in (self._window, *self._suspended):
-            if window is not None:
-                window.close()
+        with ExitStack() as stack:
+            for window in (self._window, *self._suspended):
+                if window is not None:
+                    stack.callback(window.close)
         self._window = self._begun = None
         self._suspended.clear()
 
@@ -845,29 +847,24 @@ class ModuleMonitor:
     def _tell(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Tell every probe that it concerns of a moment of the step, a method of ``Probe``; an error in one keeps it from no other."""
         if self._window is not None and self.is_monitoring():
-            for probe in self._window.probes:
-                if probe.overrides(moment):
-                    with self._complaints.guard(what, self._window.observation):
-                        getattr(probe, moment.__name__)(*args, **kwargs)
+            with unchanged_grad_mode():
+                for probe in self._window.probes:
+                    if probe.overrides(moment):
+                        with self._complaints.guard(what, self._window.observation):
+                            getattr(probe, moment.__name__)(*args, **kwargs)
 
+    @unchanged_grad_mode()
     def _finish(self) -> Record | None:
         """Close the window and finish what it saw; ``None`` if an error has spoiled that, on any rank."""
         assert self._window is not None
-        window, self._window = self._window, None
-        tensors: list[RawTensor] = []
+        window, tensors = self._window, []
         try:
-            with self._complaints.guard("whole tensors", window.observation):
-                window.whole_tensors.put_together()
-            for probe in window.probes:
-                if probe.overrides(Probe.finish):
-                    with self._complaints.guard("what has waited", window.observation):
-                        probe.finish()
-                if probe.overrides(Probe.tensors):
-                    with self._complaints.guard("raw tensors", window.observation):
-                        tensors += probe.tensors()
+            tensors = self._end_probes(window)
         finally:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
+            # Not before: what Ctrl-C has left on is taken off by whoever closes this monitor.
+            self._window = None
         if window.has_missed():
             self._complaints.say_once(Unobserved.message, logging.WARNING)
         values: Values | dict[str, float] = Values()
@@ -883,6 +880,20 @@ class ModuleMonitor:
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _end_probes(self, window: Window) -> list[RawTensor]:
+        """Let the probes take in what has waited; returns the raw tensors of the step."""
+        tensors: list[RawTensor] = []
+        with self._complaints.guard("whole tensors", window.observation):
+            window.whole_tensors.put_together()
+        for probe in window.probes:
+            if probe.overrides(Probe.finish):
+                with self._complaints.guard("what has waited", window.observation):
+                    probe.finish()
+            if probe.overrides(Probe.tensors):
+                with self._complaints.guard("raw tensors", window.observation):
+                    tensors += probe.tensors()
+        return tensors
 
     def _check_is_free(self, parts: Key, stage: str) -> None:
         """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from lightning_module_monitor.modules.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
@@ -59,10 +60,11 @@ class Window:
             probe.is_suspended = is_suspended
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor."""
-        for probe in self.probes:
-            probe.close()
-        self._uncompiled.end()
+        """Take every hook off and forget every tensor; a second call closes what an error or Ctrl-C in the first has left open."""
+        with ExitStack() as stack:
+            stack.callback(self._uncompiled.end)
+            for probe in reversed(self.probes):
+                stack.callback(probe.close)
 
     def lose(self) -> None:
         """Give up what was seen: there will be no record, on no rank."""

@@ -76,7 +76,10 @@ _note_unobserved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class HookSet:
-    """Owns hook handles; :meth:`close` removes every one, also after an error, and may be called again."""
+    """Owns hook handles; :meth:`close` removes every one, also after an error, and may be called again.
+
+    A hook is owned until it is removed: where ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
+    """
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
@@ -110,11 +113,11 @@ class HookSet:
         if type(module).register_forward_hook is not nn.Module.register_forward_hook or self._number in table:
             self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
             return
-        table[self._number] = hook
         self._tables.append(table)
+        table[self._number] = hook
         if with_kwargs:
-            module._forward_hooks_with_kwargs[self._number] = True
             self._flags.append(module._forward_hooks_with_kwargs)
+            module._forward_hooks_with_kwargs[self._number] = True
 
     def add_forwards(self, modules: Sequence[nn.Module], hooks: Sequence[ForwardHook]) -> None:
         """:meth:`add_forward` of many modules, each there once, and of as many hooks. It is cheaper where nothing was added before."""
@@ -133,9 +136,11 @@ class HookSet:
         number = self._number
         for tables in (self._tables, self._flags):
             while tables:
-                tables.pop().pop(number, None)
+                tables[-1].pop(number, None)
+                tables.pop()
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()
+            self._handles.pop()
 
 
 class ForwardHook:

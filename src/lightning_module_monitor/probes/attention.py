@@ -260,14 +260,14 @@ class AttentionProbe(Probe):
     def _switch(self) -> None:
         """Put the mode on or take it off, as the innermost module that is running wants it."""
         is_wanted = bool(self._running) and not self._running[-1].is_of_torch
-        if is_wanted == self._is_on:
-            return
-        self._is_on = is_wanted
-        if not is_wanted:
+        if is_wanted and not self._is_on:
+            # Set before it is on, and below after it is off: where Ctrl-C comes in between, `close` takes it off.
+            self._is_on = True
+            # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
+            _put_on(self._mode, self._num_above)
+        elif self._is_on and not is_wanted:
             self._num_above = _take_off(self._mode)
-            return
-        # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
-        _put_on(self._mode, self._num_above)
+            self._is_on = False
 
 
 class _EnterHook(ForwardHook):
@@ -326,14 +326,16 @@ class _AttentionMode(TorchFunctionMode):
 
 def _take_off(mode: TorchFunctionMode) -> int:
     """Take a mode off, wherever it lies; returns how many lay above it."""
-    above = []
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()
-        if top is mode:
-            break
-        above.append(top)
-    for one in reversed(above):
-        _push_mode(one)
+    above: list[TorchFunctionMode] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            top = _pop_mode()
+            if top is mode:
+                break
+            above.append(top)
+    finally:
+        for one in reversed(above):
+            _push_mode(one)
     return len(above)
 
 

@@ -243,7 +243,8 @@ class ReferenceProbe(Probe):
         """Take every hook off, and forget everything."""
         self._hooks.close()
         while self._runs:
-            self._runs.pop()[0].close()
+            self._runs[-1][0].close()
+            self._runs.pop()
         self._forget()
         self._missed.clear()
 
