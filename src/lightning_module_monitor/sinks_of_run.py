@@ -216,7 +216,7 @@ class SinksOfRun:
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
-            return Path(self._store_option)
+            return Path(self._store_option).expanduser()
         return _run_directory(trainer) / "monitor.h5"
 
 
@@ -243,7 +243,7 @@ def _check_store(store: object) -> None:
     if not isinstance(store, bool | str | os.PathLike):
         raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
     if not isinstance(store, bool):
-        path = Path(store)
+        path = Path(store).expanduser()
         blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
         if not store or path.is_dir() or blocking is not None:
             why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"

@@ -570,3 +570,42 @@ def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> No
             expected = torch.cat([first, first @ W.T + change]).norm()
             assert record.values["activation_difference/layer/norm"] == pytest.approx(float(expected), rel=1e-6)
             assert record.values["monitor/errors"] == 0
+
+
+class Routed(nn.Module):
+    """An expert gets as many tokens as a threshold lets through, which trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold, self.expert, self.head = nn.Parameter(torch.zeros(())), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > self.threshold
+        output: Tensor = self.head(x)
+        return output.sum() + self.expert(x[chosen]).sum()
+
+
+def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Routed experts are no error; where the counts agree they are compared."""
+    torch.manual_seed(0)
+    model = Routed()
+    reference = copy.deepcopy(model)
+    x = torch.linspace(-1, 1, 8).unsqueeze(1).repeat(1, 6)
+    with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        found = []
+        for step, threshold in enumerate((0.0, 0.5, 0.5)):
+            model.threshold.data.fill_(threshold)
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(x)
+            with caplog.at_level("INFO"):
+                model(x)
+                record = monitor.end_step()
+            assert record is not None
+            assert record.values["monitor/errors"] == 0
+            assert record.values["activation_difference/head/norm"] == 0
+            found.append("activation_difference/expert/norm" in record.values)
+    assert found == [True, False, False]
+    assert sum("outputs of other shapes" in one.getMessage() for one in caplog.records) == 1

@@ -140,6 +140,8 @@ class ReferenceProbe(Probe):
         self._has_run = False
         self._missed: dict[nn.Module, None] = {}
         """Modules of which the model has made a call that the reference has not, in this micro-batch."""
+        self._of_other_shape: dict[nn.Module, None] = {}
+        """Modules whose output had another shape in the model, in this micro-batch."""
         self._is_explained = False
         """Whether it is known why."""
 
@@ -207,6 +209,10 @@ class ReferenceProbe(Probe):
             return False
         return True
 
+    def note_other_shape(self, module: nn.Module) -> None:
+        """Note that an output of a module has another shape in the model, as those of routed experts do: it is not compared."""
+        self._of_other_shape[module] = None
+
     def end_micro_batch(self) -> None:
         """Report what ran in one of both only, once for each cause, and forget it."""
         left = {module for (module, _by), calls in self._waiting.items() if calls}
@@ -216,11 +222,15 @@ class ReferenceProbe(Probe):
             elif self._missed:
                 what = "The model ran modules more often than the reference did; such calls are not compared"
                 self._say(f"{what}: {self._names(self._missed)}.", once=what)
+            if self._of_other_shape:
+                what = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
+                self._say(f"{what}: {self._names(self._of_other_shape)}.", once=what)
             if left:
                 what = "The reference ran modules more often than the model did, which are not compared"
                 self._say(f"{what}: {self._names(left)}.", once=what)
         self._forget()
         self._missed.clear()
+        self._of_other_shape.clear()
         self._has_run = self._is_explained = False
 
     def _names(self, modules: Container[nn.Module]) -> str:
