@@ -25,6 +25,7 @@ from lightning_module_monitor.config import (
     parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.modules.hooks import Unobserved, is_tracing
 from lightning_module_monitor.modules.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -275,7 +276,7 @@ class ModuleMonitor:
     def awaits_reference(self) -> bool:
         """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
         is_awaited = self._window is not None and any(isinstance(probe, ReferenceProbe) for probe in self._window.probes)
-        return is_awaited and self._reference is not None and not self._reference.follows
+        return is_awaited and self._reference is not None and not self._reference.follows and not is_tracing()
 
     @contextmanager
     def running_reference(self) -> Iterator[None]:
@@ -433,8 +434,8 @@ class ModuleMonitor:
         return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
-        """Whether what happens now is observed."""
-        return self._window is not None and not self._silenced
+        """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
+        return self._window is not None and not self._silenced and not is_tracing()
 
     def begin_step(self, step: int) -> bool:
         """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
@@ -516,7 +517,8 @@ class ModuleMonitor:
         Args:
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
-        self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
+        if not is_tracing():
+            self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
 
     def monitor_overhead(self, fraction: float) -> None:
         """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
@@ -533,7 +535,7 @@ class ModuleMonitor:
         Raises:
             ValueError: If the model has no such module.
         """
-        if self._window is None or self._silenced or self._module is None:
+        if self._window is None or self._module is None or not self.is_monitoring():
             return
         sites = self.wishes.sites
         site, attention = sites.module_site(module), self._window.attention
@@ -704,7 +706,7 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         self._check_is_free(parts, TRAIN if self._window is None else self._window.stage)
-        if self._window is not None and not self._silenced:
+        if self._window is not None and self.is_monitoring():
             watch = self._own_watch(parts.kind, parts.site, parts.statistic, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
@@ -842,7 +844,7 @@ class ModuleMonitor:
 
     def _tell(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Tell every probe that it concerns of a moment of the step, a method of ``Probe``; an error in one keeps it from no other."""
-        if self._window is not None and not self._silenced:
+        if self._window is not None and self.is_monitoring():
             for probe in self._window.probes:
                 if probe.overrides(moment):
                     with self._complaints.guard(what, self._window.observation):
@@ -866,6 +868,8 @@ class ModuleMonitor:
         finally:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
+        if window.has_missed():
+            self._complaints.say_once(Unobserved.message, logging.WARNING)
         values: Values | dict[str, float] = Values()
         for key in window.observation.drop_overwriting(self._own_watches.values()):
             self._complaints.say_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
@@ -904,7 +908,7 @@ class ModuleMonitor:
         self._free_keys.add(key)
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
-        if self._window is not None:
+        if self._window is not None and not is_tracing():
             function = UserFunction(name, float, "max")
             self._window.observation.add_result(self._own_figure(name, self._window.stage), function, value, 1)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
 from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, observe_or_fail
@@ -102,7 +102,7 @@ class ActivationProbe(BackwardProbe):
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
-        if self.counts_gradients:
+        if self.takes_gradients():
             observe_or_fail(self._observation, watch, gradient, self.scale)
 
 
@@ -145,8 +145,9 @@ class _ForwardHook(ForwardHook):
         self._gradient = watched.watches.get("activation_gradient")
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Observe an output, as ``see`` of the other hooks, without a call in between: no hook is called as often."""
         probe = self._outputs.probe
-        if probe is None or not probe.is_open:
+        if probe is None or not probe.is_open or is_tracing():
             return
         try:
             if self._place is None or not probe.see_plain_output(self._place, output):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
 from lightning_module_monitor.modules.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
@@ -158,7 +158,7 @@ class AttentionProbe(Probe):
             by_hand: Whether the model itself tells of it; a call that it tells of and that is seen as well counts once.
         """
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
-        if not self.is_open or torch._C._current_graph_task_id() != -1:
+        if not self.is_open or is_in_backward() or is_tracing():
             return
         self.has_observed = True
         try:
@@ -287,7 +287,7 @@ class _EnterHook(ForwardHook):
         self._probe = probe
         self._one = one
 
-    def __call__(self, _module: nn.Module, _args: object) -> None:
+    def see(self, _module: nn.Module, _args: object) -> None:
         if self._probe.is_open:
             self._probe.enter(self._one)
 
@@ -299,7 +299,7 @@ class _LeaveHook(ForwardHook):
         self._probe = probe
         self._one = one
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._probe.leave(self._one, RawCall((module, *args), kwargs, output))
 
 

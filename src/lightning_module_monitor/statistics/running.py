@@ -120,7 +120,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a class with operations of its own, such as one that wraps other tensors, the plain tensor it stands for.
+    """The tensor itself; of one that wraps another (of a class with operations of its own, or functional), the plain one it stands for.
 
     Raises:
         ValueError: If operations on it return no plain tensor.
@@ -134,7 +134,7 @@ def own_elements(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._is_functional_tensor(tensor)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -329,5 +329,11 @@ def in_order(tensor: Tensor) -> Tensor:
     """A copy whose elements lie in memory one after the other, of a tensor that :func:`takes` is true of.
 
     What a flag negates is negated in it, and zeros without memory have some.
+
+    Raises:
+        ValueError: If torch gives a copy that cannot be read, as a dispatch mode may.
     """
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    ordered = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if not readable_address(ordered, ELEMENT_FORMATS):
+        raise ValueError("operations on it return no plain tensor, and its elements cannot be read")
+    return ordered
