@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from helpers.textbook import textbook
 from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError
 from torchmetrics.regression import CosineSimilarity
 
@@ -609,3 +611,34 @@ def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: py
             found.append("activation_difference/expert/norm" in record.values)
     assert found == [True, False, False]
     assert sum("outputs of other shapes" in one.getMessage() for one in caplog.records) == 1
+
+
+class BehindAHook(nn.Module):
+    """A frozen embedding whose output a hook of another library makes differentiable, in front of a checkpointed layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.layer, self.embedding(x), use_reentrant=True)
+        return output
+
+
+def test_a_checkpointed_reference_without_the_hooks_of_others_does_not_warn() -> None:
+    """A warning is an error here. Python still knows the warnings that were shown before."""
+    model = BehindAHook()
+    reference = copy.deepcopy(model)
+    model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+    before = list(warnings.filters)
+    with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            reference(torch.ones(2, 6))
+        model(torch.ones(2, 6)).sum().backward()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation_difference/layer/norm"] == 0
+    assert list(warnings.filters) == before

@@ -19,7 +19,14 @@ from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
 from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, named_tensors, of_all_samples, with_tensors
-from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
+from lightning_module_monitor.modules.unchanged import (
+    drop_graphs,
+    flags_of_model,
+    no_warning_of_checkpoints,
+    saving_nothing,
+    uncached_autocast,
+    unchanged_buffers,
+)
 from lightning_module_monitor.probes.probe import Probe, Say
 from lightning_module_monitor.random_states import unchanged_random_states
 
@@ -95,6 +102,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._twins.items()),
                 uncached_autocast(),
+                no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
                 yield
