@@ -105,7 +105,7 @@ def rms(tensor: Tensor) -> float:
         {"statistics": ["rms"], "functions": {"mean": torch.mean}},
         {"statistics": ["rms"], "functions": {"all": lambda x: x}, "aggregate": torch.max},
     ],
-    ids=str,
+    ids=["moments", "histogram", "units", "function", "aggregate"],
 )
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "plain"])
 def test_an_output_of_two_tensors_costs_its_own_values(wanted: dict[str, Any], is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,9 @@ def test_its_gradient_its_attention_and_its_raw_tensor_cost_their_own_too(caplog
     assert sum("no plain tensor" in message for message in caplog.messages) == 3
 
 
-@pytest.mark.parametrize("wanted", [{"statistics": ["rms", "hist"]}, {"statistics": ["rms"], "functions": {"mean": torch.mean}}], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [{"statistics": ["rms", "hist"]}, {"statistics": ["rms"], "functions": {"mean": torch.mean}}], ids=["histogram", "function"]
+)
 def test_a_parameter_of_two_tensors_costs_its_own_values(wanted: dict[str, Any]) -> None:
     """So does its update; those of the others are there, also what is relative to the parameter."""
 

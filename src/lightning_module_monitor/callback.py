@@ -84,7 +84,7 @@ class ModuleMonitorCallback(Callback):
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
-            function of the step.
+            function of the step. Values that modules record themselves are taken in these, also where no rule is due.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
@@ -286,8 +286,8 @@ class ModuleMonitorCallback(Callback):
         return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the path of the store that it goes on in, what alerts have seen, and the reference."""
-        state: dict[str, Any] = {"format": 1, "store": self.store_path}
+        """What a resumed run needs: the path of the store with the steps so far, what alerts have seen, and the reference."""
+        state: dict[str, Any] = {"format": 1} | ({} if self._sinks is None else self._sinks.state())
         if self._health is not None:
             state["health"] = self._health.state()
         reference = None if self._reference is None else self._reference.state()
@@ -296,9 +296,9 @@ class ModuleMonitorCallback(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the store of the run that is resumed; validating or testing a checkpoint resumes nothing."""
+        """Go on from the run that is resumed; validating or testing a checkpoint resumes nothing."""
         if self._is_fit:
-            self._sinks_of_run.resume(state_dict.get("store"))
+            self._sinks_of_run.resume(state_dict)
             self._health_of_run.resume(state_dict.get("health", {}))
             if self._reference is not None:
                 self._reference.load(state_dict.get("reference"))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lightning_module_monitor.commands import compare, export, keys, repair, replay, report, summary
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, printable
 from lightning_module_monitor.width_check import command as coordinate_check
 
 WRONG_USAGE = 2
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except (ConfigError, ImportError) as error:
-        print(f"lightning-module-monitor {options.command}: error: {error}", file=sys.stderr)
+        print(f"lightning-module-monitor {options.command}: error: {printable(str(error))}", file=sys.stderr)
         return WRONG_USAGE
     except BrokenPipeError:  # who reads what is printed has seen enough, as in "keys monitor.h5 | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

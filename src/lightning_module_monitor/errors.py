@@ -41,6 +41,15 @@ def shortened(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(once[:limit]) + (f" and {len(once) - limit} more" if len(once) > limit else "")
 
 
+def printable(text: str) -> str:
+    r"""A text in one line for the terminal: characters that control it, as a stranger's names may have, are replaced.
+
+    >>> printable("fc\x1b[2J")
+    'fc\ufffd[2J'
+    """
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import a package that only an extra brings.
 

@@ -6,9 +6,11 @@ import dataclasses
 import logging
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -192,10 +194,25 @@ class HealthOfRun:
                 trainer.should_stop = True
             elif action == "checkpoint" and (path := folder(trainer)) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
-                trainer.save_checkpoint(path / f"monitor-{name}-step={finding.step}.ckpt")
+                self._save_checkpoint(trainer, path / f"monitor-{name}-step={finding.step}.ckpt")
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self._options.capture_steps)
                 self._raise_detail(finding.site, list(steps))
+
+    def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """Save a checkpoint, which gets its name once it is whole; on every rank."""
+        # That plugin writes in a thread of its own, and may not have begun when the call returns.
+        is_written_later = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        written = path if is_written_later else path.with_name(f".{path.name}.new")
+        try:
+            trainer.save_checkpoint(written)
+            if trainer.is_global_zero and written != path:
+                written.replace(path)
+        except Exception as error:
+            self._messages.warning("The checkpoint %s was not saved (%s: %s). Training goes on.", path, type(error).__name__, error)
+            if written.is_file():
+                written.unlink()
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # other ranks wait there
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
         self._details[site] = steps

@@ -103,7 +103,7 @@ class ModuleMonitor:
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -193,6 +193,8 @@ class ModuleMonitor:
         self._suspended: list[Window | None] = []
         self._silences: set[object] = set()
         """One for each block in which nothing is observed."""
+        self._awaits_attention = True
+        """Whether no step has ended yet in which attention was due."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
@@ -242,7 +244,7 @@ class ModuleMonitor:
         self._module, self._watched = module, sites.with_wrapped(module)
         self._number = next(_numbers)
         _monitors[self._number] = self
-        self._say_renamed()
+        self._report_renamed()
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -464,7 +466,8 @@ class ModuleMonitor:
         self._join_what_is_open()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
-        due, self._begun = self._due(step), step
+        self._begun = step
+        due = self._due(step)
         if due is not None:
             self._open(due, step, TRAIN, self.wishes.capture_plan(step))
         return due is not None
@@ -765,10 +768,10 @@ class ModuleMonitor:
         self._exchanges.clear()
         self._has_agreed = False
         if self._module is not None:
-            self._say_renamed()
+            self._report_renamed()
 
-    def _say_renamed(self) -> None:
-        """Say, in one line, which names in keys are not those of the model."""
+    def _report_renamed(self) -> None:
+        """Report, in one line, the names in keys that are not those of the model."""
         changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
@@ -804,7 +807,14 @@ class ModuleMonitor:
             probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, failed, whole_tensors))
         if self._reference is not None:
             probes += self._reference_probes(plan, observation, self._reference)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, observation, sites.head_name, self._complaints.say_once)
+        attention = AttentionProbe(
+            plan.modules,
+            plan.modules_with_heads,
+            observation,
+            sites.head_name,
+            self._complaints.say_once,
+            is_asked_for=self.wishes.asks_for_attention(due),
+        )
         self._window.attach(attention, probes)
         self._set_open()
 
@@ -876,6 +886,7 @@ class ModuleMonitor:
             window.observation.close()
         if window.observation.is_lost:
             return None
+        self._check_attention(window)
         values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
@@ -894,6 +905,19 @@ class ModuleMonitor:
                 with self._complaints.guard("raw tensors", window.observation):
                     tensors += probe.tensors()
         return tensors
+
+    def _check_attention(self, window: Window) -> None:
+        """Warn once if the first step in which attention was due had none."""
+        if window.attention is None or not (self._awaits_attention and window.attention.is_asked_for):
+            return
+        self._awaits_attention = False
+        if not window.attention.has_observed and self._speaks_for_all():
+            message = (
+                f"attention: step {window.step} called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and "
+                'nn.MultiheadAttention, and no attention is recorded. Try attn_implementation="sdpa" for a Hugging Face model, and '
+                "monitor_scaled_dot_product_attention in a forward of your own."
+            )
+            self._complaints.say_once(message, logging.WARNING)
 
     def _check_is_free(self, parts: Key, stage: str) -> None:
         """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""

@@ -238,7 +238,7 @@ class Sites:
             return idle
         never_run = [site.name for found in matching.values() for site in found]
         if never_run:
-            expected = f"expected modules that are called, e.g. {re.escape(never_run[0]) + '[.].*'!r}"
+            expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
             raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
         what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
         sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
 from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.sinks.writer import is_name_of
 from lightning_module_monitor.wishes import Wishes
 
 
@@ -70,6 +70,8 @@ class SinksOfRun:
         """Where the store of this run is, once something was recorded."""
         self._files: RunFiles | None = None
         self._loggers: LoggerSink | None = None
+        self._earlier_path: str | None = None
+        """The store of the run that is resumed, or of the loop before."""
         self._last_trainer: weakref.ref[Trainer] | None = None
         self._first_step: int | None = None
         self._runs_steps_again = False
@@ -87,11 +89,22 @@ class SinksOfRun:
         if self._last_trainer is None or self._last_trainer() is not trainer:
             self._last_trainer = weakref.ref(trainer)
             self.store_path = None
+        self._earlier_path = self.store_path
 
-    def resume(self, store_path: str | None) -> None:
-        """Go on in the store of the run that is resumed; the steps that it runs again are taken out."""
-        self.store_path = store_path
+    def resume(self, state: Mapping[str, object]) -> None:
+        """Go on from the store of the run that is resumed, whose later steps are run again.
+
+        Args:
+            state: What :meth:`state` gave for a checkpoint, which may be a stranger's: its path alone makes no file one to write to.
+        """
+        path = state.get("store")
+        is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
+        self.store_path, self._earlier_path = None, str(path) if is_file else None
         self._runs_steps_again = True
+
+    def state(self) -> dict[str, object]:
+        """What a run needs that is resumed from here: the path of the store with the steps so far."""
+        return {"store": self.store_path or self._earlier_path}
 
     def note_step(self, step: int) -> None:
         """The first step of a run tells which are run again."""
@@ -104,7 +117,7 @@ class SinksOfRun:
         files, self._files = self._files, None
         if files is not None:
             files.close()
-            if self._report:
+            if self._report and files.has_begun:
                 self._write_report(files.path)
 
     def _write_report(self, store: Path) -> None:
@@ -180,30 +193,30 @@ class SinksOfRun:
         self._loggers.write(record)
 
     def _open_files(self, trainer: Trainer) -> RunFiles:
-        """The store of this run, and what is beside it: the one that it goes on in, without the steps that are run again, or a new one."""
-        path, resume_from = self._new_store_path(trainer), None
-        if self.store_path is not None:
-            # Only what comes from a checkpoint runs steps again: a further loop of the same Trainer loses no row.
-            cut = self._first_step if self._runs_steps_again else None
-            path, resume_from = Path(self.store_path), sys.maxsize if cut is None else cut
+        """The store of this run, and what is beside it.
+
+        A run goes on in the store of the run that it resumes only where it would write by itself. Elsewhere it begins with a copy.
+        """
+        path = self._new_store_path(trainer).resolve()
+        earlier = None if self._earlier_path is None else Path(self._earlier_path).resolve()
         return RunFiles(
-            path,
+            earlier if earlier is not None and is_name_of(earlier, path) else path,
             configuration=self._configuration,
             keys=self.planned_keys(),
             histogram_keys=self.planned_histograms(),
-            resume_from=resume_from,
+            resumed=earlier,
+            # Only a checkpoint runs steps again: a further loop of the same Trainer supersedes no row.
+            resume_from=self._first_step if self._runs_steps_again else None,
             logger=self._messages,
         )
 
     def folder(self, trainer: Trainer) -> Path | None:
         """Where the store of this run is, or would be; ``None`` where there are to be no files."""
-        if _writes_nothing(trainer):
-            return None
-        return (self._new_store_path(trainer) if self.store_path is None else Path(self.store_path)).parent
+        return None if _writes_nothing(trainer) else self._new_store_path(trainer).parent
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
-            return Path(self._store_option)
+            return Path(self._store_option).expanduser()
         return _run_directory(trainer) / "monitor.h5"
 
 
@@ -230,7 +243,7 @@ def _check_store(store: object) -> None:
     if not isinstance(store, bool | str | os.PathLike):
         raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
     if not isinstance(store, bool):
-        path = Path(store)
+        path = Path(store).expanduser()
         blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
         if not store or path.is_dir() or blocking is not None:
             why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"

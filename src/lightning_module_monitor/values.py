@@ -12,6 +12,18 @@ _NO_PLACES: Mapping[str, int] = {}
 _NO_NUMBERS: npt.NDArray[np.float64] = np.empty(0)
 
 
+UNDEFINED_BITS = 0x7FF8_756E_6465_662E
+"""A quiet NaN that spells "undef.": a statistic that finite tensors do not have, as the ratio of zero to zero. Any other NaN tells of
+elements that are not finite."""
+
+UNDEFINED: float = float(np.uint64(UNDEFINED_BITS).view(np.float64))
+
+
+def is_undefined(numbers: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Which numbers are of a statistic that finite tensors do not have; of the same shape."""
+    return np.asarray(np.asarray(numbers, dtype=np.float64).view(np.uint64) == UNDEFINED_BITS)
+
+
 class Values(Mapping[str, float]):
     """Values by key, to which more may be added.
 

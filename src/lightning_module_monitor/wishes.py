@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,21 +18,13 @@ from lightning_module_monitor.modules.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.probe import Watched, WatchedModule
+from lightning_module_monitor.probes.probe import Say, Watched, WatchedModule
 from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.moments import Need
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""
-
-
-class Say(Protocol):
-    """Tells the user something, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO) -> None:
-        """Say it."""
-        ...
 
 
 class Due(NamedTuple):
@@ -208,6 +200,11 @@ class Wishes:
         is_picked = self._schedule(step)
         due = Due(tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step)), self._gradient_flow is not None and is_picked)
         return due if is_picked or due.rules or self.is_captured(step) else None
+
+    def asks_for_attention(self, due: Due) -> bool:
+        """Whether a rule that is due, other than an optional one, is about attention."""
+        rules = (self._rules[i] for i in due.rules)
+        return any(KINDS[kind].of_heads for rule in rules if not rule.is_optional for kind in rule.kinds)
 
     def everything(self) -> Due:
         """What is watched when every rule is due."""

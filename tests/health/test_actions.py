@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from helpers.training import Classifier, loader, seed, trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
@@ -65,6 +67,35 @@ def test_a_checkpoint_is_saved(tmp_path: Path) -> None:
     checkpoint = torch.load(tmp_path / "monitor-a_b-step=0.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 1
     assert "model.layers.3.weight" in checkpoint["state_dict"]
+
+
+class FullDisk(TorchCheckpointIO):
+    """Writes half of a checkpoint."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        Path(path).write_bytes(b"half a checkpoint")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_checkpoint_without_space_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The name stands for a whole checkpoint only; one warning, and the run goes on and is recorded."""
+    callback = ModuleMonitorCallback(1, alerts=[Alert(keys=HEAD, above=0.0, name="a", then="checkpoint")])
+    run = trainer(tmp_path, [callback], max_steps=3, plugins=[FullDisk()])
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    assert [path.name for path in tmp_path.iterdir()] == ["monitor.h5"]
+    assert load_store(callback.store_path).series(HEAD)[0].tolist() == [0, 1, 2]
+    path = tmp_path / "monitor-a-step=0.ckpt"
+    warned = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
+    assert warned == [f"The checkpoint {path} was not saved (OSError: [Errno 28] No space left on device). Training goes on."]
+
+
+def test_a_checkpoint_that_is_saved_in_a_thread(tmp_path: Path) -> None:
+    """Lightning's plugin for that sees to its files itself."""
+    callback = ModuleMonitorCallback(1, alerts=[Alert(keys=HEAD, above=0.0, name="a", then="checkpoint")])
+    run = trainer(tmp_path, [callback], max_steps=2, plugins=[AsyncCheckpointIO()])
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    assert torch.load(tmp_path / "monitor-a-step=0.ckpt", weights_only=True)["global_step"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor-a-step=0.ckpt", "monitor.h5"]
 
 
 def test_detail_is_raised_for_the_next_steps(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.errors import ConfigError, NonfiniteError
-from lightning_module_monitor.health.snapshot import load
+from lightning_module_monitor.health.snapshot import Snapshot, load, save
+from lightning_module_monitor.random_states import RandomStates
 
 
 class Bad(nn.Module):
@@ -65,7 +68,7 @@ def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "run" / "monitor.snapshot-step=3.pt"
     [found] = callback.findings
     assert found.words.endswith(f"Snapshot: {path}.")
-    snapshot = load(path)
+    snapshot = load(path, trust=True)
     assert (snapshot.step, snapshot.site, snapshot.is_forward) == (3, "model.1", True)
     assert torch.equal(snapshot.args[0], kept["input"])
     assert snapshot.module is not None
@@ -73,7 +76,7 @@ def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFi
     assert snapshot.batch[0].shape == (4, 6)
     assert not any(part._forward_hooks for part in snapshot.module.modules())
 
-    assert main(["replay", str(path)]) == 1
+    assert main(["replay", "--trust", str(path)]) == 1
     printed = capsys.readouterr().out
     num_infinite, num_nan = int(kept["output"].isinf().sum()), int(kept["output"].isnan().sum())
     assert num_infinite > 0
@@ -94,7 +97,7 @@ def test_a_module_that_writes_into_its_input_is_shown_again(tmp_path: Path, caps
     module = Classifier(nn.Sequential(nn.Linear(6, 6), InPlace(), nn.Linear(6, 3)), torch.optim.SGD)
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", snapshot=True), store=str(tmp_path / "monitor.h5"))
     trainer(tmp_path, [callback], max_steps=1).fit(module, loader(), loader(8))
-    assert main(["replay", str(tmp_path / "monitor.snapshot-step=0.pt")]) == 1
+    assert main(["replay", "--trust", str(tmp_path / "monitor.snapshot-step=0.pt")]) == 1
     printed = capsys.readouterr().out
     assert "0 NaN, 24 infinite" in printed.partition("gradient")[2]  # 4 x 6
 
@@ -132,6 +135,53 @@ def test_replay_of_what_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFix
     assert "has snapshot format None" in errors[3]
 
 
+class RunsCode:
+    """What a pickle can hold."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_replay_runs_no_code_of_a_file_without_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A whole module, and whatever else is more than tensors and containers: one line that names the option, status 2, nothing is run."""
+    module = tmp_path / "module.pt"
+    states = RandomStates.now(torch.device("cpu"))
+    save(Snapshot(0, "fc", "words", True, None, states, nn.Linear(2, 2), (torch.ones(1, 2),), {}, states, None), module)
+    code = tmp_path / "code.pt"
+    torch.save({"format": 2, "step": RunsCode(tmp_path / "was_run")}, code)
+    for path in (module, code):
+        assert main(["replay", str(path)]) == 2
+        out, err = capsys.readouterr()
+        (line,) = err.splitlines()
+        assert out == ""
+        assert "a whole module, whose code would run. If the file is your own, add --trust" in line
+    assert not (tmp_path / "was_run").exists()
+    assert main(["replay", "--trust", str(module)]) == 0
+    assert main(["replay", "--trust", str(code)]) == 2
+    assert (tmp_path / "was_run").exists()
+
+
+def test_replay_of_tensors_alone_needs_no_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the module could not be kept: the batch and the random states come back as they were."""
+    path, states = tmp_path / "one.pt", RandomStates.now(torch.device("cpu"))
+    batch = {"x": torch.tensor([1.0, torch.nan]), "y": [torch.ones(2, 3)]}
+    save(Snapshot(7, "_root_", "Not\x1bfinite.", True, batch, states, None, (), {}, None, torch.bfloat16), path)
+    assert main(["replay", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("Step 7, _root_: Not\ufffdfinite.\n")
+    assert "1 NaN, 0 infinite" in out
+    loaded = load(path)
+    assert torch.equal(loaded.batch["y"][0], batch["y"][0])
+    drawn = []
+    for one in (states, loaded.batch_random_states):
+        one.restore()
+        drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+
+
 def test_replay_of_a_class_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a module that is not found, and of a class that has another name by now: one line with what to do, and status 2."""
     path = tmp_path / "one.pt"
@@ -142,7 +192,7 @@ def test_replay_of_a_class_that_is_not_there(tmp_path: Path, capsys: pytest.Capt
                 changed.delattr(f"{__name__}.Bad")
             else:
                 changed.setitem(sys.modules, __name__, None)
-            assert main(["replay", str(path)]) == 2
+            assert main(["replay", "--trust", str(path)]) == 2
         [error] = capsys.readouterr().err.splitlines()
         assert "has a class that is not found here" in error
         assert "PYTHONPATH" in error

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.sinks import space
 
 LAYER = "model.layers.0"
 KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
@@ -254,17 +254,20 @@ def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> No
 def test_a_full_disk_warns_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One warning for each file, and what was written before is there."""
 
+    def refuse(*_arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     class Fill(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
             if trainer.global_step == 3:
-                monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+                monkeypatch.setattr(os, "posix_fallocate", refuse)
 
+    monkeypatch.setattr(space, "_BYTES_AHEAD", 0)
     callback = ModuleMonitorCallback(1, capture=Capture(sites="model", steps=[0, 2, 4, 5], kinds="activation"))
     run = trainer(tmp_path, [callback, Fill()], max_steps=8)
     run.fit(Classifier("mlp"), loader(), loader(8))
-    monkeypatch.undo()
     assert run.global_step == 8
-    warned = [message for message in caplog.messages if "the disk is full" in message]
+    warned = [message for message in caplog.messages if "No space left on device" in message]
     assert [message.split()[2].rpartition("/")[2] for message in warned] == ["monitor.h5", "monitor.tensors.h5"]
     store = load_store(tmp_path / "monitor.h5")
     assert [one.step for one in store.tensors()] == [0, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor.errors import ConfigError
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["abs_max", "norm"])
 
@@ -47,3 +52,68 @@ def test_every_difference_is_exactly_zero_at_step_0_and_training_is_bit_identica
     assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
     assert plain.random_states == monitored.random_states
     assert all(torch.equal(weights[key], monitored_weights[key]) for key in weights)
+
+
+class Reseed(Callback):
+    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
+class Cache:
+    """Keeps what was computed, as the key and value caches of libraries do."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+
+
+class Used(Classifier):
+    """Buffers that are expanded or grow with the longest batch, and an object that keeps the output that came last."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.register_buffer("scale", torch.ones(1).expand(6), persistent=False)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+        self.cache = Cache()
+        self.computed = deque(maxlen=2)  # type: ignore[var-annotated]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.positions.resize_(len(x)).copy_(torch.arange(len(x)))
+        logits = self.model(x * self.scale + self.positions.unsqueeze(1))
+        self.cache.layers = [{"keys": logits}]
+        self.computed.append(logits)
+        return F.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize("module", [None, "model"])
+def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(module: str | None, tmp_path: Path) -> None:
+    """What a forward pass has left in objects is copied without its graph; a run that is resumed with the model compares with the same."""
+
+    def fit(name: str, live: Used, ckpt_path: str | None = None) -> list[dict[str, float]]:
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", module=module, on_error="raise")
+        records, save = KeepRecords(callback), ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        run = trainer(tmp_path / name, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
+        run.fit(live, loader(8), loader(8), ckpt_path=ckpt_path)
+        return [dict(record.values) for record in records.records]
+
+    seed()
+    live = Used()
+    live.training_step([torch.ones(3, 6), torch.zeros(3, dtype=torch.long)], 0)
+    whole = fit("whole", live)
+    assert {key: value for key, value in whole[0].items() if value != 0} == {}
+    assert len(live.positions) == 4
+    resumed = fit("resumed", live, str(tmp_path / "whole" / "step=2.ckpt"))
+    assert len(resumed) == 2
+    assert resumed == whole[2:]
+    assert whole[2]["activation_difference/model/norm"] > 0
+
+
+def test_what_cannot_be_copied_is_one_line_that_names_the_attribute(tmp_path: Path) -> None:
+    """A graph itself is such a thing."""
+    live = Used()
+    live.model.graph = live.model(torch.ones(1, 6)).grad_fn  # type: ignore[assignment]
+    callback = ModuleMonitorCallback(reference="init", rules=[DIFFERENCES])
+    with pytest.raises(ConfigError, match=r"^reference is a copy of the model, and model\.graph cannot be copied \(TypeError: [^\n]+$"):
+        trainer(tmp_path, [callback], max_steps=1).fit(live, loader(), loader(8))

@@ -33,7 +33,9 @@ EVERY_LINE_OF = ("window.py", "monitor.py", "complaints.py", "uncompiled.py", "c
 
 RULES = [
     Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics="norm"),
-    Rule(kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="disable")}),
+    Rule(
+        kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="disable")}
+    ),
     Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"),
 ]
 BLOCKS = "(embedding|attention|mlp|head)"
@@ -194,23 +196,25 @@ def test_an_interrupt_at_each_removal_of_a_handle_leaves_nothing(is_removed: boo
     """Before the hook is removed, and after it."""
     loop = Loop()
     original = RemovableHandle.remove
-    removed: list[RemovableHandle] = []
-    interrupt_at = -1
+    calls: list[RemovableHandle] = []
+    interrupted_calls: set[int] = set()
 
     def remove(handle: RemovableHandle) -> None:
-        removed.append(handle)
+        calls.append(handle)
         if is_removed:
             original(handle)
-        if len(removed) - 1 == interrupt_at:
+        if len(calls) in interrupted_calls:
+            interrupted_calls.clear()
             raise KeyboardInterrupt
         original(handle)
 
     monkeypatch.setattr(RemovableHandle, "remove", remove)
     loop.step(lambda end: end())
-    number = len(removed)
-    assert number > 30
-    for interrupt_at in range(number):
-        removed.clear()
+    num_calls = len(calls)
+    assert num_calls > 30
+    for call in range(1, num_calls + 1):
+        calls.clear()
+        interrupted_calls.add(call)
         with pytest.raises(KeyboardInterrupt):
             loop.step(lambda end: end())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +13,17 @@ from helpers.attention import truth
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, trainer
 from helpers.zoo import make
-from torch import nn
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitorCallback
+from lightning_module_monitor import ModuleMonitorCallback, Rule, monitor_scaled_dot_product_attention
+from lightning_module_monitor.monitor import monitor_of
 
 
-def first_record(net: nn.Module, root: Path, **options: object) -> dict[str, float]:
+def first_record(net: nn.Module, root: Path, **options: Any) -> dict[str, float]:
     """The values of the first of two monitored training steps."""
-    callback = ModuleMonitorCallback(1, store=False, **options)  # type: ignore[arg-type]
+    callback = ModuleMonitorCallback(1, store=False, **options)
     records = KeepRecords(callback)
     trainer(root, [callback, records], max_steps=2, logger=False).fit(Classifier(net), loader(), loader(8))
     assert len(records.records) == 2
@@ -26,7 +31,7 @@ def first_record(net: nn.Module, root: Path, **options: object) -> dict[str, flo
 
 
 @pytest.mark.parametrize("options", [{"attention": True}, {"health": {"watch": "all"}}], ids=str)
-def test_a_module_of_generated_code_is_monitored(options: dict[str, object], tmp_path: Path) -> None:
+def test_a_module_of_generated_code_is_monitored(options: dict[str, Any], tmp_path: Path) -> None:
     """The forward of a ``torch.fx`` graph module names no Python module. Its attention is that of the plain model in float64."""
     x = next(iter(loader()))[0]
     plain = make("gpt")
@@ -39,3 +44,82 @@ def test_a_module_of_generated_code_is_monitored(options: dict[str, object], tmp
     embedded = plain.embedding(x.unsqueeze(-1)).detach().double()
     assert values["activation/model.embedding/rms"] == pytest.approx(embedded.pow(2).mean().sqrt().item(), rel=1e-6)
     assert values["monitor/errors"] == 0.0
+
+
+class Attends(nn.Module):
+    """Attention of one head over the six inputs, written out or by torch's function; neither if ``how`` is ``None``."""
+
+    def __init__(self, how: str | None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(1, 8), nn.Linear(8, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x.unsqueeze(-1)).unsqueeze(1)
+        if self.how == "eager":
+            h = (h @ h.mT / math.sqrt(8)).softmax(-1) @ h
+        elif self.how == "sdpa":
+            h = F.scaled_dot_product_attention(h, h, h)
+        elif self.how == "by hand":
+            h = attended(self, h)
+        y: Tensor = self.head(h.mean((1, 2)))
+        return y
+
+
+def attended(module: nn.Module, h: Tensor) -> Tensor:
+    """Attention written out, and reported."""
+    output = (h @ h.mT / math.sqrt(8)).softmax(-1) @ h
+    monitor = monitor_of(module)
+    if monitor is not None and monitor.is_monitoring():
+        monitor_scaled_dot_product_attention(monitor, module, h, h, h, activation=output)
+    return output
+
+
+ATTENTION = {"attention": True}
+OF_HEADS = {"rules": [Rule(kinds=["activation", "attention_sink"], statistics="max", every_n_steps=[2, 3])]}
+WATCHES = {"health": {"watch": "all"}}
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "step"),
+    [
+        ("eager", ATTENTION, 0),
+        ("eager", OF_HEADS, 2),
+        (None, ATTENTION, 0),
+        ("sdpa", ATTENTION, None),
+        ("by hand", ATTENTION, None),
+        ("eager", WATCHES, None),
+    ],
+    ids=str,
+)
+def test_attention_that_was_never_observed_is_reported(
+    how: str | None, options: dict[str, Any], step: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line after the first monitored step that should have some, with the remedy; not where a built-in watch alone wants it."""
+    said: list[int] = []
+
+    class Listens(Callback):
+        def on_train_batch_end(self, *_args: Any) -> None:
+            said.append(sum("attention: step" in message for message in caplog.messages))
+
+    callback = ModuleMonitorCallback(1, store=False, **options)
+    trainer(tmp_path, [callback, Listens()], max_steps=4).fit(Classifier(Attends(how)), loader(), loader(8))
+    assert said == [int(step is not None and done >= step) for done in range(4)]
+    if step is not None:
+        (message,) = [message for message in caplog.messages if "attention: step" in message]
+        assert message.startswith(f"attention: step {step} called none of F.scaled_dot_product_attention")
+        assert 'attn_implementation="sdpa"' in message
+
+
+def test_attention_that_pauses_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was there in the first step may be missing in a later one."""
+    net = Attends("sdpa")
+
+    class Pauses(Callback):
+        def on_train_batch_end(self, *_args: Any) -> None:
+            net.how = None
+
+    trainer(tmp_path, [ModuleMonitorCallback(1, store=False, attention=True), Pauses()], max_steps=3).fit(
+        Classifier(net), loader(), loader(8)
+    )
+    assert not [message for message in caplog.messages if "attention: step" in message]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -82,3 +83,16 @@ def test_a_missing_extra_is_said_before_the_first_batch(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"report is true, and plotly is not installed.*\[report\]"):
         fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
+
+
+def test_no_store_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no file could be begun, one warning says so, and nothing points to a file that is not there."""
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
+    (warned,) = [message for message in caplog.messages if str(tmp_path) in message]
+    assert warned.endswith("Training goes on; there is no file yet; later records are tried again.")
+    assert list(tmp_path.iterdir()) == []

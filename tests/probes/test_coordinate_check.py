@@ -45,8 +45,6 @@ register_rcc_layer(Scale, lambda x, weight, bias, module: x * weight + bias)
 class Conv1D(nn.Module):
     """Hugging Face's linear layer with a transposed weight, as its package has it."""
 
-    __module__, __qualname__ = "transformers.pytorch_utils", "Conv1D"
-
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(in_features, out_features))
@@ -54,6 +52,12 @@ class Conv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+@pytest.fixture(autouse=True)
+def name_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check knows the class by its name. Only within a test: others look for every class of modules, and import what it names."""
+    monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
@@ -351,6 +355,44 @@ def test_everything_is_exactly_zero_at_step_0(name: str) -> None:
     assert {key: value for key, value in values.items() if value != 0} == {}
     # And not because nothing was looked at: after a step all that trains has moved.
     assert sum(second[key] > 0 for key in values if key in second) >= 6
+
+
+class Transposes(nn.Module):
+    """Layers get inputs that are not in order, as in a state space model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(16, 9, bias=False)
+        self.projection = nn.Linear(48, 9)
+        self.norm, self.convolution = nn.LayerNorm(16), nn.Conv1d(48, 48, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.convolution(self.first(x).transpose(1, 2))
+        first, second = self.second(self.norm(hidden)), self.projection(hidden.transpose(1, 2))
+        return first.sum() + second.sum()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_inputs_out_of_order_are_exactly_zero_at_step_0(is_frozen: bool) -> None:
+    """Torch multiplies them in another way where a gradient is needed: so does the check."""
+    torch.manual_seed(0)
+    model = Transposes()
+    model.first.requires_grad_(not is_frozen)
+    reference = copy.deepcopy(model)
+    x = torch.randn(3, 16, 32)
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor, statistics=["abs_max"])
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            reference(x)
+        model(x)
+        record = monitor.end_step()
+    assert record is not None
+    found = {key: value for key, value in record.values.items() if key.startswith((f"{EFFECTIVE}/", f"{PROPAGATING}/"))}
+    assert len(found) == 20
+    assert set(found.values()) == {0.0}
 
 
 def test_frozen_layer_first_layer_and_the_closed_form_of_an_sgd_step() -> None:
@@ -764,6 +806,7 @@ def test_layers_that_are_not_what_their_type_says_are_left_out() -> None:
     left_out = [
         *(Own(2, 2), Standardized(2, 2, 1), patched, nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))),
         *(nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2), nn.LayerNorm(2, elementwise_affine=False), nn.LSTM(2, 2)),
+        nn.Linear(2, 2, dtype=torch.complex64),
     ]
     assert [name for one in left_out for name in layer_parts(one)] == []
     assert list(layer_parts(inherits)) == [""]

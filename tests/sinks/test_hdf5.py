@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.record import Finding, Record
+from lightning_module_monitor.sinks import findings, layout, lock
 from lightning_module_monitor.sinks.hdf5 import Store
 from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.sinks.writer import is_name_of
 
 RMS = "activation/model.fc/rms"
 STD = "activation/model.fc/std"
@@ -34,7 +35,8 @@ def bits(value: float) -> bytes:
 
 def store(path: Path, *records: Record, **options: object) -> Store:
     """A store that has written these records and is closed."""
-    opened = Store(path, **{"configuration": {}, **options})  # type: ignore[arg-type]
+    resumed = {"resumed": path} if "resume_from" in options else {}
+    opened = Store(path, **{"configuration": {}, **resumed, **options})  # type: ignore[arg-type]
     for record in records:
         opened.write(record)
     opened.close()
@@ -54,7 +56,7 @@ def digest(path: Path) -> str:
 
 
 part = st.text("abcXYZ019_.-é", min_size=1, max_size=8) | st.sampled_from(
-    ["values", "steps", "columns", "logged", "values_", ".", "monitor", "errors", "_"]
+    ["values", "steps", "columns", "logged", "values_", ".", "monitor", "errors", "_", "superseded"]
 )
 any_key = st.lists(part, min_size=1, max_size=5).map("/".join) | st.sampled_from(["", "a/", "/a", "a//b", "a//b/c", "//", "logged/x"])
 
@@ -64,7 +66,7 @@ def test_a_key_comes_back_from_its_place(key: str) -> None:
     """Group and column tell the key exactly, whatever it is made of."""
     group, column = layout.split(key)
     assert layout.join(group, column) == key
-    assert not {"", ".", "values", "steps", "columns"} & set(group.split("/"))
+    assert not {"", ".", "values", "steps", "columns", "superseded"} & set(group.split("/"))
 
 
 @given(st.lists(any_key, min_size=2, max_size=2, unique=True))
@@ -176,19 +178,19 @@ def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
-    """Two callbacks with one path write two files, also when one of them resumes."""
+    """Two callbacks with one path write two files; one that resumes where another writes begins its own with the earlier rows."""
     first, second = (Store(tmp_path / "m.h5", configuration={}) for _ in range(2))
     for step in range(3):
         first.write(Record(step, {RMS: 1.0}))
         second.write(Record(step, {RMS: 2.0}))
-    third = Store(tmp_path / "m.h5", configuration={}, resume_from=1)
+    third = Store(tmp_path / "m.h5", configuration={}, resumed=tmp_path / "m.h5", resume_from=1)
     third.write(Record(1, {RMS: 3.0}))
     for opened in (first, second, third):
         opened.close()
     assert [s.path.name for s in (first, second, third)] == ["m.h5", "m-2.h5", "m-3.h5"]
     assert content(first.path) == {RMS: [(step, bits(1.0)) for step in range(3)]}
     assert content(second.path) == {RMS: [(step, bits(2.0)) for step in range(3)]}
-    assert content(third.path) == {RMS: [(1, bits(3.0))]}
+    assert content(third.path) == {RMS: [(0, bits(1.0)), (1, bits(3.0))]}
 
 
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_late_keys_are_added_and_said_once(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    """Rows that will be run again are taken out, columns are united, both configurations are kept."""
+    """Rows that will be run again are superseded, columns are united, both configurations are kept."""
     path = tmp_path / "m.h5"
     store(path, *(Record(step, {RMS: float(step)}) for step in range(5)), configuration={"run": 1})
     resumed = store(path, Record(3, {STD: 30.0, RMS: 31.0}), Record(4, {RMS: 40.0}), configuration={"run": 2}, resume_from=3)
@@ -240,6 +242,118 @@ def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
     runs = load_store(path).attributes["configurations"]
     assert [(run["first_step"], run["configuration"]) for run in runs] == [(0, {"run": 1}), (3, {"run": 2})]  # type: ignore[attr-defined]
     assert not is_in_use(path)
+
+
+def superseded(path: Path, number: int) -> dict[str, list[tuple[int, float]]]:
+    """What a resumed run has run again, as plain h5py shows it: (step, value) by key."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    with h5py.File(path) as file:
+        for kind, group in file[f"superseded/{number}"].items():
+            if kind != "findings":
+                for index, column in enumerate(group["columns"][...].tolist()):
+                    pairs = zip(group["steps"][...].tolist(), group["values"][:, index].tolist(), strict=True)
+                    found[f"{kind}/{column.decode()}"] = [(step, value) for step, value in pairs if not math.isnan(value)]
+    return found
+
+
+def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each resumed run has its group, findings included; readers pass them by; one line says where, from which step on and how many."""
+    caplog.set_level(logging.INFO)
+    path, norm = tmp_path / "m.h5", "gradient/fc/norm"
+    found = [Finding(step, "spike", "fc", RMS, "It is high.") for step in range(5)]
+    store(path, *(Record(step, {RMS: step, norm: step + 0.5}, findings=[found[step]]) for step in range(5)))
+    store(path, *(Record(step, {RMS: 10 * step}) for step in (3, 4)), resume_from=3)
+    store(path, Record(4, {RMS: 100, STD: 100}), resume_from=4)
+    store(path, Record(5, {RMS: 5}), resume_from=5)
+    assert superseded(path, 1) == {RMS: [(3, 3), (4, 4)], norm: [(3, 3.5), (4, 4.5)]}
+    assert superseded(path, 2) == {RMS: [(4, 40)]}
+    reader = load_store(path)
+    assert content(path) == {
+        RMS: [(step, bits(value)) for step, value in enumerate([0, 1, 2, 30, 100, 5])],
+        STD: [(4, bits(100))],
+        norm: [(step, bits(step + 0.5)) for step in range(3)],
+    }
+    assert sorted(reader.kinds()) == ["activation", "gradient"]
+    assert reader.findings() == found[:3]
+    with h5py.File(path) as file:
+        assert findings.read(file["superseded/1"]) == found[3:]
+        assert list(file["superseded"]) == ["1", "2"]
+    assert caplog.messages == [
+        f"{path} goes on from step {step}; {count} rows of steps that run again are now in its group superseded."
+        for step, count in ((3, 4), (4, 1), (5, 0))
+    ]
+
+
+def test_what_is_superseded_stays_when_the_file_is_written_anew(tmp_path: Path) -> None:
+    """A late key, and a repair after a kill, copy it."""
+    path = tmp_path / "m.h5"
+    store(path, *(Record(step, {RMS: step}) for step in range(4)))
+    opened = Store(path, configuration={}, resumed=path, resume_from=2)
+    for step in range(2, 5):
+        opened.write(Record(step, {RMS: -step} | ({STD: 1.0} if step == 4 else {})))
+    shutil.copy(path, tmp_path / "killed.h5")
+    opened.close()
+    load_store(tmp_path / "killed.h5").repair()
+    for file in (path, tmp_path / "killed.h5"):
+        assert superseded(file, 1) == {RMS: [(2, 2), (3, 3)]}
+        assert content(file)[STD] == [(4, bits(1.0))]
+
+
+def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rows before its first step are copied, the other file is not touched, and one line and the attributes say where they are from."""
+    caplog.set_level(logging.INFO)
+    path, own = tmp_path / "first.h5", tmp_path / "own" / "m.h5"
+    store(path, *(Record(step, {RMS: step}) for step in range(5)), configuration={"run": 1})
+    store(path, Record(4, {RMS: 40}), configuration={"run": 1}, resume_from=4)
+    before = digest(path)
+    caplog.clear()
+    store(own, Record(3, {STD: 1.0}), configuration={"run": 1}, resumed=path, resume_from=3)
+    assert digest(path) == before
+    assert content(own) == {RMS: [(step, bits(step)) for step in range(3)], STD: [(3, bits(1.0))]}
+    with h5py.File(own) as file:
+        assert "superseded" not in file
+    runs: Any = load_store(own).attributes["configurations"]
+    assert [(run["first_step"], run.get("copied_from")) for run in runs] == [(0, None), (4, None), (3, str(path))]
+    assert caplog.messages == [
+        f"{own} goes on from step 3; it begins with a copy of 3 rows of earlier steps from {path}, which is left as it is."
+    ]
+
+
+def test_a_resumed_run_reads_the_file_of_a_live_run(tmp_path: Path) -> None:
+    """And of one that was killed: neither is touched."""
+    path = tmp_path / "first.h5"
+    live = Store(path, configuration={})
+    for step in range(4):
+        live.write(Record(step, {RMS: step}))
+    killed = Path(shutil.copy(path, tmp_path / "killed.h5"))
+    before = digest(path), digest(killed)
+    for number, resumed in enumerate((path, killed)):
+        own = store(tmp_path / f"own{number}.h5", Record(2, {RMS: 20.0}), resumed=resumed, resume_from=2)
+        assert content(own.path) == {RMS: [(0, bits(0)), (1, bits(1)), (2, bits(20))]}
+    assert (digest(path), digest(killed)) == before
+    live.close()
+
+
+def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins without the copy, and says why; a file that is gone is no trouble."""
+    path, own = tmp_path / "first.h5", tmp_path / "own.h5"
+    path.write_text("not HDF5 at all")
+    store(own, Record(3, {RMS: 1.0}), resumed=path, resume_from=3)
+    assert content(own) == {RMS: [(3, bits(1.0))]}
+    (message,) = caplog.messages
+    assert "not a readable HDF5 file" in message
+    caplog.clear()
+    store(tmp_path / "third.h5", Record(3, {RMS: 1.0}), resumed=tmp_path / "gone.h5", resume_from=3)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [("m.h5", True), ("m-2.h5", True), ("m-17.h5", True), ("m-2b.h5", False), ("n.h5", False), ("m.h5.h5", False), ("../m.h5", False)],
+)
+def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own: bool) -> None:
+    """What it asks for, and the numbered names beside it."""
+    assert is_name_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
 
 
 def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +392,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("how", "reason"), [*REASONS.items(), ("incomplete", "steps")])
+@pytest.mark.parametrize(("how", "reason"), [*(one for one in REASONS.items() if one[0] != "empty"), ("incomplete", "steps")])
 def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str) -> None:
     """A damaged, foreign or newer file is not touched: a numbered name, and one sentence with the reason."""
     path = tmp_path / "m.h5"
@@ -291,6 +405,43 @@ def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pyt
     assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m-2.h5", "m.h5"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool) -> None:
+    """One of zero bytes, at the store's name or the tensors', without a holder of its lock, holds nothing: the run takes the name."""
+    path = tmp_path / "m.h5"
+    path.touch()
+    layout.tensors_path(path).touch()
+    opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
+    assert opened.path == path
+    assert content(path) == {RMS: [(3, bits(1.0))]}
+    assert not caplog.messages
+
+
+def test_an_empty_file_whose_lock_is_held_is_not(tmp_path: Path) -> None:
+    """A run is about to put its file there."""
+    path = tmp_path / "m.h5"
+    path.touch()
+    held = lock.acquire(path)
+    assert held is not None
+    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-2.h5"
+    lock.release(held)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    """Its locks, and files that it was about to put in place, by the next run that passes its name; those of a live run stay."""
+    path = tmp_path / "m.h5"
+    store(path, Record(0, {RMS: 1.0}))
+    store(path, Record(0, {RMS: 1.0}))
+    for name in ("m.h5", "m.tensors.h5"):
+        (tmp_path / f".{name}.lock").touch()
+        (tmp_path / f".{name}.new").write_bytes(b"half a file")
+    live = Store(tmp_path / "m-2.h5", configuration={}, resumed=tmp_path / "m-2.h5")
+    live.write(Record(1, {RMS: 1.0}))
+    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-3.h5"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".m-2.h5.lock", "m-2.h5", "m-3.h5", "m.h5"]
+    live.close()
 
 
 @pytest.mark.parametrize(("how", "reason"), REASONS.items())
@@ -330,49 +481,6 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ trouble
-
-
-def fill_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let the disk say that it has so many bytes left."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-
-
-def test_a_full_disk_is_said_once_and_nothing_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning, nothing more is written, and what was written before is readable."""
-    opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record(0, {RMS: 1.0}))
-    fill_disk(monkeypatch, 100)
-    for step in range(1, 4):
-        opened.write(Record(step, {RMS: 2.0}))
-    opened.close()
-    assert opened.failed
-    assert ["the disk is full" in record.getMessage() for record in caplog.records] == [True]
-    assert content(tmp_path / "m.h5") == {RMS: [(0, bits(1.0))]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
-
-
-@pytest.mark.parametrize("moment", ["creation", "widening", "resume", "close"])
-def test_a_disk_that_is_full_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
-) -> None:
-    """Creating, widening, cutting and closing look at the free space first; the file stays as it was last flushed."""
-    path = tmp_path / "m.h5"
-    if moment != "creation":
-        store(path, Record(0, {RMS: 1.0}))
-    opened = Store(path, configuration={}, resume_from=1)
-    if moment in {"widening", "close"}:
-        opened.write(Record(1, {RMS: 2.0}))
-    fill_disk(monkeypatch, 0)
-    if moment != "close":
-        opened.write(Record(2, {STD: 2.0}))
-    opened.close()
-    assert opened.failed
-    assert len(caplog.records) == 1
-    monkeypatch.undo()
-    written = {"creation": [], "resume": [(0, bits(1.0))]}.get(moment, [(0, bits(1.0)), (1, bits(2.0))])
-    assert (content(path) if path.exists() else {RMS: []}) == {RMS: written}
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

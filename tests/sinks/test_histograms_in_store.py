@@ -138,19 +138,23 @@ def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_resumed_run_takes_out_what_it_runs_again(tmp_path: Path) -> None:
-    """Rows of its first step and later are gone; its own follow, in the columns of both."""
+    """Rows of its first step and later are superseded, and passed by; its own follow, in the columns of both."""
     path = tmp_path / "m.h5"
     first = Store(path, configuration={})
     for step in range(200):
         first.write(Record(step, {"activation/fc/rms": 1.0}, {KEY: made(step)}))
     first.close()
-    second = Store(path, configuration={}, resume_from=150)
+    second = Store(path, configuration={}, resumed=path, resume_from=150)
     for step in (150, 151):
         second.write(Record(step, {"activation/fc/rms": 1.0}, {KEY: made(step), "activation/new/hist": made(step)}))
     second.close()
     assert second.path == path
     assert_steps(path, list(range(152)))
     assert_steps(path, [150, 151], "activation/new/hist")
+    with h5py.File(path) as file:
+        superseded = file["superseded/1/activation/histograms"]
+        assert superseded["steps"][...].tolist() == list(range(150, 200))
+        np.testing.assert_array_equal(superseded["values"][:, 0], np.stack([made(step).row for step in range(150, 200)]))
 
 
 WRITER = """
@@ -188,7 +192,7 @@ def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None
     load_store(path).repair()
     h5py.File(path).close()
     assert_steps(path, list(range(written)))
-    resumed = Store(path, configuration={}, resume_from=10)
+    resumed = Store(path, configuration={}, resumed=path, resume_from=10)
     resumed.write(Record(10, {"activation/fc/rms": 1.0}, {KEY: made(10)}))
     resumed.close()
     assert resumed.path == path

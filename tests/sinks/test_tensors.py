@@ -1,14 +1,15 @@
-"""The raw tensors' file: what is written comes back bit for bit, also after a kill, a resume, and on a full disk."""
+"""The raw tensors' file: what is written comes back bit for bit, also after a kill and a resume."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
-import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,10 +19,9 @@ from helpers.processes import kill, start
 from torch import Tensor
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks import layout, tensors
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.killed import is_in_use
 from lightning_module_monitor.sinks.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.tensors import TensorStore
 
@@ -48,9 +48,10 @@ def raw(value: Tensor, site: str = "fc", kind: str = "activation", call: int = 0
     return RawTensor(kind, site, call, value)
 
 
-def run(path: Path, *records: Record, resume_from: int | None = None) -> tuple[Path, Path]:
-    """A run's two files, as the callback writes them: closed again. Returns where they are."""
-    files = RunFiles(path, configuration={}, resume_from=resume_from, logger=logging.getLogger("test"))
+def run(path: Path, *records: Record, resume_from: int | None = None, resumed: Path | None = None) -> tuple[Path, Path]:
+    """A run's two files, as the callback writes them: closed again; their paths. By default a run resumes the one at the path."""
+    resumed = None if resume_from is None else resumed or path
+    files = RunFiles(path, configuration={}, resumed=resumed, resume_from=resume_from, logger=logging.getLogger("test"))
     for record in records:
         files.write(record)
     files.close()
@@ -150,19 +151,57 @@ def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
     assert load_store(tmp_path / "other.h5").tensors() == []
 
 
-def test_layout_is_the_documented_one(tmp_path: Path) -> None:
-    """For people with other tools: the bytes are found by the table, in plain h5py."""
-    first, second = torch.tensor([[1.5, -2.0]]), torch.tensor([3, 4, 5], dtype=torch.int16)
-    run(tmp_path / "m.h5", record(7, raw(first), raw(second, "head.weight", "parameter")))
+def test_other_programs_show_it(tmp_path: Path) -> None:
+    """Plain h5py: a dataset for each tensor, under kind, site and step, in its own dtype and shape; further calls beside the first."""
+    values = [torch.randn(2, 3), torch.tensor([3, 4, 5], dtype=torch.int16), torch.tensor(True), torch.randn(4, dtype=torch.complex64)]
+    sites = ["fc", "fc.output_1", "attn.head_0.query", "attn.head_0"]
+    again = torch.randn(2, 3)
+    run(tmp_path / "m.h5", record(7, *map(raw, values, sites), raw(again, call=1), raw(again, "fc.weight", "parameter")))
     with h5py.File(tmp_path / "m.tensors.h5") as file:
-        assert set(file) == {"data", "tensors"}
-        assert set(file.attrs) == {"format_version", "package_version", "started", "configurations"}
-        row = file["tensors"][1]
-        assert (row["kind"], row["site"], row["step"], row["call"], row["dtype"]) == (b"parameter", b"head.weight", 7, 0, b"int16")
-        assert row["shape"][: row["num_dimensions"]].tolist() == [3]
-        stored = file["data"][row["start"] : row["start"] + row["num_bytes"]]
-        assert stored.view("<i2").tolist() == [3, 4, 5]
-        assert file["data"][:8].view("<f4").tolist() == [1.5, -2.0]
+        assert {kind: sorted(group) for kind, group in file.items()} == {"activation": sorted(sites), "parameter": ["fc.weight"]}
+        for site, value in zip(sites, values, strict=True):
+            dataset = file[f"activation/{site}/7"]
+            assert dataset.dtype == value.numpy().dtype
+            np.testing.assert_array_equal(dataset[()], value.numpy(), strict=True)
+            assert dataset.attrs["dtype"] == str(value.dtype).removeprefix("torch.")
+        assert sorted(file["activation/fc"]) == ["7", "7.call_1"]
+        np.testing.assert_array_equal(file["activation/fc/7.call_1"], again.numpy())
+        np.testing.assert_array_equal(file["parameter/fc.weight/7"], again.numpy())
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, "u2"), (torch.float8_e4m3fn, "u1"), (torch.float8_e5m2, "u1")], ids=str)
+def test_a_dtype_that_hdf5_does_not_have_is_its_bits(tmp_path: Path, dtype: torch.dtype, stored: str) -> None:
+    """Unsigned integers of the same size, and an attribute that names the dtype."""
+    value = random_bits((3, 5), dtype)
+    run(tmp_path / "m.h5", record(0, raw(value)))
+    with h5py.File(tmp_path / "m.tensors.h5") as file:
+        dataset = file["activation/fc/0"]
+        assert (dataset.dtype, dataset.shape) == (np.dtype(stored), (3, 5))
+        assert dataset[...].tobytes() == bytes(bits(value))
+        assert dataset.attrs["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_second_record_of_a_step(tmp_path: Path) -> None:
+    """What both have is of the later one, as it is in the store; the rest is of both."""
+    first, second = (
+        record(4, raw(torch.tensor([1])), raw(torch.tensor([2]), "a")),
+        record(4, raw(torch.tensor([3])), raw(torch.tensor([4]), "b")),
+    )
+    run(tmp_path / "m.h5", first, second)
+    store = load_store(tmp_path / "m.h5")
+    assert {one.site: store.tensor(*one[:4]).item() for one in store.tensors()} == {"fc": 3, "a": 2, "b": 4}
+
+
+def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Any program opens it between two captured steps, and one that has it open keeps what it sees."""
+    files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
+    files.write(record(0, raw(torch.tensor([1]))))
+    with h5py.File(tmp_path / "m.tensors.h5") as held:
+        files.write(record(1, raw(torch.tensor([2]))))
+        assert list(held["activation/fc"]) == ["0"]
+        with h5py.File(tmp_path / "m.tensors.h5") as file:
+            assert [file[f"activation/fc/{step}"][0] for step in (0, 1)] == [1, 2]
+    files.close()
 
 
 def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
@@ -198,7 +237,7 @@ def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest
 
 
 def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
-    """Bytes and rows of later steps are gone, and with them their space; both configurations are kept."""
+    """Tensors of later steps are superseded, and passed by; both configurations are kept."""
     path = tmp_path / "m.h5"
     values = {step: torch.full((1000,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
@@ -209,8 +248,8 @@ def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) 
         ("activation", "fc", 4, 1): bits(-values[4]),
     }
     with h5py.File(tmp_path / "m.tensors.h5") as file:
-        assert len(file["data"]) == 5 * 4000
-        assert len(file["tensors"]) == 5
+        assert sorted(file["activation/fc"]) == ["0", "1", "2", "3", "4.call_1"]
+        assert {int(step): value[0] for step, value in file["superseded/1/activation/fc"].items()} == {3: 3.0, 4: 4.0, 5: 5.0}
     runs = StoreReader(tmp_path / "m.tensors.h5").attributes["configurations"]
     assert [run["first_step"] for run in runs] == [0, 3]  # type: ignore[attr-defined]
 
@@ -224,6 +263,23 @@ def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path:
     assert digest(tmp_path / "m.tensors.h5") == before
     run(path, record(5), resume_from=5)
     assert list(content(path)) == [("activation", "fc", 0, 0)]
+
+
+def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the tensors of earlier steps, also if it captures none; the file of the resumed run is not touched."""
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "m.h5"
+    values = {step: torch.full((10,), float(step)) for step in range(6)}
+    run(path, *(record(step, raw(value)) for step, value in values.items()))
+    before = digest(tmp_path / "m.tensors.h5")
+    run(tmp_path / "other.h5", record(3), resumed=path, resume_from=3)
+    run(tmp_path / "third.h5", record(3, raw(-values[3])), resumed=path, resume_from=3)
+    assert content(tmp_path / "other.h5") == {("activation", "fc", step, 0): bits(values[step]) for step in range(3)}
+    assert content(tmp_path / "third.h5") == {("activation", "fc", step, 0): bits(values[step] * (-1) ** (step == 3)) for step in range(4)}
+    assert digest(tmp_path / "m.tensors.h5") == before
+    own, copied = tmp_path / "other.tensors.h5", tmp_path / "m.tensors.h5"
+    message = f"{own} goes on from step 3; it begins with a copy of 3 tensors of earlier steps from {copied}, which is left as it is."
+    assert message in caplog.messages
 
 
 def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,58 +301,36 @@ def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.
 # ------------------------------------------------------------------ trouble
 
 
-def test_bytes_that_a_ctrl_c_left_are_no_tensor(tmp_path: Path) -> None:
-    """Between the bytes and their row, and between a row's place and its content: neither is read, and both are gone after a resume."""
+def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
+    """A function during one of whose calls the user presses Ctrl-C."""
+    calls = itertools.count(1)
+
+    def call(*arguments: object) -> object:
+        if next(calls) == at_call:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("moment", ["tensors", "name"])
+def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Between the tensors of a step, and before the file has its name: none of that step is there, and nothing is left beside it."""
     path = tmp_path / "m.tensors.h5"
     opened = TensorStore(path, configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
-    assert opened._file is not None
-    opened._file["data"].resize(1000, axis=0)
-    opened._file["tensors"].resize(2, axis=0)
-    opened.close()
+    with monkeypatch.context() as patch:
+        if moment == "tensors":
+            patch.setattr(tensors, "_to_array", interrupted(tensors._to_array, at_call=2))
+        else:
+            patch.setattr(layout, "replace", interrupted(layout.replace, at_call=1))
+        with pytest.raises(KeyboardInterrupt):
+            opened.write(record(1, raw(torch.tensor([2])), raw(torch.tensor([3]), "b")))
     assert list(content(path)) == [("activation", "fc", 0, 0)]
-    resumed = TensorStore(path, configuration={}, resume_from=1)
-    resumed.write(record(1, raw(torch.tensor([2]))))
-    resumed.close()
-    assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 1)] == [1, 2]
-    with h5py.File(path) as file:
-        assert (len(file["data"]), len(file["tensors"])) == (16, 2)
-
-
-@pytest.mark.parametrize("moment", ["creation", "append", "resume", "close"])
-def test_a_disk_that_is_full_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
-) -> None:
-    """One warning, nothing raises, and what was written before is there."""
-    path = tmp_path / "m.tensors.h5"
-    if moment == "resume":
-        first = TensorStore(path, configuration={})
-        first.write(record(0, raw(torch.tensor([1]))))
-        first.close()
-    opened = TensorStore(path, configuration={}, resume_from=1 if moment == "resume" else None)
-    if moment in {"append", "close"}:
-        opened.write(record(0, raw(torch.tensor([1]))))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    if moment != "close":
-        opened.write(record(1, raw(torch.tensor([2]))))
-        opened.write(record(2, raw(torch.tensor([3]))))
-    opened.close()
-    assert opened.failed
-    assert ["the disk is full" in message for message in caplog.messages] == [True]
-    monkeypatch.undo()
-    assert (list(content(path)) if moment != "creation" else []) == ([] if moment == "creation" else [("activation", "fc", 0, 0)])
     assert not layout.temporary_path(path).exists()
-
-
-def test_space_for_the_tensors_themselves_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with room for HDF5's bookkeeping and not for the tensor is full."""
-    opened = TensorStore(tmp_path / "m.tensors.h5", configuration={})
-    opened.write(record(0, raw(torch.zeros(1))))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 * 2**20))
-    opened.write(record(1, raw(torch.zeros(1))))
-    assert not opened.failed
-    opened.write(record(2, raw(torch.zeros(1 << 20))))
-    assert opened.failed
+    opened.write(record(2, raw(torch.tensor([4]))))
+    opened.close()
+    assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 2)] == [1, 4]
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -311,28 +345,22 @@ def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.Log
     assert list(content(tmp_path / "m.tensors.h5")) == [("activation", "fc", 0, 0)]
 
 
-# ------------------------------------------------------------------ processes that are killed, and disks that fill up
+# ------------------------------------------------------------------ processes that are killed
 
 # Both files of a run; says each step once it is written.
 WRITER = """
 import torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks import layout, writer
+from lightning_module_monitor.sinks import layout
 from lightning_module_monitor.sinks.tensors import TensorStore
-if sys.argv[2] == "unguarded":
-    writer.require_space = lambda *_: None
 store = Store(path, configuration={"by": "writer"})
 tensors = TensorStore(layout.tensors_path(path), configuration={"by": "writer"})
-for step in range(int(sys.argv[3])):
-    values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[4]),), step, dtype=torch.bfloat16)) for i in range(3)]
+for step in range(100_000):
+    values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[2]),), step, dtype=torch.bfloat16)) for i in range(3)]
     record = Record(step, {"monitor/errors": 0.0}, tensors=values)
     store.write(record)
     tensors.write(record)
-    if not tensors.failed:
-        print(step, flush=True)
-store.close()
-tensors.close()
-print("trained to the end")
+    print(step, flush=True)
 """
 
 
@@ -351,36 +379,17 @@ def assert_written(path: Path, last_step: int, size: int) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
-    """Killed at any moment: readable at once, as plain HDF5 after a repair, and gone on in by the resumed run."""
+    """Killed at any moment: readable at once, by plain h5py too, and gone on in by the resumed run."""
     for number in range(3):
         path = tmp_path / f"m{number}.h5"
-        process = start(WRITER, path, "guarded", 100_000, size)
+        process = start(WRITER, path, size)
         assert process.stdout is not None
         first = process.stdout.readline()
         time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
         last_step = kill(process, first)
         assert_written(path, last_step, size)
-        if number == 0:
-            load_store(path).repair()
-            assert not is_in_use(layout.tensors_path(path))
-            assert_written(path, last_step, size)
-            with h5py.File(layout.tensors_path(path)) as file:
-                assert len(file["tensors"]) > 3 * last_step
+        with h5py.File(layout.tensors_path(path)) as file:
+            np.testing.assert_array_equal(file[f"activation/fc2/{last_step}"], torch.full((size,), last_step).bfloat16().view(torch.int16))
         cut = last_step // 2 + 1
         run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)
         assert_written(path, cut, size)
-
-
-@pytest.mark.parametrize("guard", ["guarded", "unguarded"])
-def test_a_disk_that_really_fills_up(small_disk: Path, guard: str) -> None:
-    """One warning a file at most, the process ends with status 0, and all that was written can be read.
-
-    "unguarded": somebody else takes the last byte between the look at the free space and the write, so HDF5's write fails.
-    """
-    process = start(WRITER, small_disk / "m.h5", guard, 60, 50_000)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert output.endswith("trained to the end\n")
-    assert errors.count("tensors.h5 stops here") == 1, errors
-    assert errors.count("\n") == errors.count("The store") <= 2
-    assert_written(small_disk / "m.h5", int(output.split("\n")[-3]), 50_000)

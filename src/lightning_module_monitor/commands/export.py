@@ -15,7 +15,8 @@ examples:
   lightning-module-monitor export monitor.h5 --format csv
   lightning-module-monitor export monitor.h5 --format parquet -o run.parquet
 
-The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out.
+The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out. In CSV a text that begins
+with =, +, - or @ gets a ' before it: a spreadsheet would run it as a formula.
 
 exit status:
   0  it was written
@@ -42,6 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "parquet":
             frame.to_parquet(path, index=False)
         else:
-            frame.to_csv(path, index=False)
+            texts = {name: frame[name].map(_no_formula) for name in ("stage", "kind", "site", "statistic")}
+            frame.assign(**texts).to_csv(path, index=False)
     print(f"{path}: {len(frame):,} values, {size_of(path)}")
     return 0
+
+
+def _no_formula(text: str) -> str:
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

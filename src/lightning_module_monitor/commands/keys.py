@@ -6,7 +6,7 @@ import argparse
 import re
 
 from lightning_module_monitor.commands.stores import add_store, open_store
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, printable
 
 NAME = "keys"
 HELP = "list the keys of a store"
@@ -32,10 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print them, one a line: those of numbers first, then those of histograms."""
     store = open_store(arguments.store)
     try:
-        pattern = re.compile(arguments.pattern)
+        pattern = re.compile(arguments.pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(f"PATTERN is {arguments.pattern!r}; expected a regular expression ({error}).") from error
     found = [key for key in (*store.keys(), *store.histogram_keys()) if pattern.fullmatch(key)]
     for key in found:
-        print(key)
+        print(printable(key))
     return 0 if found else 1

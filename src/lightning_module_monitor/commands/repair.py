@@ -13,7 +13,7 @@ EPILOG = """\
 example:
   lightning-module-monitor repair monitor.h5
 
-The other commands, and load_store, read such a store without it. The raw tensors beside it are repaired, too.
+The other commands, and load_store, read such a store without it. The file of raw tensors beside it needs none: it is always closed.
 
 exit status:
   0  every HDF5 program can read it

@@ -8,9 +8,10 @@ NAME = "replay"
 HELP = "run the module that made the first NaN or infinity again, with what it was called with"
 EPILOG = """\
 example:
-  lightning-module-monitor replay lightning_logs/version_0/monitor.snapshot-step=120.pt
+  lightning-module-monitor replay --trust lightning_logs/version_0/monitor.snapshot-step=120.pt
 
-A snapshot is a pickle, with the module in it: read only your own.
+A snapshot with a whole module in it is a pickle, which runs code when it is read: --trust only your own. One that has nothing but
+tensors and plain containers is read without.
 
 exit status:
   0  all is finite this time
@@ -21,6 +22,7 @@ exit status:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
+    parser.add_argument("--trust", action="store_true", help="read a whole module, whatever code the file runs")
     parser.add_argument("snapshot", help="file that the callback's health.snapshot has written")
 
 
@@ -32,4 +34,4 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from lightning_module_monitor.health.replay import show
 
-    return show(arguments.snapshot)
+    return show(arguments.snapshot, trust=arguments.trust)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import Snapshot, load
 from lightning_module_monitor.modules.names import Namer
@@ -18,14 +19,18 @@ from lightning_module_monitor.random_states import unchanged_random_states
 CPU = torch.device("cpu")
 
 
-def show(path: str) -> int:
+def show(path: str, *, trust: bool = False) -> int:
     """Run the module of a snapshot again, and print what went in and what came out; returns 1 if anything is not finite.
 
+    Args:
+        path: The file.
+        trust: Whether code of the file may run.
+
     Raises:
-        ConfigError: If there is no snapshot.
+        ConfigError: If there is no snapshot, or none that can be read without trust.
     """
-    snapshot = load(path)
-    print(f"Step {snapshot.step}, {snapshot.site}: {snapshot.words}")
+    snapshot = load(path, trust=trust)
+    print(printable(f"Step {snapshot.step}, {snapshot.site}: {snapshot.words}"))
     if snapshot.module is None:
         print("The module could not be kept by itself; the batch is here.")
         return _print_tensors("batch", snapshot.batch)
@@ -83,7 +88,7 @@ def _print_tensors(label: str, value: object) -> int:
             num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
             line += f" {limits:28} {num_nan} NaN, {num_infinite} infinite"
             found |= int(num_nan + num_infinite > 0)
-        print(line.rstrip())
+        print(printable(line.rstrip()))
     return found
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.random_states import RandomStates
 
-FORMAT = 1
+FORMAT = 2
 """Raise it whenever a reader has to know."""
+
+_STATES = ("batch_random_states", "random_states")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     content = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
+    content |= {name: _plain(vars(content[name])) for name in _STATES if content[name] is not None}
     try:
         torch.save({"format": FORMAT, **content}, temporary)
         temporary.replace(path)
@@ -59,8 +65,13 @@ def save(snapshot: Snapshot, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> Snapshot:
-    """Read a snapshot, on the CPU. As with every pickle, whoever wrote the file can have code run: read your own.
+def load(path: str | os.PathLike[str], *, trust: bool = False) -> Snapshot:
+    """Read a snapshot, on the CPU.
+
+    Args:
+        path: The file.
+        trust: Whether code of the file may run, as a whole module in it makes it. If not, one that holds more than tensors and plain
+            containers is refused.
 
     Raises:
         ConfigError: If there is none that this version can read.
@@ -68,13 +79,26 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
     if not Path(path).is_file():
         raise ConfigError(f"There is no snapshot at {str(path)!r}; expected a file that health.snapshot has written.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=False)
+        content = torch.load(path, map_location="cpu", weights_only=not trust)
     except (ImportError, AttributeError) as error:
         remedy = "expected to be run where the modules of its classes can be imported, with PYTHONPATH set to where they are"
         raise ConfigError(f"{str(path)!r} has a class that is not found here ({error}); {remedy}.") from error
     except Exception as error:  # what a file that is something else gives, pickle does not say
+        if isinstance(error, UnpicklingError) and not trust and zipfile.is_zipfile(path):
+            why = "holds more than tensors and plain containers, e.g. a whole module, whose code would run"
+            raise ConfigError(f"{str(path)!r} {why}. If the file is your own, add --trust (load: trust=True).") from error
         raise ConfigError(f"{str(path)!r} is no snapshot ({error}); expected a file that health.snapshot has written.") from error
     version = content.pop("format", None) if isinstance(content, dict) else None
     if version != FORMAT:
         raise ConfigError(f"{str(path)!r} has snapshot format {version!r}; this version reads {FORMAT}.")
-    return Snapshot(**content)
+    try:
+        states: dict[str, Any] = {name: RandomStates(**content[name]) for name in _STATES if content.get(name) is not None}
+        return Snapshot(**(content | states))
+    except TypeError as error:
+        raise ConfigError(f"{str(path)!r} is a damaged snapshot ({error}); expected a file that health.snapshot has written.") from error
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  # what pickle reads without running code, of the same structure
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

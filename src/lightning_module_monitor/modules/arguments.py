@@ -31,7 +31,7 @@ def plain_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:  # noqa: 
     """A copy of plain data: what is written into it reaches nothing of the model.
 
     Args:
-        value: Tensors, numbers, texts and other constants, numpy arrays, and tuples, named tuples, lists, dicts and dataclasses of
+        value: Tensors, numbers, strings and other constants, numpy arrays, and tuples, named tuples, lists, dicts and dataclasses of
             such. Tensors have the ``requires_grad`` flag and the strides of the original, by which torch selects kernels.
         memo: Copies by the identity of what was copied. What is there twice is there twice in the copy: attention checks
             whether its query is its key.

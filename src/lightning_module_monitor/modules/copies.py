@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.modules.outputs import named_tensors
+from lightning_module_monitor.modules.outputs import overwrite
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -67,14 +68,42 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
 def copies_without_graph(module: nn.Module) -> dict[int, Any]:
     """What ``deepcopy`` is to take for the computed tensors that modules keep, of which torch copies none.
 
-    A forward pass has left them there, or they are a weight that ``weight_norm`` makes of its factors.
+    A forward pass has left them there, in an attribute or in an object's, or they are a weight that ``weight_norm`` makes of its factors.
     """
     memo: dict[int, Any] = {}
-    for part in module.modules():
-        for value in vars(part).values():
-            with suppress(Exception):  # what cannot be taken apart, as it holds itself, may be copied all the same
-                memo.update({id(one): one.detach().clone() for _path, one in named_tensors(value) if not one.is_leaf})
+    seen: dict[int, object] = {}
+    waiting: list[object] = [module]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or issubclass(type(one), _NEVER_COPIED):
+            continue
+        seen[id(one)] = one  # kept, for its place in memory would be another's
+        if issubclass(type(one), nn.Module):
+            waiting.append(_state(one))  # type: ignore[arg-type]
+        elif isinstance(one, Tensor):
+            memo.update({} if one.is_leaf else {id(one): one.detach().clone()})
+        elif _is_copied_by_parts(type(one)):
+            waiting += gc.get_referents(one)
     return memo
+
+
+def _is_copied_by_parts(kind: type) -> bool:
+    """Whether ``deepcopy`` copies what an object of a class holds: one with code of its own for that may hold the whole program."""
+    own = (getattr(kind, name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
+    return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
+
+
+_OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
+_NEVER_COPIED = (*_OF_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+"""What ``deepcopy`` leaves as it is, or refuses."""
+
+
+def _state(module: nn.Module) -> object:
+    """What a copy is made of: a LightningModule leaves its trainer out."""
+    try:
+        return module.__getstate__()
+    except Exception:
+        return vars(module)  # a parametrized module, and TorchScript, refuse; and Python 3.10 has no such method of every object
 
 
 def parameter_copy(module: nn.Module) -> nn.Module:
@@ -105,9 +134,10 @@ def lazy_tensors(module: nn.Module) -> list[str]:
 
 
 def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
-    """Which tensors are not in both, or not of one shape."""
+    """Which tensors are not in both, or not of one shape, which that of a parameter alone has to be: a forward pass may resize a buffer."""
     own = tensors_of(module)
-    shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in own and own[name].shape != one.shape]
+    fixed = dict(module.named_parameters())
+    shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in fixed and fixed[name].shape != one.shape]
     return sorted(own.keys() ^ tensors.keys()) + shapes
 
 
@@ -122,7 +152,11 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
     if differing:
         raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
     for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        if own[name].shape == tensor.shape:
+            overwrite(own[name], tensor)
+        else:
+            owner, _dot, attribute = name.rpartition(".")
+            module.get_submodule(owner)._buffers[attribute] = tensor.to(own[name].device, copy=True)
 
 
 def load_weights(module: nn.Module, path: str, within: str | None) -> None:
@@ -190,9 +224,7 @@ def _what_cannot_be_copied(module: nn.Module) -> str | None:
     """Where the attribute is that cannot be copied."""
     known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
     for name, part in module.named_modules():
-        # What a copy is made of: a LightningModule leaves its trainer out.
-        has_state = hasattr(part, "__getstate__") and not is_parametrized(part)  # of which torch refuses to tell it
-        state = part.__getstate__() if has_state else vars(part)
+        state = _state(part)
         for attribute, value in state.items() if isinstance(state, dict) else ():
             members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
             for member, one in members:

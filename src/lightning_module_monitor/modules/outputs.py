@@ -164,17 +164,24 @@ def same_layout(tensor: Tensor) -> Tensor:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return clone
-    own = tensor[written_once(tensor)]
+    own = tensor[_written_once(tensor)]
     try:
         return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
     except RuntimeError:
         return clone  # elements overlap: windows of one tensor
 
 
-def written_once(tensor: Tensor) -> tuple[slice, ...]:
-    """The index of the part of a tensor that has memory of its own: of one that was expanded the first of each repeated slice."""
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor of the same shape, which may be an expanded one."""
     if tensor.layout is not torch.strided:
-        return ()
+        tensor.copy_(values)
+        return
+    own = _written_once(tensor)
+    tensor[own].copy_(values[own])
+
+
+def _written_once(tensor: Tensor) -> tuple[slice, ...]:
+    """The index of the part of a tensor that has memory of its own: of one that was expanded the first of each repeated slice."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

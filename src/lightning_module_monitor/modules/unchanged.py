@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_module_monitor.modules.outputs import named_tensors, same_layout, with_tensors, written_once
+from lightning_module_monitor.modules.outputs import named_tensors, overwrite, same_layout, with_tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold no results."""
@@ -84,8 +87,7 @@ def _restore(tensor: Tensor, values: Tensor) -> None:
     if tensor.shape != values.shape:
         tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
     else:
-        own = written_once(tensor)
-        tensor[own].copy_(values[own])
+        overwrite(tensor, values)
 
 
 @contextmanager
@@ -97,6 +99,22 @@ def uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def no_warning_of_checkpoints() -> Iterator[None]:
+    """Within the block ``torch.utils.checkpoint`` does not warn that no input needs a gradient: no gradient is computed.
+
+    ``warnings.catch_warnings`` is not used: it makes Python forget which warnings of the program were shown before.
+    """
+    own: Any = ("ignore", re.compile("None of the inputs have requires_grad=True"), UserWarning, None, 0)
+    filters: Any = warnings.filters  # declared as a sequence
+    filters.insert(0, own)
+    try:
+        yield
+    finally:
+        if own in filters:
+            filters.remove(own)
 
 
 def saving_nothing() -> saved_tensors_hooks:

@@ -90,6 +90,11 @@ class AttentionProbe(Probe):
         observation: Where figures go.
         head_name: Names heads.
         say: Takes a sentence for the user.
+        is_asked_for: Whether a rule of the user's is about attention, and not only one of a built-in watch.
+
+    Attributes:
+        is_asked_for: As above.
+        has_observed: Whether there was any call of attention.
     """
 
     def __init__(
@@ -99,7 +104,11 @@ class AttentionProbe(Probe):
         observation: Observation,
         head_name: HeadName,
         say: Callable[[str], None],
+        *,
+        is_asked_for: bool,
     ) -> None:
+        self.is_asked_for = is_asked_for
+        self.has_observed = False
         self._all = watched
         self._watched = [one for one in map(_Watching.of, with_heads) if one.can_attend()]
         self._observation = observation
@@ -151,6 +160,7 @@ class AttentionProbe(Probe):
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
         if not self.is_open or is_in_backward() or is_tracing():
             return
+        self.has_observed = True
         try:
             with torch.no_grad():
                 heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))

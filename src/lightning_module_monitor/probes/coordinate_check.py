@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.modules.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
-from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.probe import Probe, Say, WatchedModule
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
     EFFECTIVE,
@@ -97,14 +96,6 @@ _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
 _Observed = tuple[Difference, list[Wish]]
 """A term, and the rows of moments that it goes into."""
-
-
-class Log(Protocol):
-    """Logs a message once."""
-
-    def __call__(self, message: str, level: int = logging.INFO) -> None:
-        """Log it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +187,7 @@ class CoordinateCheckProbe(Probe):
         operator_norms: OperatorNorms,
         skipped_calls: Watch,
         further_name: Callable[[str, Path, str], str],
-        log: Log,
+        log: Say,
     ) -> None:
         self._observation = observation
         self._twins = twins
@@ -271,7 +262,7 @@ class CoordinateCheckProbe(Probe):
             self._num_skipped += 1  # the probe of the reference logs that it has not run as often
             return
         inputs = layer.type.bind(layer.module, args, kwargs)
-        tensors = None if inputs is None else _tensors(layer, [x.detach() for x in inputs], output, call)
+        tensors = None if inputs is None else _tensors(layer, inputs, output, call)
         if tensors is None:
             self._num_skipped += 1
             self._log(SKIPPED)
@@ -345,12 +336,18 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
         own, reference = function(*inputs, weight, bias, module), function(*reference_inputs, reference_weight, reference_bias, module)
     if not is_plain(own) or own.shape != reference.shape:
         return None
+    # torch selects kernels by requires_grad, of inputs and weights. There is no graph under no_grad.
+    for own_one, one in zip(layer.type.parameters(module), (reference_weight, reference_bias), strict=True):
+        if own_one is not None and one is not None:
+            one.requires_grad_(own_one.requires_grad)
     # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
     again = function(*inputs, reference_weight, reference_bias, module)
     biases = [None if one is None else _like_output(layer, one, again) for one in (bias, reference_bias)]
     change = None if biases[0] is None or biases[1] is None else Difference(biases[0], biases[1]).computed()
     parts = {"output": own.detach(), "again": again, "reference_output": reference}
-    return CallTensors(inputs, reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change})
+    return CallTensors(
+        [x.detach() for x in inputs], reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change}
+    )
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, of_all_samples
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
 from lightning_module_monitor.statistics.observation import Observation
@@ -66,9 +66,14 @@ class DifferenceProbe(Probe):
                 return
             references = dict(call)
             for path, tensor in named_tensors(output):
-                if path in references and tensor.is_floating_point():
-                    own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
-                    self._compare(own, tensor.detach(), references[path])
+                if path not in references or not tensor.is_floating_point():
+                    continue
+                elements = of_all_samples(tensor.detach())
+                if elements.shape != references[path].shape:
+                    self._twins.note_other_shape(twin)
+                    continue
+                own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
+                self._compare(own, elements, references[path])
         except MonitorError:
             raise
         except Exception as error:

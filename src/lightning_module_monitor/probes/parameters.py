@@ -81,7 +81,7 @@ class ParameterProbe(Probe):
         self._observe(seen)
 
     def finish(self) -> None:
-        """Say once which parameters were passed over."""
+        """Report which parameters were passed over."""
         for dtype, names in self._passed_over.items():
             self.say(f"{shortened(names)}: parameters of dtype {dtype} are not watched; only real floating ones are.")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -62,6 +63,14 @@ WatchedParameter = Watched[ParameterSite]
 
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
+
+
+class Say(Protocol):
+    """Reports a fact to the user, once."""
+
+    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+        """Report it; ``once`` is what of it is reported once, without it the message itself."""
+        ...
 
 
 @contextmanager

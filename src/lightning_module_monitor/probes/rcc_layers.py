@@ -340,7 +340,8 @@ def layer_parts(module: nn.Module) -> Parts:
         for method in next(iter(parts.values())).methods:
             if getattr(type(module), method) is not getattr(one, method) or method in vars(module):
                 return {}
-        return {name: part for name, part in parts.items() if part.parameters(module)[0] is not None}
+        weights = {name: part.parameters(module)[0] for name, part in parts.items()}
+        return {name: parts[name] for name, weight in weights.items() if weight is not None and weight.is_floating_point()}
     return {}
 
 

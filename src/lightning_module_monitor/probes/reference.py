@@ -8,8 +8,8 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,19 @@ from torchmetrics import Metric
 from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
 from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
-from lightning_module_monitor.modules.outputs import Path, named_tensors, with_tensors
-from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
-from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.modules.outputs import Path, named_tensors, of_all_samples, with_tensors
+from lightning_module_monitor.modules.unchanged import (
+    drop_graphs,
+    flags_of_model,
+    no_warning_of_checkpoints,
+    saving_nothing,
+    uncached_autocast,
+    unchanged_buffers,
+)
+from lightning_module_monitor.probes.probe import Probe, Say
 from lightning_module_monitor.random_states import unchanged_random_states
 
 NamedTensors = list[tuple[Path, Tensor]]
-
-
-class Say(Protocol):
-    """Reports a fact to the user, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
-        """Report it."""
-        ...
 
 
 class Reference:
@@ -103,6 +102,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._twins.items()),
                 uncached_autocast(),
+                no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
                 yield
@@ -148,6 +148,8 @@ class ReferenceProbe(Probe):
         self._has_run = False
         self._missed: dict[nn.Module, None] = {}
         """Modules of which the model has made a call that the reference has not, in this micro-batch."""
+        self._of_other_shape: dict[nn.Module, None] = {}
+        """Modules whose output had another shape in the model, in this micro-batch."""
         self._is_explained = False
         """Whether it is known why."""
 
@@ -215,6 +217,10 @@ class ReferenceProbe(Probe):
             return False
         return True
 
+    def note_other_shape(self, module: nn.Module) -> None:
+        """Note that an output of a module has another shape in the model, as those of routed experts do: it is not compared."""
+        self._of_other_shape[module] = None
+
     def end_micro_batch(self) -> None:
         """Report what ran in one of both only, once for each cause, and forget it."""
         left = {module for (module, _by), calls in self._waiting.items() if calls}
@@ -224,11 +230,15 @@ class ReferenceProbe(Probe):
             elif self._missed:
                 what = "The model ran modules more often than the reference did; such calls are not compared"
                 self._say(f"{what}: {self._names(self._missed)}.", once=what)
+            if self._of_other_shape:
+                what = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
+                self._say(f"{what}: {self._names(self._of_other_shape)}.", once=what)
             if left:
                 what = "The reference ran modules more often than the model did, which are not compared"
                 self._say(f"{what}: {self._names(left)}.", once=what)
         self._forget()
         self._missed.clear()
+        self._of_other_shape.clear()
         self._has_run = self._is_explained = False
 
     def _names(self, modules: Container[nn.Module]) -> str:
@@ -274,8 +284,8 @@ class ReferenceProbe(Probe):
             except NotPlainError as error:
                 self._is_explained = True
                 self._forget()
-                why = "The reference takes tensors, numbers, texts and plain containers of them, and this call is not compared"
-                self._say(f"{self.reference.name} is called with a {error}. {why}.", logging.WARNING, once=why)
+                why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
+                self._say(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
 
     def _begin_call(self, *_args: object) -> None:
         is_by_hand = not self.reference.is_running
@@ -291,7 +301,8 @@ class ReferenceProbe(Probe):
         call, is_by_hand = self._runs.pop()
         call.close()
         if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
-            return with_tensors(output, Tensor.detach)
+            with suppress(Exception):  # a container that cannot be made anew
+                return with_tensors(output, Tensor.detach)
         return None
 
     def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module
@@ -307,7 +318,9 @@ class ReferenceProbe(Probe):
         copy = known()
         if copy is not None and original() is tensor and tensor._version == version:
             return copy
-        copy = tensor.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(tensor)
+        # Under vmap that of all samples, which outlives the transform.
+        plain = of_all_samples(tensor)
+        copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
         if not tensor.is_inference():  # such a one does not say whether it was overwritten
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key
 from lightning_module_monitor.sinks.reader import Matrix, StoreReader
+from lightning_module_monitor.values import is_undefined
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Table:
     values: NDArray[np.float64]
     """Shape ``(sites, steps)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
-    """Where something was, be it a NaN; shape ``(sites, steps)``."""
+    """Where something was, be it the NaN of elements that are not finite; shape ``(sites, steps)``."""
 
     @property
     def kind(self) -> str:
@@ -94,11 +95,11 @@ def _split(matrix: Matrix) -> list[Table]:
         columns.setdefault((key._replace(site=""), alone), []).append(index)
     tables = []
     for (name, alone), places in columns.items():
-        is_recorded = matrix.is_recorded[:, places]
-        rows = is_recorded.any(axis=1)
+        rows = matrix.is_recorded[:, places].any(axis=1)
         sites = ("",) if alone else tuple(matrix.keys[place].site for place in places)
-        values = matrix.values[rows][:, places].T
-        tables.append(Table(name, sites, matrix.steps[rows], np.ascontiguousarray(values), is_recorded[rows].T))
+        values = np.ascontiguousarray(matrix.values[rows][:, places].T)
+        is_recorded = matrix.is_recorded[rows][:, places].T & ~is_undefined(values)
+        tables.append(Table(name, sites, matrix.steps[rows], values, is_recorded))
     return tables
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_module_monitor.errors import printable
 from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.run import Run
 
@@ -28,12 +29,12 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     console = console or Console()
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-    console.print(f"[bold]{escape(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{_text(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
     word = {"watch": "to watch", "ok": "healthy"}.get(verdict.level, verdict.level)
     first = verdict.beginning
     begins = f"; it begins at step {first.step}: {first.problem}, {_place(first)}" if first else ""
-    console.print(f"[{STYLES[verdict.level]}]{word}[/]: {verdict.headline}{escape(begins)}", highlight=False, soft_wrap=True)
+    console.print(f"[{STYLES[verdict.level]}]{word}[/]: {_text(verdict.headline)}{_text(begins)}", highlight=False, soft_wrap=True)
 
 
 def _table(verdict: Verdict) -> Table:
@@ -43,8 +44,8 @@ def _table(verdict: Verdict) -> Table:
     for (level, problem), group in groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem)):
         findings = list(group)
         for number, finding in enumerate(findings[:MAX_SITES]):
-            heading = (f"[{STYLES[level]}]{level}", escape(problem)) if number == 0 else ("", "")
-            table.add_row(*heading, escape(_place(finding)), escape(finding.evidence))
+            heading = (f"[{STYLES[level]}]{level}", _text(problem)) if number == 0 else ("", "")
+            table.add_row(*heading, _text(_place(finding)), _text(finding.evidence))
         if len(findings) > MAX_SITES:
             table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
     found = {finding.problem for finding in verdict.findings}
@@ -53,9 +54,13 @@ def _table(verdict: Verdict) -> Table:
             table.add_row(f"[{STYLES['ok']}]ok", check.problem, "", f"none in {check.num_series} series")
     for check in verdict.checks:
         if not check.num_series:
-            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.problem, "", escape(f"not recorded; needs {check.needs}"))
+            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.problem, "", _text(f"not recorded; needs {check.needs}"))
     return table
 
 
 def _place(finding: Finding) -> str:
     return f"{finding.site} ({finding.kind})" if finding.site and finding.kind else finding.site or finding.kind
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

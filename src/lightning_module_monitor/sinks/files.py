@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.hdf5 import Store
@@ -26,15 +27,13 @@ class RunFiles:
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
         histogram_keys: Iterable[str] = (),
+        resumed: Path | None = None,
         resume_from: int | None = None,
         logger: logging.Logger,
     ) -> None:
-        self._configuration = configuration
-        self._resume_from = resume_from
-        self._logger = logger
-        self._store = Store(
-            path, configuration=configuration, keys=keys, histogram_keys=histogram_keys, resume_from=resume_from, logger=logger
-        )
+        self._options: dict[str, Any] = {"configuration": configuration, "resume_from": resume_from, "logger": logger}
+        self._resumed = resumed
+        self._store = Store(path, keys=keys, histogram_keys=histogram_keys, resumed=resumed, **self._options)
         self._tensors: TensorStore | None = None
 
     @property
@@ -42,12 +41,19 @@ class RunFiles:
         """The store; the name it really has is known when the first record is written."""
         return self._store.path
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a store by now."""
+        return self._store.has_begun
+
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
         self._store.write(record)
         if self._tensors is None:
-            beside = tensors_path(self.path)
-            self._tensors = TensorStore(beside, configuration=self._configuration, resume_from=self._resume_from, logger=self._logger)
+            if not self.has_begun:
+                return  # its name is not known yet
+            resumed = None if self._resumed is None else tensors_path(self._resumed)
+            self._tensors = TensorStore(tensors_path(self.path), resumed=resumed, **self._options)
         self._tensors.write(record)
 
     def close(self) -> None:

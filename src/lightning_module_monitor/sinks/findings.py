@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 
 from lightning_module_monitor.record import Finding, Severity
+from lightning_module_monitor.sinks import space
 
 NAME = "findings"
 """The dataset. It has to be there before anybody appends to the file: what is new in a file that others read they never see."""
@@ -17,14 +18,16 @@ _ROW = np.dtype([("step", "<i8"), ("name", "S40"), ("site", "S128"), ("key", "S2
 _ROWS_PER_CHUNK = 4
 
 
-def create(file: h5py.File) -> None:
-    """An empty dataset of them."""
+def create(file: h5py.Group) -> None:
+    """An empty dataset of them, if there is none."""
+    if NAME in file:
+        return
     # Not compressed: a chunk that is compressed again as it fills would move while others read it.
     rows = file.create_dataset(NAME, (0,), _ROW, maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
     rows.make_scale(NAME)  # a dimension of its own: xarray asks for one
 
 
-def append(file: h5py.File, findings: Sequence[Finding]) -> None:
+def append(file: h5py.Group, findings: Sequence[Finding]) -> None:
     """Write findings behind the others."""
     if findings:
         rows, start = np.array([_described(one) for one in findings], dtype=_ROW), file[NAME].shape[0]
@@ -32,15 +35,15 @@ def append(file: h5py.File, findings: Sequence[Finding]) -> None:
         file[NAME][start:] = rows
 
 
-def read(file: h5py.File) -> list[Finding]:
+def read(file: h5py.Group) -> list[Finding]:
     """What is in a file, in the order in which it was written. A file of a version that had no findings has none."""
     # A row without a name was not written whole: a kill came in between.
     return [_parsed(row) for row in file[NAME][...] if row["name"]] if NAME in file else []
 
 
 def num_bytes(findings: Sequence[Finding]) -> int:
-    """What they take in the file."""
-    return len(findings) * _ROW.itemsize
+    """What they take in the file at most, with the rest of a chunk."""
+    return (len(findings) + _ROWS_PER_CHUNK) * _ROW.itemsize + space.index_bytes(0, len(findings)) if findings else 0
 
 
 def _described(finding: Finding) -> tuple[object, ...]:

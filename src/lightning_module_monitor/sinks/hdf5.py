@@ -7,6 +7,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import findings, layout, writer
+from lightning_module_monitor.sinks import findings, layout, space, writer
+from lightning_module_monitor.sinks.rewrite import Count, rewrite
 
 _logger = logging.getLogger(__name__)
 
@@ -36,15 +38,15 @@ class _Table:
         """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
         if self.last_row is not None and step == self.last_step:
             row = np.where(layout.is_absent(row), self.last_row, row)
-            writer.put(self.values, self.num_rows - 1, row)
+            _put(self.values, self.num_rows - 1, row)
         else:
-            writer.put(self.values, self.num_rows, row)
+            _put(self.values, self.num_rows, row)
         self.last_row = row
 
     def put_step(self, step: int) -> None:
         """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
         if step != self.last_step or not self.num_rows:
-            writer.put(self.steps, self.num_rows, step)
+            _put(self.steps, self.num_rows, step)
             self.num_rows += 1
             self.last_step = step
 
@@ -79,12 +81,12 @@ class Store(writer.Writer):
     A second record of a step is merged into the first. Read it with ``load_store``.
 
     Args:
-        path: Where the file should be; see :class:`~lightning_module_monitor.sinks.writer.Writer`.
+        path: Where the file should be; for it, and for ``resumed``, see :class:`~lightning_module_monitor.sinks.writer.Writer`.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
         keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
         histogram_keys: Likewise of histograms.
-        resume_from: The first step of a resumed run: it goes on in the file at ``path``, whose rows of this step and later ones
-            are taken out when the first record comes. ``None``: a new run.
+        resumed: The file of the run that is resumed, or whose next loop this is.
+        resume_from: The first step of this run, if it resumes another.
         logger: Gets a warning when another name is taken and when the store stops, and word of late keys.
     """
 
@@ -95,11 +97,13 @@ class Store(writer.Writer):
         configuration: Mapping[str, object],
         keys: Iterable[str] = (),
         histogram_keys: Iterable[str] = (),
+        resumed: Path | None = None,
         resume_from: int | None = None,
         logger: logging.Logger = _logger,
     ) -> None:
-        super().__init__(path, configuration=configuration, resume_from=resume_from, logger=logger)
+        super().__init__(path, configuration=configuration, resumed=resumed, resume_from=resume_from, logger=logger)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
+        self._file: h5py.File | None = None
         self._tables: list[_NumberTable] = []
         self._histogram_tables: list[_HistogramTable] = []
         self._place_by_key: dict[str, int] = {}
@@ -111,7 +115,12 @@ class Store(writer.Writer):
 
     def _taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
-        return super()._taken(path) or (f"{layout.tensors_path(path).name} exists" if layout.tensors_path(path).exists() else "")
+        beside = layout.tensors_path(path)
+        return super()._taken(path) or (f"{beside.name} exists" if layout.is_there(beside) else "")
+
+    def _sweep(self, path: Path) -> None:
+        super()._sweep(path)
+        super()._sweep(layout.tensors_path(path))
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
         return layout.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
@@ -119,12 +128,10 @@ class Store(writer.Writer):
     def _create_content(self, file: h5py.File, record: Record) -> None:
         layout.create_tables(file, self._columns(record))
 
-    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
-        if record is None:
-            layout.rewrite(source, target, attributes=attributes)
-        else:
-            layout.rewrite(source, target, attributes=attributes, more=self._columns(record), before_step=self._resume_from)
-            self._tell_changes(layout.read_attributes(source).configurations[-1], record.step)
+    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
+        self._tell_changes(attributes.configurations[-2], record.step)
+        columns = self._columns(record)
+        return rewrite(source, target, attributes=attributes, more=columns, before_step=self._resume_from, with_superseded=with_superseded)
 
     def _tell_changes(self, before: Mapping[str, Any], step: int) -> None:
         """Say what a run that is resumed was configured with, if that was something else."""
@@ -138,8 +145,9 @@ class Store(writer.Writer):
             message = "The run that is resumed had another configuration (%s). In its store rows from step %d on are of this one."
             self._logger.warning(message, "; ".join(changes), step)
 
-    def _adopt(self, file: h5py.File) -> None:
-        self._file, self._place_by_key, self._last_keys = file, {}, None
+    def _put_in_place(self, temporary: Path) -> None:
+        self._file = file = layout.append_in_place(temporary, self.path)
+        self._place_by_key, self._last_keys = {}, None
         self._tables, self._histogram_tables = [], []
         for group, columns in layout.read_columns(file).items():
             keys = [layout.join(group, column) for column in columns]
@@ -153,17 +161,17 @@ class Store(writer.Writer):
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
-        self._make_room(record)
+        self._make_columns(record)
         rows = list(self._rows(record))
-        writer.require_space(self.path.parent, 2 * sum(row.nbytes for _table, row in rows) + findings.num_bytes(record.findings))
-        for table, row in rows:
-            table.put_values(record.step, row)
-        findings.append(self._file, record.findings)
+        for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
+        with space.room(self._file, sum(row.nbytes for _table, row in rows) + findings.num_bytes(record.findings) + 2 * for_steps):
+            for table, row in rows:
+                table.put_values(record.step, row)
+            findings.append(self._file, record.findings)
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
-        self._file.flush()
-        for table, _row in rows:
-            table.put_step(record.step)
-        self._file.flush()
+        with space.room(self._file, for_steps):
+            for table, _row in rows:
+                table.put_step(record.step)
 
     def _rows(self, record: Record) -> Iterator[tuple[_Table, layout.Values]]:
         """The tables that get a row, and what it is."""
@@ -185,7 +193,7 @@ class Store(writer.Writer):
             self._last_keys = keys
         return self._last_places
 
-    def _make_room(self, record: Record) -> None:
+    def _make_columns(self, record: Record) -> None:
         """A column for each of the record's keys."""
         numbers = record.values if tuple(record.values) != self._last_keys else ()
         late = [key for key in numbers if key not in self._place_by_key]
@@ -197,19 +205,30 @@ class Store(writer.Writer):
 
     def _widen(self, columns: Mapping[str, list[str]]) -> None:
         temporary = layout.temporary_path(self.path)
-        writer.require_space(self.path.parent, writer.bytes_to_copy(self.path))
-        layout.rewrite(self._file, temporary, more=columns)
-        # All of it was flushed, and its successor has it all.
-        layout.abandon(self._file)
-        self._adopt(writer.append_in_place(temporary, self.path))
+        rewrite(self._file, temporary, more=columns)
+        space.close(self._file)
+        self._put_in_place(temporary)
 
-    def _has_rests(self) -> bool:
-        """A Ctrl-C in the middle of a row left values without a step, which xarray would not open."""
-        return any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables))
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        successor = None
+        # After a Ctrl-C, or without space, in the middle of a row there are values without a step, which xarray would not open.
+        if any(len(table.values) > table.num_rows for table in (*self._tables, *self._histogram_tables)):
+            with suppress(space.NoSpaceError):
+                rewrite(file, layout.temporary_path(self.path))
+                successor = layout.temporary_path(self.path)
+        space.close(file)
+        if successor is not None:
+            layout.replace(successor, self.path)
 
     def _let_go(self) -> None:
-        super()._let_go()
+        if self._file is not None:
+            layout.abandon(self._file)
+        self._file = None
         self._tables, self._histogram_tables = [], []
+        super()._let_go()
 
 
 def _at_end(group: h5py.Group) -> dict[str, Any]:
@@ -219,3 +238,10 @@ def _at_end(group: h5py.Group) -> dict[str, Any]:
     if len(steps):
         end |= {"last_step": int(steps[-1]), "last_row": group["values"][len(steps) - 1]}
     return end
+
+
+def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
+    """Write one item of a dataset that grows along its first axis."""
+    if len(dataset) <= index:
+        dataset.resize(index + 1, axis=0)
+    dataset[index] = item

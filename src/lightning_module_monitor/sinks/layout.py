@@ -7,13 +7,17 @@ A kind's histograms are a table of the same sort, in the group ``histograms`` in
 ``bins`` (int64 counts), ``bins`` says in words what is counted at each place, and the attribute ``edges`` has the bins' edges.
 
 ``findings`` has a row for each thing that was found to be wrong.
+
+``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers pass them by.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.bins import EDGES, LABELS
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.record import Key
-from lightning_module_monitor.sinks import findings
+from lightning_module_monitor.sinks import findings, space
 from lightning_module_monitor.sinks.killed import ClosedView, is_cut_short, is_in_use
 
 FORMAT_VERSION = 1
@@ -46,9 +50,11 @@ SITELESS = "logged"
 HISTOGRAMS = "histograms"
 """Group of a kind's histograms, inside the kind's own."""
 
-_RESERVED = {"", ".", SITELESS, HISTOGRAMS, findings.NAME, "values", "steps", "columns"}
+SUPERSEDED = "superseded"
+"""Group of the rows that resumed runs have run again, with a numbered group for each of these runs."""
+
+_RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, findings.NAME, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
-_BYTES_PER_COPY = 1 << 24
 _ATTEMPTS = 3
 """A run can begin or end between the look at a file and its opening."""
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
@@ -57,6 +63,10 @@ _LIBVER = ("v110", "v110")
 
 Values = NDArray[np.float64] | NDArray[np.int64]
 """Numbers, or counts."""
+
+
+class AbsentKeyError(KeyError):
+    """A file does not have what was asked for; it is whole."""
 
 
 @dataclass
@@ -68,7 +78,8 @@ class Attributes:
     """ISO 8601, UTC."""
 
     configurations: list[dict[str, object]]
-    """One ``{"started", "first_step", "configuration"}`` per run, oldest first."""
+    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"copied_from"`` is the path of the file that the rows of
+    earlier runs were copied from."""
 
 
 def split(key: str) -> tuple[str, str]:
@@ -126,26 +137,24 @@ def open_store(path: Path, *, has_writer: bool = True) -> Iterator[h5py.File]:
 
     Args:
         path: The file.
-        has_writer: Whether somebody may be writing to it. ``False`` is for who has the writer's lock: damage that a crash of the
-            machine did is then an error at once, where HDF5 waits for a writer to mend it.
+        has_writer: Whether another run may be writing to it. If not, damage done by a crash of the machine is an error at once, where HDF5
+            waits for a writer to mend it.
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If it is not a store that this version can read.
+        ValueError: If it is not a store that this version can read, or if anything in the block fails to be read.
     """
     if not path.is_file():
         message = f"There is no store at {str(path)!r}."
         raise FileNotFoundError(message)
     with _open_hdf5(path, has_writer) as file:
         version = file.attrs.get("format_version")
-        if version is None or "configurations" not in file.attrs:
+        if not isinstance(version, int | np.integer) or version < 1 or "configurations" not in file.attrs:
             message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
-            raise ValueError(message)
+            raise ConfigError(message)
         if version > FORMAT_VERSION:
-            message = (
-                f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. Update lightning-module-monitor to read it."
-            )
-            raise ValueError(message)
+            remedy = "Update lightning-module-monitor to read it."
+            raise ConfigError(f"{str(path)!r} has format version {version}, newer than {FORMAT_VERSION}. {remedy}")
         yield file
 
 
@@ -159,14 +168,12 @@ def _open_hdf5(path: Path, has_writer: bool) -> Iterator[h5py.File]:
         file = stack.enter_context(_opened(path, view))
         try:
             yield file
-        except FileNotFoundError:
-            raise  # a file beside it
-        except (OSError, KeyError, RuntimeError) as error:
-            # Who has the lock writes too, and of a whole file it is a key that is not there.
-            if not is_cut and (not has_writer or isinstance(error, KeyError)):
-                raise
+        except (FileNotFoundError, ConfigError, AbsentKeyError, space.NoSpaceError):
+            raise
+        except Exception as error:  # h5py, numpy and json have an exception each for a file that is not as it should be
             how = "cut short: what was asked for lies behind its end" if is_cut else "damaged: what was asked for cannot be read"
-            raise ConfigError(f"{str(path)!r} is {how} ({error}). Give a whole copy of it.") from error
+            what = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            raise ConfigError(f"{str(path)!r} is {how} ({what}). Give a whole copy of it.") from error
 
 
 def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:
@@ -181,20 +188,54 @@ def _opened(path: Path, view: ClosedView | None = None) -> h5py.File:
 
 def read_attributes(file: h5py.File) -> Attributes:
     """What the file says of itself."""
-    started, package_version = str(file.attrs["started"]), str(file.attrs["package_version"])
-    return Attributes(package_version, started, json.loads(file.attrs["configurations"]))
+    package_version, started, configurations = (_read_text(file, name) for name in ("package_version", "started", "configurations"))
+    runs = json.loads(configurations)
+    for run in runs:
+        if not isinstance(run["started"], str) or not isinstance(run["first_step"], int) or not isinstance(run["configuration"], dict):
+            message = f"'configurations' has the run {run!r}"
+            raise TypeError(message)
+    return Attributes(package_version, started, runs)
+
+
+def _read_text(file: h5py.File, name: str) -> str:
+    text = file.attrs[name]
+    if not isinstance(text, str):
+        message = f"{name!r} is {text!r}"
+        raise TypeError(message)
+    text.encode()  # what is no text fails here
+    return text
 
 
 def read_columns(file: h5py.File) -> dict[str, list[str]]:
-    """The columns of every table in the file, of numbers and of histograms, by group."""
+    """The columns of every table in the file, of numbers and of histograms, by group; without those that are superseded."""
+    return {group: columns for group, columns in read_all_columns(file).items() if not is_superseded(group)}
+
+
+def read_all_columns(file: h5py.File) -> dict[str, list[str]]:
+    """The columns of every table in the file, by group, with those that are superseded."""
     groups: list[str] = []
 
     def visit(name: str) -> None:
-        if name.endswith("/columns"):
+        if name.endswith("/columns") and isinstance(file[name], h5py.Dataset):
             groups.append(name.removesuffix("/columns"))
 
     file.visit(visit)
     return {group: read_columns_of(file, group) for group in groups}
+
+
+def is_superseded(name: str) -> bool:
+    """Whether a group or dataset of a file belongs to what a resumed run has run again."""
+    return name.startswith(f"{SUPERSEDED}/")
+
+
+def superseded_groups(file: h5py.File) -> list[str]:
+    """The groups of superseded rows, one for each resumed run: ``superseded/1``, ..."""
+    return [f"{SUPERSEDED}/{number}" for number in file.get(SUPERSEDED, ())]
+
+
+def next_superseded(file: h5py.File) -> str:
+    """The group for the rows that are superseded from now on, e.g. ``superseded/2``."""
+    return f"{SUPERSEDED}/{len(superseded_groups(file)) + 1}"
 
 
 def read_columns_of(file: h5py.File, group: str) -> list[str]:
@@ -214,19 +255,53 @@ def read_steps(group: h5py.Group) -> NDArray[np.int64]:
 
 @contextmanager
 def new_file(path: Path, attributes: Attributes) -> Iterator[h5py.File]:
-    """A new file, replacing what is at ``path``; afterwards it is closed and on the disk, or gone after an error."""
-    file = h5py.File(path, "w", libver=_LIBVER, locking=False)
-    try:
+    """A new file, made in memory; after the block it is written, replacing what is at ``path``, or gone after an error.
+
+    Raises:
+        NoSpaceError: If it cannot be written.
+    """
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver=_LIBVER) as file:
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["package_version"] = attributes.package_version
         file.attrs["started"] = attributes.started
         file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
         yield file
-        file.close()
-        _synchronize(path)
+    try:
+        with space.refusals():
+            path.write_bytes(image.getbuffer())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def changes(path: Path) -> Iterator[h5py.File]:
+    """A closed file, open for changes within ``space.room``; afterwards it is closed and on the disk, or gone after an error."""
+    file = h5py.File(path, "r+", libver=_LIBVER, locking=False)
+    try:
+        yield file
+        space.close(file)
+        with space.refusals():
+            _synchronize(path)
     except BaseException:
         abandon(file)
         path.unlink()
+        raise
+
+
+@contextmanager
+def successor(path: Path) -> Iterator[h5py.File]:
+    """A copy of a closed file, open as by :func:`changes`; it then replaces the file, which after an error stays as it was."""
+    temporary = temporary_path(path)
+    try:
+        with space.refusals():
+            shutil.copyfile(path, temporary)
+        with changes(temporary) as file:
+            yield file
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -274,11 +349,28 @@ def open_for_appending(path: Path) -> h5py.File:
     return file
 
 
+def append_in_place(temporary: Path, path: Path) -> h5py.File:
+    """Open a finished file for appending and give it its name.
+
+    In this order: a file at ``path`` can be read at any moment, also if a kill comes in between.
+    """
+    if os.name == "nt":  # Windows renames no open file; a kill in between needs HDF5's h5clear tool
+        replace(temporary, path)
+        return open_for_appending(path)
+    file = open_for_appending(temporary)
+    try:
+        replace(temporary, path)
+    except BaseException:
+        abandon(file)
+        raise
+    return file
+
+
 def abandon(file: h5py.File) -> None:
     """Close a file without another byte to its disk, which stays as it was last flushed.
 
-    After a failed write HDF5 tries again when it closes the file, fails again, and ends the process with SIGSEGV at exit,
-    whatever was caught. So what it still has to say goes into memory that is thrown away.
+    For errors in the middle of a change. Should the disk itself have failed, HDF5 tries again when it closes the file, fails again, and
+    ends the process with SIGSEGV at exit. So what it still has to write goes into memory that is thrown away.
     """
     with suppress(Exception):
         if file and hasattr(os, "memfd_create"):
@@ -293,54 +385,14 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything at a path but an empty file, which holds nothing to lose."""
+    return path.exists() and not (path.is_file() and path.stat().st_size == 0)
+
+
 def tensors_path(path: Path) -> Path:
     """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
-
-
-def rewrite(
-    source: h5py.File,
-    target: Path,
-    *,
-    attributes: Attributes | None = None,
-    more: Mapping[str, Sequence[str]] | None = None,
-    before_step: int | None = None,
-) -> None:
-    """Copy a store into a new, plain file at ``target``: the one way to repair, to widen, and to cut.
-
-    Args:
-        source: The store, open in any mode.
-        target: Path of the copy; not the source's own.
-        attributes: Replaces the source's own.
-        more: Columns by group that the copy has besides the source's.
-        before_step: Only rows, and findings, of earlier steps are copied.
-    """
-    tables = read_columns(source)
-    wider = dict(tables)
-    for group, columns in (more or {}).items():
-        wider[group] = list(dict.fromkeys((*tables.get(group, ()), *columns)))
-    with new_file(target, attributes or read_attributes(source)) as copy:
-        create_tables(copy, wider)
-        for group in tables:
-            _copy_rows(source[group], copy[group], before_step)
-        findings.append(copy, [one for one in findings.read(source) if before_step is None or one.step < before_step])
-
-
-def _copy_rows(source: h5py.Group, target: h5py.Group, before_step: int | None) -> None:
-    steps = read_steps(source)
-    kept = np.flatnonzero(steps < before_step) if before_step is not None else np.arange(len(steps))
-    columns, row_shape = source["values"].shape[1], target["values"].shape[1:]
-    rows_per_copy = max(1, _BYTES_PER_COPY // (8 * int(np.prod(row_shape))))
-    for name in ("values", "steps"):
-        target[name].resize(len(kept), axis=0)
-    target["steps"][...] = steps[kept]
-    # The union begins with the source's own columns, in their order; in blocks, because a store can be larger than memory.
-    for first in range(0, len(kept), rows_per_copy):
-        rows = kept[first : first + rows_per_copy]
-        block = source["values"][rows[0] : rows[-1] + 1][rows - rows[0]]
-        wide = np.full((len(rows), *row_shape), target["values"].fillvalue, target["values"].dtype)
-        wide[:, :columns] = block
-        target["values"][first : first + len(rows)] = wide
 
 
 def _synchronize(path: Path) -> None:
@@ -350,6 +402,7 @@ def _synchronize(path: Path) -> None:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Put a finished file in another's place, atomically: a kill leaves one or the other, whole."""
-    shutil.copymode(path, temporary)
+    """Give a finished file its name, atomically: a kill leaves this file there or the one before, whole."""
+    if path.exists():
+        shutil.copymode(path, temporary)
     temporary.replace(path)

@@ -13,12 +13,28 @@ def acquire(path: Path) -> BaseFileLock | None:
 
     HDF5's own lock is dropped in SWMR mode, so this one is on a hidden file beside the store.
     """
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, thread_local=False)
+    lock = FileLock(_file_of(path), timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
         return None
     return lock
+
+
+def has_holder(path: Path) -> bool:
+    """Whether a store, in this or another process, has the right to write to ``path``; true if that cannot be known."""
+    try:
+        lock = acquire(path) if exists(path) else None
+    except OSError:  # e.g. a folder that is not ours
+        return True
+    if lock is not None:
+        release(lock)
+    return exists(path)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a hidden file for ``path``: of a store that is open, or of a run that was killed."""
+    return _file_of(path).exists()
 
 
 def release(lock: BaseFileLock) -> None:
@@ -29,3 +45,7 @@ def release(lock: BaseFileLock) -> None:
     with suppress(OSError):  # e.g. Windows, which removes no open file: it stays, and does no harm
         Path(lock.lock_file).unlink()
     lock.release()
+
+
+def _file_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")

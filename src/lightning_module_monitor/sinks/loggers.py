@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Key, Record
+from lightning_module_monitor.values import is_undefined
 
 *_SITES, ALL = ROLL_UP_SITES
 ROLL_UPS: dict[str, Callable[[list[float]], float]] = dict(zip(_SITES, (min, statistics.median, max), strict=True))
@@ -129,7 +130,7 @@ def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
 def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = ()) -> dict[str, float]:
     """Minimum, median and maximum over the sites, for each kind and statistic.
 
-    A NaN among the values makes all three NaN: it is not hidden.
+    A NaN among the values makes all three NaN, so that it is not hidden; one of a statistic that finite tensors do not have is left out.
 
     Args:
         values: Value by key.
@@ -147,8 +148,9 @@ def rolled_up(values: Mapping[str, float], always: Iterable[re.Pattern[str]] = (
             kept[text] = value
         if key.site not in ("", SUMMARY_SITE):
             groups[key._replace(site="")].append(value)
-    for group, members in groups.items():
-        has_nan = any(math.isnan(member) for member in members)
+    for group, every in groups.items():
+        members = [member for member, is_nothing in zip(every, is_undefined(every).tolist(), strict=True) if not is_nothing]
+        has_nan = any(math.isnan(member) for member in members) or not members
         for site, roll_up in ROLL_UPS.items():
             kept[group._replace(site=site).format()] = float("nan") if has_nan else roll_up(members)
     return kept

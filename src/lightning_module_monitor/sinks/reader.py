@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import h5py
@@ -17,8 +16,10 @@ from numpy.typing import NDArray
 from lightning_module_monitor.bins import FINITE, NOT_FINITE
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Finding, Key
-from lightning_module_monitor.sinks import findings, layout, lock, tensors
+from lightning_module_monitor.sinks import findings, frames, layout, lock, tensors
+from lightning_module_monitor.sinks.inspection import inspect
 from lightning_module_monitor.sinks.killed import is_in_use
+from lightning_module_monitor.sinks.rewrite import rewrite
 from lightning_module_monitor.sinks.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -40,15 +41,17 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If the file is not HDF5, not a monitor's store, or of a newer format.
+        ValueError: If the file is not HDF5, not a monitor's store, damaged, or of a newer format; or if it has data outside of itself
+            (links, external storage, virtual datasets), which no run writes.
 
     Example::
 
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
     reader = StoreReader(Path(path))
-    with layout.open_store(reader.path):
-        return reader
+    with layout.open_store(reader.path) as file:
+        inspect(file, reader.path)
+    return reader
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +93,7 @@ class StoreReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         """The file."""
+        self._has_inspected_tensors = False
 
     def keys(self) -> list[str]:
         """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
@@ -132,9 +136,9 @@ class StoreReader:
                 return steps[present], values[present]
         if key in self.histogram_keys():
             message = f"{key!r} in {str(self.path)!r} is a histogram, and no series of numbers; read it with histogram({key!r})."
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def kinds(self) -> list[str]:
         """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
@@ -202,7 +206,7 @@ class StoreReader:
         group_by_kind = _group_by_kind(tables)
         if kind not in group_by_kind:
             message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
-            raise KeyError(message)
+            raise layout.AbsentKeyError(message)
         return group_by_kind[kind], tables[group_by_kind[kind]]
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
@@ -247,7 +251,7 @@ class StoreReader:
                 present = ~layout.is_absent(rows[:, 0])
                 return steps[present], rows[present], values.attrs["edges"]
         message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
-        raise KeyError(message)
+        raise layout.AbsentKeyError(message)
 
     def findings(self) -> list[Finding]:
         """What was found to be wrong with the model, in the order in which it was found."""
@@ -276,10 +280,10 @@ class StoreReader:
         """
         pd = require("pandas", "pandas")
         with layout.open_store(self.path) as file:
-            tables = [(group, columns, *_read_table(file[group])) for group, columns in _columns(file).items()]
+            tables = [(_keys_of(group, columns), *_read_table(file[group])) for group, columns in _columns(file).items()]
         names = ["step", "stage", "kind", "site", "statistic", "value"]
-        frames = [pd.DataFrame(_tidy(*table), columns=names) for table in tables]
-        frame: pandas.DataFrame = pd.concat(frames, ignore_index=True)
+        parts = [pd.DataFrame(frames.tidy(*table), columns=names) for table in tables]
+        frame: pandas.DataFrame = pd.concat(parts, ignore_index=True)
         return frame
 
     def to_xarray(self, kind: str) -> xarray.Dataset:
@@ -296,7 +300,7 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
             ImportError: If xarray is not installed.
         """
-        return _to_dataset(require("xarray", "xarray"), self.matrix(kind))
+        return frames.to_dataset(require("xarray", "xarray"), self.matrix(kind))
 
     def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
         """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
@@ -317,17 +321,24 @@ class StoreReader:
             KeyError: If it was not captured; the message names the nearest that was.
             FileNotFoundError: If nothing was.
         """
-        wanted = {"kind": kind, "site": site, "step": step, "call": call}
         with self._open_tensors() as file:
-            found = tensors.read_tensors(file)
-            for name, value in wanted.items():
-                known = dict.fromkeys(getattr(one, name) for one in found)
-                if value not in known:
-                    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
-                    given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-                    raise KeyError(f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}")
-                found = [one for one in found if getattr(one, name) == value]
-            return tensors.read_tensor(file, found[-1])
+            value = tensors.find_tensor(file, kind, site, step, call)
+            if value is None:
+                raise layout.AbsentKeyError(
+                    self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call})
+                )
+            return value
+
+    def _not_captured(self, found: list[StoredTensor], wanted: Mapping[str, str | int]) -> str:
+        """Which part of what is wanted is wrong, with the nearest right one."""
+        for name, value in wanted.items():
+            known = dict.fromkeys(getattr(one, name) for one in found)
+            if value not in known:
+                break
+            found = [one for one in found if getattr(one, name) == value]
+        near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+        given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
+        return f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}"
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
         """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
@@ -348,43 +359,41 @@ class StoreReader:
         return [one for one in found if kind in (None, one.kind) and site in (None, one.site) and step in (None, one.step)]
 
     def repair(self) -> None:
-        """Make files that a kill left half open readable for every HDF5 program; their content stays. Atomic.
+        """Make a store that a kill left half open readable for every HDF5 program; its content stays. Atomic.
 
-        The store, and that of the raw tensors beside it. A file that was closed is left as it is.
+        A file that was closed is left as it is, and so are the raw tensors beside it, whose file is always closed.
 
         Raises:
-            RuntimeError: If a run is still writing to one.
+            RuntimeError: If a run is still writing to it.
         """
-        _repair(self.path.resolve(), layout.rewrite)
-        beside = layout.tensors_path(self.path.resolve())
-        if beside.exists():
-            _repair(beside, tensors.rewrite)
+        path = self.path.resolve()
+        held = lock.acquire(path)
+        if held is None:
+            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
+            raise RuntimeError(message)
+        try:
+            temporary = layout.temporary_path(path)
+            with layout.open_store(path, has_writer=False) as source:
+                if not is_in_use(path):
+                    return
+                rewrite(source, temporary)
+            layout.replace(temporary, path)
+        finally:
+            lock.release(held)
 
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
         # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
         beside = layout.tensors_path(self.path)
-        with layout.open_store(beside if beside.exists() else self.path) as file:
-            if not isinstance(file.get("tensors"), h5py.Dataset):
+        path = beside if beside.exists() else self.path
+        with layout.open_store(path) as file:
+            if not self._has_inspected_tensors:
+                inspect(file, path)
+                self._has_inspected_tensors = True
+            if not tensors.has_tensors(file):
                 message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
                 raise FileNotFoundError(message)
             yield file
-
-
-def _repair(path: Path, rewrite: Callable[[h5py.File, Path], None]) -> None:
-    held = lock.acquire(path)
-    if held is None:
-        message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
-        raise RuntimeError(message)
-    try:
-        temporary = layout.temporary_path(path)
-        with layout.open_store(path, has_writer=False) as source:
-            if not is_in_use(path):
-                return
-            rewrite(source, temporary)
-        layout.replace(temporary, path)
-    finally:
-        lock.release(held)
 
 
 def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
@@ -403,7 +412,7 @@ def _filled(group: h5py.Group, is_enough: Callable[[NDArray[np.bool_]], np.bool_
 
     Args:
         group: The table.
-        is_enough: Told what is known so far, says when no more rows need to be read: ``np.all``, or ``np.any``.
+        is_enough: Takes what is known so far; true if no further row needs to be read: ``np.all`` or ``np.any``.
     """
     values, num_rows = group["values"], len(layout.read_steps(group))
     filled = np.zeros(values.shape[1], dtype=np.bool_)
@@ -433,33 +442,3 @@ def _group_by_kind(tables: dict[str, list[str]]) -> dict[str, str]:
 def _head(group: str, columns: list[str]) -> str:
     """A group's kind as a user knows it."""
     return layout.join(group, columns[0])[: -len(columns[0])].removesuffix("/") or group
-
-
-def _tidy(
-    group: str, columns: list[str], steps: NDArray[np.int64], values: NDArray[np.float64]
-) -> dict[str, NDArray[np.generic] | list[str]]:
-    """The recorded values of a table, one after the other, each with the parts of its key."""
-    keys = _keys_of(group, columns)
-    row, column = np.nonzero(~layout.is_absent(values))
-    parts = {
-        "stage": [key.stage for key in keys],
-        "kind": [f"{key.prefix}/{key.kind}" if key.prefix else key.kind for key in keys],
-        "site": [key.site for key in keys],
-        "statistic": [key.statistic for key in keys],
-    }
-    tidy = {name: np.array(texts, dtype=object)[column] for name, texts in parts.items()}
-    return {"step": steps[row], **tidy, "value": values[row, column]}
-
-
-def _to_dataset(xr: ModuleType, matrix: Matrix) -> xarray.Dataset:
-    keys, steps = matrix.keys, matrix.steps
-    sites = list(dict.fromkeys(key.site for key in keys))
-    place = {site: index for index, site in enumerate(sites)}
-    statistics = dict.fromkeys(key.statistic for key in keys)
-    cubes = {statistic: np.full((len(sites), len(steps)), np.nan) for statistic in statistics}
-    for column, key in enumerate(keys):
-        cubes[key.statistic][place[key.site]] = matrix.values[:, column]
-    dataset: xarray.Dataset = xr.Dataset(
-        {name: (("step", "site"), cube.T) for name, cube in cubes.items()}, coords={"step": steps, "site": sites}
-    )
-    return dataset.squeeze("site", drop=True) if sites == [""] else dataset

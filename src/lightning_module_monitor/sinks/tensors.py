@@ -1,13 +1,17 @@
-"""Raw tensors in a file of their own, beside the store: appended to while training, whole after a kill, as the store is.
+"""Raw tensors in a file of their own, beside the store: a dataset each, ``/kind/site/step``, that any HDF5 program shows.
 
-``data`` has the bytes of all tensors, one after the other, each in C order and little-endian. ``tensors`` has a row for each: what it is,
-where its bytes are, its dtype as torch calls it, its shape. A row counts once it names its kind: bytes that no row points to, which a kill
-or a Ctrl-C left, are no tensor.
+The tensors of a step are added to a copy of the file, which then replaces it. So at every moment, also after a kill, the file is closed
+and holds every step up to the last one written. The price is a copy of the file for each captured step.
+
+A dataset has the tensor's own dtype and shape. A dtype that HDF5 does not have (bfloat16, float8) is stored as unsigned integers with the
+same bits. The attribute ``dtype`` is torch's name of the dtype; ``index`` is the place among the tensors of the step. The second call of a
+module in a step is ``/kind/site/step.call_1``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,33 +19,20 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import MAX_SITE_LENGTH, MAX_STATISTIC_LENGTH, RawTensor, Record
-from lightning_module_monitor.sinks import layout, writer
+from lightning_module_monitor.record import RawTensor, Record
+from lightning_module_monitor.sinks import layout, lock, space, writer
+from lightning_module_monitor.sinks.rewrite import Count
 
 if TYPE_CHECKING:  # who reads numbers only does without torch
     from torch import Tensor
 
-_MAX_DIMENSIONS = 64  # torch's own limit
-_ROW = np.dtype(
-    [
-        ("kind", f"S{MAX_STATISTIC_LENGTH}"),
-        ("site", f"S{MAX_SITE_LENGTH}"),
-        ("step", "<i8"),
-        ("call", "<i8"),
-        ("start", "<i8"),
-        ("num_bytes", "<i8"),
-        ("dtype", "S24"),
-        ("num_dimensions", "<i8"),
-        ("shape", "<i8", (_MAX_DIMENSIONS,)),
-    ]
-)
-_ROWS_PER_CHUNK = 64
-_BYTES_PER_CHUNK = 1 << 18
-_BYTES_PER_COPY = 1 << 26
+_CALL = ".call_"
+_MARK = "content"
+_CONTENT = "raw tensors"
 
 
 class StoredTensor(NamedTuple):
-    """What a file says of one of its tensors."""
+    """One of the tensors of a file."""
 
     kind: str
     site: str
@@ -51,151 +42,134 @@ class StoredTensor(NamedTuple):
     dtype: str
     """As torch calls it: ``bfloat16``."""
     shape: tuple[int, ...]
-    start: int
-    """Index of its first byte in ``data``."""
-    num_bytes: int
 
 
 class TensorStore(writer.Writer):
     """Writes the raw tensors of the records of one run; read them with ``load_store(path).tensor``.
 
-    Arguments are those of :class:`~lightning_module_monitor.sinks.writer.Writer`. In a resumed run, tensors of steps that are run again are
-    taken out with its first record, whether that has tensors or not.
+    Arguments are those of :class:`~lightning_module_monitor.sinks.writer.Writer`. A resumed run supersedes tensors, or begins with a copy
+    of them, with its first record, whether that has tensors or not.
     """
 
-    _is_first = True
-    _num_rows = 0
-    _num_bytes = 0
+    _ITEMS = "tensors"
 
     def _concerns(self, record: Record) -> bool:
-        is_first, self._is_first = self._is_first, False
-        return bool(record.tensors) or (is_first and self._has_steps_that_run_again())
+        return bool(record.tensors) or (self._lock is None and self._has_to_resume)
 
-    def _has_steps_that_run_again(self) -> bool:
-        if self._resume_from is None or not self.path.exists():
+    @functools.cached_property
+    def _has_to_resume(self) -> bool:
+        """Whether the file of the resumed run has tensors to supersede, or to copy."""
+        if self._resumed is None or self._resume_from is None or not layout.is_there(self._resumed):
             return False
         try:
-            with layout.open_store(self.path) as file:
-                return any(stored.step >= self._resume_from for stored in read_tensors(file))
-        except Exception:  # what is wrong with it is said when there are tensors to write
+            with layout.open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
+                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in read_tensors(file))
+        except Exception:  # what is wrong with it is reported when there are tensors to write
             return False
 
     def _create_content(self, file: h5py.File, record: Record) -> None:
-        _create_datasets(file)
+        file.attrs[_MARK] = _CONTENT
 
-    def _rewrite(self, source: h5py.File, target: Path, attributes: layout.Attributes | None = None, record: Record | None = None) -> None:
-        rewrite(source, target, attributes, None if record is None else self._resume_from)
+    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
+        stored = read_tensors(source)
+        kept = [_name(*one[:4]) for one in stored if self._resume_from is None or one.step < self._resume_from]
+        moved = {name: name for name in kept}
+        if with_superseded:
+            later, cut = [name for one in stored if (name := _name(*one[:4])) not in moved], layout.next_superseded(source)
+            moved |= {name: f"{cut}/{name}" for name in later} | {name: name for name in _names(source, is_superseded=True)}
+        with layout.new_file(target, attributes) as copy:
+            self._create_content(copy, record)
+        with layout.changes(target) as copy:
+            for name, new_name in moved.items():
+                with space.room(copy, source[name].nbytes + _overhead(1)):
+                    source.copy(name, copy, new_name)
+        return Count(len(kept), len(stored) - len(kept))
 
-    def _adopt(self, file: h5py.File) -> None:
-        self._file = file
-        stored = read_tensors(file)
-        self._num_rows, self._num_bytes = len(stored), max((one.start + one.num_bytes for one in stored), default=0)
+    def _put_in_place(self, temporary: Path) -> None:
+        layout.replace(temporary, self.path)
+
+    def _finish(self) -> None:
+        """The file is closed already."""
 
     def _append(self, record: Record) -> None:
-        if not record.tensors:
-            return
-        assert self._file is not None
-        writer.require_space(self.path.parent, sum(_size(raw.value) for raw in record.tensors) + len(record.tensors) * _ROW.itemsize)
-        rows, end = [], self._num_bytes
-        for raw in record.tensors:
-            data = _to_bytes(raw.value)
-            _write(self._file["data"], end, data)
-            rows.append(_described(raw, record.step, end, len(data)))
-            end += len(data)
-        # The rows last, for what is named there is read. Those of a step come all at once.
-        self._file.flush()
-        _write(self._file["tensors"], self._num_rows, _as_rows(rows))
-        self._file.flush()
-        self._num_rows, self._num_bytes = self._num_rows + len(rows), end
+        if record.tensors:
+            num_bytes = sum(raw.value.numel() * raw.value.element_size() for raw in record.tensors)
+            with layout.successor(self.path) as file, space.room(file, num_bytes + _overhead(len(record.tensors))):
+                _add(file, record.step, record.tensors)
+
+
+def has_tensors(file: h5py.File) -> bool:
+    """Whether a file is one of raw tensors."""
+    return bool(file.attrs.get(_MARK) == _CONTENT)
 
 
 def read_tensors(file: h5py.File) -> list[StoredTensor]:
-    """What is in a file, in the order in which it was written."""
-    return [_parsed(row) for row in file["tensors"][...] if row["kind"]]
+    """The tensors of a file, in the order in which they were captured."""
+    found = [(_described(name, file[name]), int(file[name].attrs["index"])) for name in _names(file, is_superseded=False)]
+    return [stored for stored, _index in sorted(found, key=lambda one: (one[0].step, one[1]))]
 
 
-def read_tensor(file: h5py.File, stored: StoredTensor) -> Tensor:
-    """One tensor of a file, on the CPU, bit for bit as it was."""
+def find_tensor(file: h5py.File, kind: str, site: str, step: int, call: int) -> Tensor | None:
+    """One tensor of a file, on the CPU, bit for bit as it was; ``None`` if it is not there."""
     import torch
 
-    value = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    if stored.num_bytes:
-        file["data"].read_direct(_to_bytes(value), np.s_[stored.start : stored.start + stored.num_bytes])
+    dataset = file.get(_name(kind, site, step, call))
+    if not isinstance(dataset, h5py.Dataset):
+        return None
+    value = torch.empty(dataset.shape, dtype=getattr(torch, dataset.attrs["dtype"]))
+    if value.numel():
+        dataset.read_direct(_to_array(value))
     return value
 
 
-def rewrite(source: h5py.File, target: Path, attributes: layout.Attributes | None = None, before_step: int | None = None) -> None:
-    """Copy a file of tensors into a new, plain one at ``target``: the one way to repair and to cut.
+def _names(file: h5py.File, *, is_superseded: bool) -> list[str]:
+    """Of all datasets, without or with only those that are superseded."""
+    names: list[str] = []
 
-    Args:
-        source: The file, open in any mode.
-        target: Path of the copy; not the source's own.
-        attributes: Replaces the source's own.
-        before_step: Only tensors of earlier steps are copied.
-    """
-    kept = [stored for stored in read_tensors(source) if before_step is None or stored.step < before_step]
-    with layout.new_file(target, attributes or layout.read_attributes(source)) as copy:
-        _create_datasets(copy)
-        moved, end = [], 0
-        for stored in kept:
-            for first in range(0, stored.num_bytes, _BYTES_PER_COPY):
-                last = min(first + _BYTES_PER_COPY, stored.num_bytes)
-                _write(copy["data"], end + first, source["data"][stored.start + first : stored.start + last])
-            moved.append(stored._replace(start=end))
-            end += stored.num_bytes
-        _write(copy["tensors"], 0, _as_rows(moved))
+    def visit(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(item, h5py.Dataset) and layout.is_superseded(name) is is_superseded:
+            names.append(name)
+
+    file.visititems(visit)
+    return names
 
 
-def _create_datasets(file: h5py.File) -> None:
-    # Not compressed: a chunk that is compressed again as it fills would move while others read it. And noise does not shrink.
-    file.create_dataset("data", (0,), "u1", maxshape=(None,), chunks=(_BYTES_PER_CHUNK,))
-    file.create_dataset("tensors", (0,), _ROW, maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
+def _overhead(num_tensors: int) -> int:
+    """What HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    return (1 << 16) + (1 << 14) * num_tensors
 
 
-def _write(dataset: h5py.Dataset, start: int, items: NDArray[np.generic]) -> None:
-    if len(items):
-        dataset.resize(max(len(dataset), start + len(items)), axis=0)
-        dataset[start : start + len(items)] = items
+def _add(file: h5py.File, step: int, tensors: Sequence[RawTensor]) -> None:
+    for index, raw in enumerate(tensors):
+        name = _name(raw.kind, raw.site, step, raw.call)
+        if name in file:  # a second record of the step; the later one counts, as it does in the store
+            del file[name]
+        dataset = file.create_dataset(name, data=_to_array(raw.value))
+        dataset.attrs["dtype"] = str(raw.value.dtype).removeprefix("torch.")
+        dataset.attrs["index"] = index
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _to_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The elements of a tensor on the CPU in C order, shape ``(bytes,)``; of a plain one its own memory."""
+def _to_array(tensor: Tensor) -> NDArray[np.generic]:
+    """The elements of a tensor on the CPU; of a plain one its own memory."""
     import torch
 
-    data: NDArray[np.uint8] = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return data
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    try:
+        array: NDArray[np.generic] = plain.numpy()
+    except TypeError:  # numpy has no such dtype
+        unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[plain.element_size()]
+        array = plain.view(unsigned).numpy()
+    return array
 
 
-def _described(raw: RawTensor, step: int, start: int, num_bytes: int) -> StoredTensor:
-    dtype = str(raw.value.dtype).removeprefix("torch.")
-    return StoredTensor(raw.kind, raw.site, step, raw.call, dtype, tuple(raw.value.shape), start, num_bytes)
+def _name(kind: str, site: str, step: int, call: int) -> str:
+    """Where a tensor is in the file."""
+    return f"{kind}/{site}/{step}" + (f"{_CALL}{call}" if call else "")
 
 
-def _as_rows(tensors: Iterable[StoredTensor]) -> NDArray[np.void]:
-    return np.array(
-        [
-            (
-                *(one.kind.encode(), one.site.encode(), one.step, one.call, one.start, one.num_bytes, one.dtype.encode()),
-                *(len(one.shape), one.shape + (0,) * (_MAX_DIMENSIONS - len(one.shape))),
-            )
-            for one in tensors
-        ],
-        dtype=_ROW,
-    )
-
-
-def _parsed(row: np.void) -> StoredTensor:
-    return StoredTensor(
-        kind=row["kind"].decode(),
-        site=row["site"].decode(),
-        step=int(row["step"]),
-        call=int(row["call"]),
-        dtype=row["dtype"].decode(),
-        shape=tuple(row["shape"][: row["num_dimensions"]].tolist()),
-        start=int(row["start"]),
-        num_bytes=int(row["num_bytes"]),
-    )
+def _described(name: str, dataset: h5py.Dataset) -> StoredTensor:
+    """The inverse of :func:`_name`, with what the dataset is."""
+    kind, _, rest = name.partition("/")
+    site, _, last = rest.rpartition("/")
+    step, _, call = last.partition(_CALL)
+    return StoredTensor(kind, site, int(step), int(call or 0), dataset.attrs["dtype"], dataset.shape)

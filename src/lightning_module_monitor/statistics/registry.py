@@ -1,7 +1,8 @@
 """The built-in statistics, each finished from moments, and the place where a user's own are added.
 
 ``n`` is the number of elements and ``x`` an element, over all micro-batches and calls of a step; a token is a slice
-along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay.
+along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay. What finite
+tensors do not have (the variance of one element, zero over zero) is a NaN of its own, ``values.UNDEFINED``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_module_monitor.statistics.moments import Array, HostMoments, Need
+from lightning_module_monitor.values import UNDEFINED
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ def _mean(moments: HostMoments) -> Array:
 
 def _var(moments: HostMoments) -> Array:
     # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
-    return moments.deviations / (moments.elements - 1)
+    return _over(moments.deviations, moments.elements - 1)
 
 
 def _std(moments: HostMoments) -> Array:
-    return _sqrt(_var(moments))
+    var = _var(moments)
+    return np.where(np.isnan(var), var, _sqrt(var))
 
 
 def _norm(moments: HostMoments) -> Array:
@@ -105,12 +108,19 @@ def _token_rms(moments: HostMoments) -> Array:
 
 
 def _ratio(moments: HostMoments, base: HostMoments) -> Array:
-    return _norm(moments) / _norm(base)
+    return _over(_norm(moments), _norm(base))
 
 
 def _cosine(current: HostMoments, reference: HostMoments, product: HostMoments) -> Array:
     # Rounding must not make it more than one can be.
-    return np.clip(product.mean * product.elements / (_norm(current) * _norm(reference)), -1.0, 1.0)
+    norms = _norm(current) * _norm(reference)
+    cosine: Array = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
+    return np.where(norms == 0, UNDEFINED, cosine)
+
+
+def _over(numerator: Array, denominator: Array) -> Array:
+    """A quotient; of zero and zero there is none."""
+    return np.where((numerator == 0) & (denominator == 0), UNDEFINED, numerator / denominator)
 
 
 def _sqrt(x: Array) -> Array:
@@ -139,7 +149,7 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
 }
 """Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
-relative to; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a histogram over the bins
-of ``bins.py``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last monitored steps, up to ten.
-Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
+relative to, NaN where both are zero; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a
+histogram over the bins of ``bins.py``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last
+monitored steps, up to ten. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""

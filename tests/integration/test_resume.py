@@ -1,0 +1,138 @@
+"""A run that is resumed from a checkpoint: which file it writes to, and that it costs no other run a row."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, loader, seed, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
+
+NORM = "parameter/model.weight/norm"
+
+
+def fit(folder: Path, max_steps: int, resume: Path | None = None, *, logger: Any = False, **options: Any) -> ModuleMonitorCallback:
+    """A run that records every step, and saves a checkpoint every five."""
+    seed()
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], **options)
+    checkpoint = ModelCheckpoint(folder / f"to_{max_steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    run = trainer(
+        folder, [callback, checkpoint], enable_checkpointing=True, max_steps=max_steps, max_epochs=-1, logger=logger, log_every_n_steps=1
+    )
+    run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
+    return callback
+
+
+def digests(*paths: Path) -> list[tuple[str, int]]:
+    """Content and age of files, to see that nothing wrote to them."""
+    return [(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in paths]
+
+
+def steps_of(path: Path | str | None) -> list[int]:
+    """The steps in a store."""
+    assert path is not None
+    steps: list[int] = load_store(path).series(NORM)[0].tolist()
+    return steps
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """The folder of a run of twelve steps that has ended, with tensors of two of them."""
+    fit(tmp_path / "first", 12, capture=Capture(sites="model", steps=[0, 11]))
+    return tmp_path / "first"
+
+
+def test_trials_from_one_checkpoint_have_files_of_their_own(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each begins with the rows up to the checkpoint; the run that was trained first is not touched; one line and the attributes say so."""
+    caplog.set_level(logging.INFO)
+    finished = first / "monitor.h5", first / "monitor.tensors.h5"
+    before, whole = digests(*finished), load_store(finished[0]).series(NORM)
+    for number in range(3):
+        own = tmp_path / f"trial{number}" / "monitor.h5"
+        trial = fit(own.parent, 13 + number, first / "to_12" / "step=10.ckpt")
+        assert trial.store_path == str(own)
+        assert steps_of(own) == list(range(13 + number))
+        assert load_store(own).series(NORM)[1][:10].tolist() == whole[1][:10].tolist()
+        assert next(one.step for one in load_store(own).tensors()) == 0
+        configurations: Any = load_store(own).attributes["configurations"]
+        assert [run.get("copied_from") for run in configurations] == [None, str(finished[0])]
+        line = f"{own} goes on from step 10; it begins with a copy of 20 rows of earlier steps from {finished[0]}, which is left as it is."
+        assert caplog.messages.count(line) == 1
+    assert digests(*finished) == before
+
+
+def test_an_explicit_store_is_where_a_resumed_run_writes(first: Path, tmp_path: Path) -> None:
+    """Whatever the checkpoint says; resumed once more, it goes on in that file."""
+    before = digests(first / "monitor.h5")
+    own = tmp_path / "mine" / "B.h5"
+    trial = fit(tmp_path / "second", 16, first / "to_12" / "step=10.ckpt", store=str(own))
+    assert trial.store_path == str(own)
+    assert steps_of(own) == list(range(16))
+    again = fit(tmp_path / "third", 18, tmp_path / "second" / "to_16" / "step=15.ckpt", store=str(own))
+    assert again.store_path == str(own)
+    assert steps_of(own) == list(range(18))
+    assert digests(first / "monitor.h5") == before
+    assert sorted(path.name for path in own.parent.iterdir()) == ["B.h5", "B.tensors.h5"]
+
+
+def test_the_next_version_of_a_logger_has_its_own_file(tmp_path: Path) -> None:
+    """Lightning gives a resumed run a new folder: the record up to there goes with it, and the old one stays."""
+    fit(tmp_path, 12, logger=CSVLogger(tmp_path))
+    old = tmp_path / "lightning_logs" / "version_0" / "monitor.h5"
+    before = digests(old)
+    fit(tmp_path, 14, tmp_path / "to_12" / "step=10.ckpt", logger=CSVLogger(tmp_path))
+    assert digests(old) == before
+    assert steps_of(old) == list(range(12))
+    assert steps_of(tmp_path / "lightning_logs" / "version_1" / "monitor.h5") == list(range(14))
+
+
+def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also under a numbered name; the rows of the steps that run again, and their tensors, are in a group of the file."""
+    caplog.set_level(logging.INFO)
+    path = first / "monitor.h5"
+    steps, values = load_store(path).series(NORM)
+    resumed = fit(first, 14, first / "to_12" / "step=10.ckpt", capture=Capture(sites="model", steps=[13]))
+    assert resumed.store_path == str(path)
+    assert steps_of(path) == list(range(14))
+    assert f"{path} goes on from step 10; 4 rows of steps that run again are now in its group superseded." in caplog.messages
+    import h5py
+
+    with h5py.File(path) as file:
+        group = file["superseded/1/parameter"]
+        assert group["steps"][...].tolist() == steps[10:].tolist() == [10, 11]
+        column = group["columns"][...].tolist().index(b"model.weight/norm")
+        assert group["values"][:, column].tolist() == values[10:].tolist()
+    with h5py.File(first / "monitor.tensors.h5") as file:
+        assert list(file["superseded/1/activation/model"]) == ["11"]
+    assert sorted({one.step for one in load_store(path).tensors()}) == [0, 13]
+    other = fit(first, 13)  # a new run beside it
+    assert other.store_path == str(first / "monitor-2.h5")
+    numbered = fit(first, 17, first / "to_13" / "step=10.ckpt")
+    assert numbered.store_path == str(first / "monitor-2.h5")
+    assert steps_of(numbered.store_path) == list(range(17))
+    assert steps_of(path) == list(range(14))
+
+
+@pytest.mark.parametrize("store", ["a file of mine", "no HDF5", 7, None, "", "x" * 5000, "a\0b"])
+def test_a_strangers_checkpoint_decides_nothing(first: Path, tmp_path: Path, store: object) -> None:
+    """The path in it is one to read from at most."""
+    mine = tmp_path / "precious.h5"
+    mine.write_bytes((first / "monitor.h5").read_bytes() if store == "a file of mine" else b"notes of mine")
+    path = first / "to_12" / "step=10.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["callbacks"]["ModuleMonitorCallback"]["store"] = str(mine) if store in ("a file of mine", "no HDF5") else store
+    torch.save(checkpoint, path)
+    before = digests(mine)
+    trial = fit(tmp_path / "own", 12, path)
+    assert trial.store_path == str(tmp_path / "own" / "monitor.h5")
+    assert steps_of(trial.store_path) == list(range(0 if store == "a file of mine" else 10, 12))
+    assert digests(mine) == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "own", "precious.h5"]

@@ -1,0 +1,390 @@
+"""Files that may not grow: a full disk, a quota, a limit on the size of files. No write that fails reaches HDF5."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from helpers.processes import start
+
+from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.record import Finding, RawTensor, Record
+from lightning_module_monitor.sinks import layout, space
+from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.sinks.tensors import TensorStore
+
+RMS = "activation/fc/rms"
+REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
+
+
+class Disk:
+    """A disk that gives space until it is full."""
+
+    def __init__(self) -> None:
+        self.refusal: int | None = None
+        """What it says, when it is full."""
+        self.num_refused = 0
+        self._reserve = os.posix_fallocate
+
+    def reserve(self, descriptor: int, start: int, num_bytes: int) -> None:
+        """In place of ``os.posix_fallocate``."""
+        if self.refusal is not None:
+            self.num_refused += 1
+            raise OSError(self.refusal, os.strerror(self.refusal))
+        self._reserve(descriptor, start, num_bytes)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """Asked before each growth of a file."""
+    disk = Disk()
+    monkeypatch.setattr(os, "posix_fallocate", disk.reserve)
+    monkeypatch.setattr(space, "_BYTES_AHEAD", 0)
+    return disk
+
+
+def tensor_record(step: int) -> Record:
+    """One with a value and a tensor."""
+    return Record(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))])
+
+
+def steps_of(path: Path) -> list[int]:
+    """The steps in a store, whose values are right, and which plain h5py opens."""
+    steps, values = load_store(path).series(RMS)
+    assert values.tolist() == steps.tolist()
+    h5py.File(path).close()
+    found: list[int] = steps.tolist()
+    return found
+
+
+# ------------------------------------------------------------------ a disk that is full, and freed
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=errno.errorcode.get)
+def test_no_space_is_one_warning_and_nothing_raises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, refusal: int) -> None:
+    """Whatever the reason is; what was written before is there, and the file is closed."""
+    opened = Store(tmp_path / "m.h5", configuration={})
+    opened.write(Record(0, {RMS: 0.0}))
+    disk.refusal = refusal
+    for step in range(1, 40):
+        opened.write(Record(step, {RMS: float(step)}))
+    opened.close()
+    assert opened.failed
+    (message,) = caplog.messages
+    assert f"m.h5 cannot be written at step 1 ([Errno {refusal}] {os.strerror(refusal)})" in message
+    assert message.endswith("Training goes on; what was written before can be read with load_store, and later records are tried again.")
+    assert steps_of(tmp_path / "m.h5") == [0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+
+
+def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """Records are tried at growing distances, and one line says how many are missing."""
+    caplog.set_level(logging.INFO)
+    opened = Store(tmp_path / "m.h5", configuration={})
+    opened.write(Record(0, {RMS: 0.0}))
+    disk.refusal = errno.ENOSPC
+    refused = []
+    for step in range(1, 100):
+        before = disk.num_refused
+        opened.write(Record(step, {RMS: float(step)}))
+        refused += [step] if disk.num_refused > before else []
+    assert refused == [1, 3, 6, 11, 20, 37, 70]
+    disk.refusal = None
+    for step in range(100, 200):
+        opened.write(Record(step, {RMS: float(step)}))
+    opened.close()
+    assert steps_of(tmp_path / "m.h5") == [0, *range(135, 200)]
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == f"{tmp_path / 'm.h5'} is written again from step 135 on; 134 records are missing."
+
+
+@pytest.mark.parametrize("when", ["the values", "the step"])
+def test_a_row_that_was_begun_is_written_over_or_taken_out(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Space that ends between a row's values and its step leaves no row for other programs to trip over."""
+    rooms = 0
+
+    @contextmanager
+    def room(file: h5py.File, num_bytes: int, original: Any = space.room) -> Iterator[None]:
+        nonlocal rooms
+        rooms += 1
+        disk.refusal = errno.ENOSPC if rooms in ({3, 7} if when == "the values" else {4, 8}) else None
+        with original(file, num_bytes + 2 * (1 << 20) * rooms):
+            yield
+
+    monkeypatch.setattr(space, "room", room)
+    opened = Store(tmp_path / "m.h5", configuration={})
+    for step in (0, 1, 2, 3, 4, 5):
+        opened.write(Record(step, {RMS: float(step)}))
+    opened.close()
+    assert steps_of(tmp_path / "m.h5") == [0, 3]
+    with h5py.File(tmp_path / "m.h5") as file:
+        assert len(file["activation/values"]) == 2
+
+
+def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """As the store: one warning, the file stays as it was, and is used again."""
+    files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
+    files.write(tensor_record(0))
+    disk.refusal = errno.EDQUOT
+    for step in range(1, 6):
+        files.write(tensor_record(step))
+    assert [entry.name for entry in sorted(tmp_path.glob("*.h5"))] == ["m.h5", "m.tensors.h5"]
+    assert [one.step for one in load_store(tmp_path / "m.h5").tensors()] == [0]
+    disk.refusal = None
+    for step in range(6, 20):
+        files.write(tensor_record(step))
+    files.close()
+    assert [one.step for one in load_store(tmp_path / "m.h5").tensors()] == [0, *range(6, 20)]
+    assert steps_of(tmp_path / "m.h5") == [0, *range(6, 20)]
+    assert [message.split()[2].rpartition("/")[2] for message in caplog.messages] == ["m.h5", "m.tensors.h5"]
+
+
+@pytest.mark.parametrize("writer", [Store, TensorStore])
+def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, writer: type[Store] | type[TensorStore]) -> None:
+    """Its file is as it was until then, and no other file is begun."""
+    path = tmp_path / "m.h5"
+    first = writer(path, configuration={})
+    for step in range(4):
+        first.write(tensor_record(step))
+    first.close()
+    before = path.read_bytes()
+    resumed = writer(path, configuration={}, resumed=path, resume_from=2)
+    disk.refusal = errno.ENOSPC
+    resumed.write(tensor_record(2))
+    assert path.read_bytes() == before
+    disk.refusal = None
+    for step in (3, 4):
+        resumed.write(tensor_record(step))
+    resumed.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
+    if writer is Store:
+        assert steps_of(path) == [0, 1, 4]
+    else:
+        assert [one.step for one in load_store(path).tensors()] == [0, 1, 4]
+
+
+def test_late_keys_without_space(tmp_path: Path, disk: Disk) -> None:
+    """The file keeps its columns until there is space for more."""
+    path = tmp_path / "m.h5"
+    opened = Store(path, configuration={})
+    opened.write(Record(0, {RMS: 0.0}))
+    disk.refusal = errno.ENOSPC
+    opened.write(Record(1, {RMS: 1.0, "loss": 1.0}))
+    assert load_store(path).keys() == [RMS]
+    disk.refusal = None
+    for step in (2, 3):
+        opened.write(Record(step, {RMS: float(step), "loss": 1.0}))
+    opened.close()
+    assert steps_of(path) == [0, 3]
+    assert load_store(path).series("loss")[0].tolist() == [3]
+
+
+# ------------------------------------------------------------------ what is reserved
+
+
+def test_what_is_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No change makes a file larger than what was reserved for it: rows, late keys, histograms, findings, resumed runs, tensors."""
+    grown: list[tuple[int, int]] = []
+
+    @contextmanager
+    def room(file: h5py.File, num_bytes: int, original: Any = space.room) -> Iterator[None]:
+        before = file.id.get_filesize()
+        with original(file, num_bytes):
+            yield
+        grown.append((file.id.get_filesize() - before, num_bytes))
+
+    monkeypatch.setattr(space, "room", room)
+    path, rng = tmp_path / "m.h5", np.random.default_rng(0)
+    for run, first in enumerate((0, 1500)):
+        files = RunFiles(
+            path, configuration={}, resumed=path if run else None, resume_from=first if run else None, logger=logging.getLogger("test")
+        )
+        for step in range(first, first + 2000):
+            values = {f"activation/m.{i}/rms": rng.standard_normal() for i in range(3)} | (
+                {f"update/{run}/rms": 1.0} if step > 1900 else {}
+            )
+            is_rich = step % 50 == 0
+            files.write(
+                Record(
+                    step,
+                    values,
+                    {"activation/m/hist": Histogram(rng.integers(0, 1 << 60, NUM_COUNTS))} if is_rich else {},
+                    [RawTensor("activation", f"m.{i}", 0, torch.randn(1000)) for i in range(20)] if is_rich else (),
+                    [Finding(step, "spike", "m", RMS, "It is high.")] * 3 if is_rich else (),
+                )
+            )
+        files.close()
+    assert len(grown) > 8000
+    assert max(growth for growth, _reserved in grown) > 20_000
+    assert [one for one in grown if one[0] > one[1]] == []
+
+
+def test_a_closed_file_has_no_space_left_over(tmp_path: Path) -> None:
+    """It ends where its content does; while it is written it has some ahead, and can be read."""
+    path = tmp_path / "m.h5"
+    opened = Store(path, configuration={})
+    opened.write(tensor_record(0))
+    assert path.stat().st_size > 1 << 20
+    opened.close()
+    assert path.stat().st_size < 20_000
+    assert steps_of(path) == [0]
+
+
+def not_supported(*_arguments: int) -> None:
+    """As some file systems answer."""
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+@pytest.mark.parametrize("how", ["missing", "not supported"])
+def test_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """As on macOS, and as some file systems answer: zeros are written instead, by the system and not by HDF5."""
+    if how == "missing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", not_supported)
+    files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
+    for step in range(3):
+        files.write(tensor_record(step))
+    is_full = True
+
+    def pwrite(descriptor: int, data: bytes, start: int, original: Callable[[int, bytes, int], int] = os.pwrite) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(descriptor, data[:1000], start)  # the system may write less than it was asked for
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(space, "index_bytes", lambda *_rows: 1 << 21)  # more than is ahead by now
+    files.write(tensor_record(3))
+    is_full = False
+    for step in range(4, 7):
+        files.write(tensor_record(step))
+    files.close()
+    assert steps_of(tmp_path / "m.h5") == [0, 1, 2, 5, 6]
+    assert [one.step for one in load_store(tmp_path / "m.h5").tensors()] == [0, 1, 2, 5, 6]
+    assert len(caplog.messages) == 2
+
+
+# ------------------------------------------------------------------ limits and disks of the system
+
+LIMITED = """
+import resource, torch
+from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.sinks.files import RunFiles
+import logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for limit in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    files = RunFiles(path / f"{limit}.h5", configuration={"limit": limit}, logger=logging.getLogger(str(limit)))
+    for step in range(200):
+        values = {f"activation/m.{index}/rms": float(step) for index in range(200)} | {"activation/fc/rms": float(step)}
+        values |= {f"update/{index}.{step}/rms": step / 7 + index for index in range(10) if step % 50 == 20}
+        tensors = [RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))] if step % 10 == 0 else []
+        files.write(Record(step, values, tensors=tensors))
+    files.close()
+print("trained to the end")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no limits on the size of files")
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    """At the first record, at a late key, in the middle, in the tensors' file: status 0, a warning each, and whole files or none."""
+    limits = [0, 100, 1000, 4000, 9000, 20_000, 50_000, 100_000, 200_000, 300_000, 1_000_000, 1_100_000, 1_500_000, 3_000_000]
+    process = start(LIMITED, tmp_path, *limits)
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "trained to the end\n"), errors
+    assert all(line.startswith("WARNING The store") for line in errors.splitlines()), errors
+    num_steps = []
+    for limit in limits:
+        warned = [line for line in errors.splitlines() if f"/{limit}." in line]
+        assert len(warned) <= 2, errors
+        path = tmp_path / f"{limit}.h5"
+        if path.exists():
+            steps = steps_of(path)
+            assert steps[:1] in ([], [0])
+            assert (len(steps) == 200) == (not [line for line in warned if f"/{limit}.h5" in line])
+            for stored in load_store(path).tensors():
+                assert (load_store(path).tensor(*stored[:4]) == stored.step).all()
+            num_steps.append(len(steps))
+        else:
+            assert "there is no file yet" in warned[0]
+            assert "load_store" not in warned[0]
+    assert num_steps[-1] == 200
+    assert len([number for number in num_steps if number < 200]) > 3
+    assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} == {"h5", "tensors.h5"}
+
+
+FILLER = """
+import random
+store = Store(path, configuration={})
+for step in range(600):
+    store.write(Record(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))
+    if not store.failed:
+        print(step, flush=True)
+store.close()
+print("trained to the end")
+"""
+
+
+def test_a_disk_that_really_fills_up(small_disk: Path) -> None:
+    """One warning, the process ends with status 0, and all that was written can be read."""
+    process = start(FILLER, small_disk / "m.h5")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert output.endswith("trained to the end\n")
+    assert errors.count("The store") == errors.count("\n") == 1
+    last_step = int(output.split("\n")[-3])
+    steps, values = load_store(small_disk / "m.h5").series("activation/m.7/rms")
+    np.testing.assert_array_equal(steps, np.arange(last_step + 1))
+    np.testing.assert_array_equal(np.floor(values), steps)
+    assert (small_disk / "m.h5").stat().st_size > 8 * 2**20
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
+    """No file, one warning that says so, status 0."""
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk / 'ballast'}", "bs=4096"], stderr=subprocess.DEVNULL, check=False)
+    process = start(FILLER.replace("600", "3"), small_disk / "m.h5")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "trained to the end\n"), errors
+    assert errors.count("\n") == 1
+    assert "there is no file yet; later records are tried again" in errors
+    assert [entry.name for entry in small_disk.iterdir()] == ["ballast"]
+
+
+TENSORS = """
+import torch
+from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.sinks.tensors import TensorStore
+tensors = TensorStore(path, configuration={})
+for step in range(60):
+    tensors.write(Record(step, tensors=[RawTensor("activation", "fc", 0, torch.full((100_000,), step, dtype=torch.bfloat16))]))
+tensors.close()
+print("trained to the end")
+"""
+
+
+def test_tensors_that_fill_the_disk(small_disk: Path) -> None:
+    """As the store; the space of the copy that is being made is given back."""
+    process = start(TENSORS, small_disk / "m.tensors.h5")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "trained to the end\n"), errors
+    assert errors.count("m.tensors.h5 cannot be written") == errors.count("\n") == 1, errors
+    store = load_store(small_disk / "m.tensors.h5")
+    steps = [one.step for one in store.tensors()]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 20
+    assert all((store.tensor("activation", "fc", step) == step).all() for step in steps)
+    assert [entry.name for entry in small_disk.iterdir()] == ["m.tensors.h5"]
+    assert not layout.temporary_path(small_disk / "m.tensors.h5").exists()
