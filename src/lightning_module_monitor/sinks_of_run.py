@@ -99,6 +99,9 @@ class SinksOfRun:
         """
         path = state.get("store")
         is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
+        if path is not None and not is_file and self._store_option is not False:
+            message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
+            self._messages.warning(message, path)
         self.store_path, self._earlier_path = None, str(path) if is_file else None
         self._runs_steps_again = True
 
