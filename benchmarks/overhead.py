@@ -37,9 +37,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config import GradientFlow, attention_rules
@@ -694,20 +695,6 @@ class Lane:
         return num_values
 
 
-class Dispatches(TorchDispatchMode):
-    """Counts operations, and those among them that read a value on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self.number = 0
-        self.host_reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401, as torch's
-        self.number += 1
-        self.host_reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class Counts:
     """What one step does, in numbers that are the same on every machine."""
@@ -719,10 +706,20 @@ class Counts:
 
 
 def count(lane: Lane, batch: Batch) -> Counts:
-    """Take one step and count."""
-    with mock.patch.object(transfer, "transfer", wraps=transfer.transfer) as transfers, Dispatches() as dispatches:
+    """Take one step and count, by torch's profiler: under a dispatch mode nothing is observed."""
+    with mock.patch.object(transfer, "transfer", wraps=transfer.transfer) as transfers, profile() as recorded:
         values = lane.train_step(batch)
-    return Counts(dispatches.number, dispatches.host_reads, transfers.call_count, values)
+    operations = [event for event in recorded.function_events or () if event.name.startswith("aten::")]
+    host_reads = sum(event.name == "aten::_local_scalar_dense" for event in operations)
+    return Counts(sum(map(_is_outermost, operations)), host_reads, transfers.call_count, values)
+
+
+def _is_outermost(operation: FunctionEvent) -> bool:
+    """Whether no other operation has called it."""
+    caller = operation.cpu_parent
+    while caller is not None and not caller.name.startswith("aten::"):
+        caller = caller.cpu_parent
+    return caller is None
 
 
 @contextmanager
@@ -979,14 +976,15 @@ def environment(variants: Sequence[Variant], num_steps: int) -> str:
 
 
 NOTES = """\
-A step is a full training step (forward, backward, AdamW), in milliseconds of the process's CPU time, the median. *To plain* is the
-median over rounds of a step in relation to the plain step of the same round; *quartiles* are those of the same ratios. Counts are of
-one monitored step, beyond those of a plain one: *host reads* are single values read on the host (`aten._local_scalar_dense`),
-*dispatches* are torch operations, *transfers* are copies of many values at once (those of the peers are not counted). *Forward passes*
-are medians of differences between steps of the same round: that of the check and the reference alone, over that of the reference alone
-and the plain step; of attention likewise, and of what ours adds in relation to the floor and to torch-module-monitor. *Its own calls
-alone*: the time within the calls of the monitor and of its hooks, in further rounds; it leaves out what the model's own work is
-slowed down by, and tells where that is less than steps differ by. In brackets: where 95 of 100 lie when the rounds are drawn anew."""
+A step is a full training step (forward, backward, AdamW), in milliseconds of the process's CPU time, the median. *To plain* is
+the median over rounds of a step in relation to the plain step of the same round; *quartiles* are those of the same ratios. Counts
+are of one monitored step, beyond those of a plain one: *host reads* are single values read on the host
+(`aten._local_scalar_dense`), *dispatches* are torch operations that no other operation called, *transfers* are copies of many
+values at once (those of the peers are not counted). *Forward passes* are medians of differences between steps of the same round:
+that of the check and the reference alone, over that of the reference alone and the plain step; of attention likewise, and of what
+ours adds in relation to the floor and to torch-module-monitor. *Its own calls alone*: the time within the calls of the monitor
+and of its hooks, in further rounds; it leaves out what the model's own work is slowed down by, and tells where that is less than
+steps differ by. In brackets: where 95 of 100 lie when the rounds are drawn anew."""
 
 
 def section(rows: Sequence[Sequence[str]], results: Sequence[Result], surroundings: str) -> str:

@@ -48,8 +48,9 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
             "host reads": 0,
             "values": 7 * (129 + 128 + 128),
         }
-    # The compiled kernel needs none of torch's operations for a tensor, and statistics are finished without them.
-    assert int(ours["dispatches"]) < 8
+    # The compiled kernel needs none of torch's operations for a tensor, and statistics are finished without them. Four of those that
+    # are left are looks at a flag (`resolve_conj`, `resolve_neg`), when numbers go from torch to numpy.
+    assert int(ours["dispatches"]) < 10
     assert {name: int(floor[name]) for name in ("transfers", "host reads", "values")} == {
         "transfers": 1,
         "host reads": 0,
@@ -181,8 +182,9 @@ def calls_of_a_step(workload: str, variant: str) -> int:
     [
         # 2026-11-22: 10.6 of a site.
         ("W2", "ours", "plain", 129 + 128 + 128, 12),
-        # 2026-11-22: 450 of a layer, for its 16 values, of the model's, the reference's and one more run of it.
-        ("W2", "reference + RCC", "reference forward", 64, 480),
+        # 2026-11-22: 1,384 of a layer, for its 16 values: terms are tensors like any other, by plain operations. Loops of machine code
+        # that took them in place had 450, and went together with the calls of a copy of the layer; RESULTS.md holds what it costs.
+        ("W2", "reference + RCC", "reference forward", 64, 1450),
     ],
 )
 def test_python_does_little_for_a_site(workload: str, variant: str, without: str, num_sites: int, most: int) -> None:

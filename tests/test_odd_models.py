@@ -236,16 +236,14 @@ def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, t
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode says it
-@pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp", "vjp"])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
 def test_what_a_transform_wraps_is_measured(transform: str) -> None:
     """Its elements are not where the wrapper says; torch's own operations find them."""
     torch.manual_seed(0)
     net, x = nn.Linear(4, 8), torch.randn(6, 4)
 
     def run() -> None:
-        if transform == "functionalize":
-            torch.func.functionalize(net)(x)
-        elif transform == "grad":
+        if transform == "grad":
             torch.func.grad(lambda x: net(x).sum())(x)
         elif transform == "jvp":
             torch.func.jvp(net, (x,), (x,))
@@ -262,20 +260,6 @@ def test_what_a_transform_wraps_is_measured(transform: str) -> None:
     assert record.values["monitor/errors"] == 0
     assert record.values["activation/_root_/norm"] == pytest.approx(output.norm().item(), rel=1e-6)
     assert record.values["activation/_root_/mean"] == pytest.approx(output.mean().item(), rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # tracing says that sizes are taken as they are
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_module_that_is_traced_is_measured() -> None:
-    """While torch.jit traces, sizes are tensors."""
-    net, x = nn.Linear(4, 8), torch.ones(6, 4)
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
-        torch.jit.trace(net, x, check_trace=False)
-        record = monitor.end_step()
-    assert record is not None
-    assert record.values["activation/_root_/norm"] == pytest.approx(net(x).double().norm().item(), rel=1e-6)
 
 
 def zeros_without_memory() -> Tensor:

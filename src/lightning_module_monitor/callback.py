@@ -311,10 +311,9 @@ class ModuleMonitorCallback(Callback):
             self._reference.resume()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what Lightning binds to a callback, which would drag the whole model along."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")} | {
-            "_optimizers": None,
-        }
+        """Without what Lightning binds to a callback, which would drag the whole model along, and without the run: its hooks and files."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return state | {"_optimizers": None, "_silence": ExitStack(), "_redirected": [], "_in_step": False, "_overhead": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -538,11 +537,10 @@ class ModuleMonitorCallback(Callback):
 
     @_never_fatal
     def _before_end_of_step(self) -> None:
-        if self._redirected:
-            self._redirected.pop().close()
-        optimizers, self._optimizers = self._optimizers, None
-        if optimizers is not None:
-            optimizers.finish()
+        self._end_redirected()
+        if self._optimizers is not None:
+            self._optimizers.finish()
+            self._optimizers = None
         fraction = None if self._overhead is None else self._overhead.fraction()
         if fraction is not None:
             self.monitor.monitor_overhead(fraction)
@@ -645,6 +643,12 @@ class ModuleMonitorCallback(Callback):
         if trainer.strategy.model is not pl_module:
             self._redirected.append(RedirectedCalls(pl_module, self.monitor))
 
+    def _end_redirected(self) -> None:
+        """Watch the calls of the step, or of the loop that interrupts it, no longer."""
+        if self._redirected:
+            self._redirected[-1].close()
+            self._redirected.pop()
+
     def _watch_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_automatic, scaler = pl_module.automatic_optimization, _scaler(trainer)
         self._optimizers = OptimizerSteps(self.monitor, pl_module, trainer.optimizers, is_automatic=is_automatic, scaler=scaler)
@@ -657,8 +661,8 @@ class ModuleMonitorCallback(Callback):
 
     def _end_stage(self) -> Record | None:
         """End the monitored loop; what a module's own hooks do until the loop ends is of no stage."""
-        if self._redirected and self.monitor.is_in_stage():
-            self._redirected.pop().close()
+        if self.monitor.is_in_stage():
+            self._end_redirected()
         record = self.monitor.end_stage()
         if record is not None:
             self._silence.enter_context(self.monitor.no_monitor())
@@ -678,7 +682,7 @@ class ModuleMonitorCallback(Callback):
         """Go on without monitoring what is left of this step."""
         self._silence.close()
         while self._redirected:
-            self._redirected.pop().close()
+            self._end_redirected()
         self._forget_optimizers()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
@@ -688,14 +692,16 @@ class ModuleMonitorCallback(Callback):
         """Take every hook off and close the sinks; a second call does no harm."""
         if self._refusal is not None:
             return
-        self._silence.close()
-        while self._redirected:
-            self._redirected.pop().close()
-        self._forget_optimizers()
         self._in_step = False
-        self._health_of_run.close()
-        self.monitor.close()
-        self._sinks_of_run.close()
+        with ExitStack() as stack:
+            stack.callback(self._sinks_of_run.close)
+            stack.callback(self.monitor.close)
+            stack.callback(self._health_of_run.close)
+            stack.callback(self._forget_optimizers)
+            for calls in self._redirected:
+                stack.callback(calls.close)
+            stack.callback(self._silence.close)
+        self._redirected.clear()
 
 
 def _scaler(trainer: Trainer) -> GradScaler | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -11,6 +12,16 @@ import torch
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch
+
+
+@contextmanager
+def unchanged_grad_mode() -> Iterator[None]:
+    """After the block the grad mode is as before. Around guards: Ctrl-C may come when one is about to restore it."""
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
 
 
 class Guard:

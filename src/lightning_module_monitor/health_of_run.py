@@ -57,7 +57,7 @@ class HealthOfRun:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_alerts": None, "nonfinite": None}
+        return self.__dict__ | {"_state": self.state(), "_alerts": None, "nonfinite": None}
 
     # The run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_module_monitor.modules.hooks import is_in_backward
+from lightning_module_monitor.modules.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.monitor import ModuleMonitor, monitor_of
 
 
@@ -24,9 +24,11 @@ class MonitorMixin:
 
     @property
     def is_monitoring(self) -> bool:
-        """Whether what happens now is observed: never in the recomputation of a checkpointed forward pass, which was seen before."""
+        """Whether what happens now is observed: not in the recomputation of a checkpointed forward pass, nor while torch traces."""
+        if is_tracing() or is_in_backward():
+            return False
         monitor = self.get_module_monitor()
-        return monitor is not None and monitor.is_monitoring() and not is_in_backward()
+        return monitor is not None and monitor.is_monitoring()
 
     def get_module_monitor(self) -> ModuleMonitor | None:
         """The monitor that watches this module, ``None`` if none does. Of several one that observes now, else the newest."""

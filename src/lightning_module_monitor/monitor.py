@@ -8,14 +8,14 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.complaints import Complaints
+from lightning_module_monitor.complaints import Complaints, unchanged_grad_mode
 from lightning_module_monitor.config import (
     Capture,
     GradientFlow,
@@ -25,6 +25,7 @@ from lightning_module_monitor.config import (
     parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.modules.hooks import Unobserved, is_tracing
 from lightning_module_monitor.modules.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -172,7 +173,12 @@ class ModuleMonitor:
         """What is watched, when and where."""
         self._metrics: set[tuple[str, str]] = set()
         self.storage = StorageManager(history)
-        self._number = next(_numbers)
+        self._forget_module()
+
+    def _forget_module(self) -> None:
+        """Set everything that is not an option to what it is where there is no module."""
+        self._number = -1
+        """Its place among the monitors that have a module."""
         self._module: nn.Module | None = None
         self._watched: frozenset[nn.Module] = frozenset()
         self._exchanges: dict[tuple[str, Due], Exchange] = {}
@@ -185,12 +191,20 @@ class ModuleMonitor:
         """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
         self._suspended: list[Window | None] = []
-        self._silenced = 0
+        self._silences: set[object] = set()
+        """One for each block in which nothing is observed."""
         self._awaits_attention = True
         """Whether no step has ended yet in which attention was due."""
         self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
+        closed = object.__new__(type(self))
+        vars(closed).update(vars(self))
+        closed._forget_module()
+        return vars(closed)
 
     # What there is
 
@@ -228,6 +242,7 @@ class ModuleMonitor:
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.wishes.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
+        self._number = next(_numbers)
         _monitors[self._number] = self
         self._report_renamed()
 
@@ -275,7 +290,7 @@ class ModuleMonitor:
     def awaits_reference(self) -> bool:
         """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
         is_awaited = self._window is not None and any(isinstance(probe, ReferenceProbe) for probe in self._window.probes)
-        return is_awaited and self._reference is not None and not self._reference.follows
+        return is_awaited and self._reference is not None and not self._reference.follows and not is_tracing()
 
     @contextmanager
     def running_reference(self) -> Iterator[None]:
@@ -433,8 +448,8 @@ class ModuleMonitor:
         return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
-        """Whether what happens now is observed."""
-        return self._window is not None and not self._silenced
+        """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
+        return self._window is not None and not self._silences and not is_tracing()
 
     def begin_step(self, step: int) -> bool:
         """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
@@ -516,7 +531,8 @@ class ModuleMonitor:
         Args:
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
-        self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
+        if not is_tracing():
+            self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
 
     def monitor_overhead(self, fraction: float) -> None:
         """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
@@ -533,7 +549,7 @@ class ModuleMonitor:
         Raises:
             ValueError: If the model has no such module.
         """
-        if self._window is None or self._silenced or self._module is None:
+        if self._window is None or self._module is None or not self.is_monitoring():
             return
         sites = self.wishes.sites
         site, attention = sites.module_site(module), self._window.attention
@@ -565,6 +581,7 @@ class ModuleMonitor:
         elif not isinstance(live, nn.Module):
             raise ValueError(_none_of(module, "of the reference", [one.name for one in sites.modules]))
 
+    @unchanged_grad_mode()
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._window is not None:
@@ -639,12 +656,13 @@ class ModuleMonitor:
     @contextmanager
     def no_monitor(self) -> Iterator[None]:
         """Within the block nothing is observed."""
-        self._silenced += 1
-        self._set_open()
+        silence = object()
         try:
+            self._silences.add(silence)
+            self._set_open()
             yield
         finally:
-            self._silenced -= 1
+            self._silences.discard(silence)
             self._set_open()
 
     def lose(self) -> None:
@@ -663,23 +681,19 @@ class ModuleMonitor:
 
     def abandon(self) -> None:
         """Close the step, and what it suspended, at once and without a record; other ranks are not told."""
-        for window in (self._window, *self._suspended):
-            if window is not None:
-                window.close()
+        with ExitStack() as stack:
+            for window in (self._window, *self._suspended):
+                if window is not None:
+                    stack.callback(window.close)
         self._window = self._begun = None
         self._suspended.clear()
 
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
-        self.remove_reference_module()
-        self._module, self._watched = None, frozenset()
         _monitors.pop(self._number, None)
+        self._forget_module()
         self.wishes.forget_names()
-        self._exchanges.clear()
-        self._has_agreed = False
-        self._free_keys.clear()
-        self._awaits_attention = True
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -704,7 +718,7 @@ class ModuleMonitor:
         """
         parts = Key.parse(_check_own_key(key))
         self._check_is_free(parts, TRAIN if self._window is None else self._window.stage)
-        if self._window is not None and not self._silenced:
+        if self._window is not None and self.is_monitoring():
             watch = self._own_watch(parts.kind, parts.site, parts.statistic, self._window.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
@@ -838,34 +852,31 @@ class ModuleMonitor:
 
     def _set_open(self) -> None:
         if self._window is not None:
-            self._window.set_open(not self._silenced)
+            self._window.set_open(not self._silences)
 
     def _tell(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Tell every probe that it concerns of a moment of the step, a method of ``Probe``; an error in one keeps it from no other."""
-        if self._window is not None and not self._silenced:
-            for probe in self._window.probes:
-                if probe.overrides(moment):
-                    with self._complaints.guard(what, self._window.observation):
-                        getattr(probe, moment.__name__)(*args, **kwargs)
+        if self._window is not None and self.is_monitoring():
+            with unchanged_grad_mode():
+                for probe in self._window.probes:
+                    if probe.overrides(moment):
+                        with self._complaints.guard(what, self._window.observation):
+                            getattr(probe, moment.__name__)(*args, **kwargs)
 
+    @unchanged_grad_mode()
     def _finish(self) -> Record | None:
         """Close the window and finish what it saw; ``None`` if an error has spoiled that, on any rank."""
         assert self._window is not None
-        window, self._window = self._window, None
-        tensors: list[RawTensor] = []
+        window, tensors = self._window, []
         try:
-            with self._complaints.guard("whole tensors", window.observation):
-                window.whole_tensors.put_together()
-            for probe in window.probes:
-                if probe.overrides(Probe.finish):
-                    with self._complaints.guard("what has waited", window.observation):
-                        probe.finish()
-                if probe.overrides(Probe.tensors):
-                    with self._complaints.guard("raw tensors", window.observation):
-                        tensors += probe.tensors()
+            tensors = self._end_probes(window)
         finally:
             with self._complaints.guard("hooks", window.observation):
                 window.close()
+            # Not before: what Ctrl-C has left on is taken off by whoever closes this monitor.
+            self._window = None
+        if window.has_missed():
+            self._complaints.say_once(Unobserved.message, logging.WARNING)
         values: Values | dict[str, float] = Values()
         for key in window.observation.drop_overwriting(self._own_watches.values()):
             self._complaints.say_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
@@ -879,6 +890,20 @@ class ModuleMonitor:
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
+
+    def _end_probes(self, window: Window) -> list[RawTensor]:
+        """Let the probes take in what has waited; returns the raw tensors of the step."""
+        tensors: list[RawTensor] = []
+        with self._complaints.guard("whole tensors", window.observation):
+            window.whole_tensors.put_together()
+        for probe in window.probes:
+            if probe.overrides(Probe.finish):
+                with self._complaints.guard("what has waited", window.observation):
+                    probe.finish()
+            if probe.overrides(Probe.tensors):
+                with self._complaints.guard("raw tensors", window.observation):
+                    tensors += probe.tensors()
+        return tensors
 
     def _check_attention(self, window: Window) -> None:
         """Warn once if the first step in which attention was due had none."""
@@ -903,7 +928,7 @@ class ModuleMonitor:
         self._free_keys.add(key)
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
-        if self._window is not None:
+        if self._window is not None and not is_tracing():
             function = UserFunction(name, float, "max")
             self._window.observation.add_result(self._own_figure(name, self._window.stage), function, value, 1)
 

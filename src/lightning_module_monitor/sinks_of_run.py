@@ -78,7 +78,7 @@ class SinksOfRun:
         self._figures: Sequence[str] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_last_trainer": None}
+        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None}
 
     # The run
 
@@ -99,6 +99,9 @@ class SinksOfRun:
         """
         path = state.get("store")
         is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
+        if path is not None and not is_file and self._store_option is not False:
+            message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
+            self._messages.warning(message, path)
         self.store_path, self._earlier_path = None, str(path) if is_file else None
         self._runs_steps_again = True
 
@@ -216,7 +219,7 @@ class SinksOfRun:
 
     def _new_store_path(self, trainer: Trainer) -> Path:
         if not isinstance(self._store_option, bool):
-            return Path(self._store_option)
+            return Path(self._store_option).expanduser()
         return _run_directory(trainer) / "monitor.h5"
 
 
@@ -243,7 +246,7 @@ def _check_store(store: object) -> None:
     if not isinstance(store, bool | str | os.PathLike):
         raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
     if not isinstance(store, bool):
-        path = Path(store)
+        path = Path(store).expanduser()
         blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
         if not store or path.is_dir() or blocking is not None:
             why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"

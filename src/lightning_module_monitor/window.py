@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
+from lightning_module_monitor.modules.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.probes.whole_tensors import WholeTensors
@@ -33,6 +35,7 @@ class Window:
         """The one of the probes that can be told of attention by hand."""
         self.probes: Sequence[Probe] = ()
         self._uncompiled = Uncompiled()
+        self._num_unobserved = Unobserved.number
 
     def attach(self, attention: AttentionProbe, others: Sequence[Probe]) -> None:
         """Put the probes on."""
@@ -41,6 +44,10 @@ class Window:
         self.probes = (*others, attention)
         for probe in self.probes:
             probe.attach()
+
+    def has_missed(self) -> bool:
+        """Whether something was not observed because torch traced it."""
+        return Unobserved.number > self._num_unobserved
 
     def set_open(self, is_open: bool) -> None:
         """Whether what happens from now on is observed."""
@@ -53,10 +60,11 @@ class Window:
             probe.is_suspended = is_suspended
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor."""
-        for probe in self.probes:
-            probe.close()
-        self._uncompiled.end()
+        """Take every hook off and forget every tensor; a second call closes what an error or Ctrl-C in the first has left open."""
+        with ExitStack() as stack:
+            stack.callback(self._uncompiled.end)
+            for probe in reversed(self.probes):
+                stack.callback(probe.close)
 
     def lose(self) -> None:
         """Give up what was seen: there will be no record, on no rank."""

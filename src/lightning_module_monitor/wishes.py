@@ -110,8 +110,14 @@ class Wishes:
         self._sites = self._chain = None
         self._rules = [rule for rule in self._rules if rule.label != DETAIL]
         self._captures = [wish for wish in self._captures if not wish.is_optional]
-        self._plans.clear()
-        self._told_plans.clear()
+        self._plans, self._told_plans = {}, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows no model."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        twin.forget_names()
+        return vars(twin)
 
     def leave_out_what_is_gone(self) -> list[str]:
         """Forget modules that are no longer in the model, and what was planned with them; gives their names."""

@@ -434,3 +434,13 @@ def test_nan_in_a_layer_is_recorded_and_not_hidden(tmp_path: Path) -> None:
     assert record.values["activation/model.log/nonfinite_count"] > 0
     assert math.isnan(record.values["activation/model.log/rms"])
     assert record.values["monitor/errors"] == 0
+
+
+def test_a_store_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tilde stands for it, as in a shell, and is no name of a folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    callback = ModuleMonitorCallback(every_n_steps=1, store="~/runs/monitor.h5")
+    trainer(tmp_path, [callback], max_steps=1).fit(Classifier("mlp"), loader(8), loader(8))
+    assert (tmp_path / "runs" / "monitor.h5").exists()
+    assert not (tmp_path / "~").exists()

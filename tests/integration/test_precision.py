@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.operations import no_host_reads
 from helpers.textbook import histogram, slack, textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -17,7 +18,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
 
@@ -223,14 +223,6 @@ def test_a_scaler_trains_as_if_nobody_looked(model: str, fused: bool, tmp_path: 
     assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
 
 
-class NoHostReads(TorchDispatchMode):
-    """Fails where a value is read on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_loop_of_your_own_tells_of_its_scale() -> None:
     """As a tensor, without a host read in a hook, or a number: the statistics are, to the last digit, those without a scaler."""
     rules = [Rule(kinds=["activation_gradient", "gradient"], statistics=[*NAMES, "hist"])]
@@ -245,12 +237,12 @@ def test_a_loop_of_your_own_tells_of_its_scale() -> None:
             monitor.begin_step(0)
             for x, y in batches(3, 5):
                 loss = scaler.scale(F.cross_entropy(model(x), y))
-                with NoHostReads():
+                with no_host_reads():
                     monitor.begin_backward(scale)
                     loss.backward()
                     monitor.end_backward()
                     monitor.after_micro_batch()
-            with NoHostReads():
+            with no_host_reads():
                 monitor.monitor_gradients(scale=scale)
             record = monitor.end_step()
         assert record is not None

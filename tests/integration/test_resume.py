@@ -121,6 +121,16 @@ def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first
     assert steps_of(path) == list(range(14))
 
 
+def test_a_store_that_no_longer_exists_is_reported(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The resumed run has a store of its own, from the resumed step on."""
+    (first / "monitor.h5").unlink()
+    resumed = fit(tmp_path / "second", 12, first / "to_12" / "step=10.ckpt")
+    assert resumed.store_path is not None
+    assert steps_of(resumed.store_path) == [10, 11]
+    path = str(first / "monitor.h5")
+    assert f"The store of the resumed run, {path!r}, does not exist: this run's store begins without its earlier steps." in caplog.messages
+
+
 @pytest.mark.parametrize("store", ["a file of mine", "no HDF5", 7, None, "", "x" * 5000, "a\0b"])
 def test_a_strangers_checkpoint_decides_nothing(first: Path, tmp_path: Path, store: object) -> None:
     """The path in it is one to read from at most."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import Truth, truth
+from helpers.operations import operations
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -266,17 +267,10 @@ def test_frozen_attention_takes_the_path_that_it_takes_unwatched() -> None:
     """In eval mode torch has a faster one, which rounds otherwise; being watched does not keep it from that, nor from a nested one."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
-    taken = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            taken.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     model = Calls(lambda x: module(x, x, x), module)
-    with Spy():
+    with operations() as called:
         found = record(model, heads(3, 5, 8), rules=attention_rules())
-    assert any("_native_multi_head_attention" in name for name in taken)
+    assert "_native_multi_head_attention" in called.names
     assert {key.split("/")[1] for key in found.values if key.startswith("attention")} == {"parts.0.head_0", "parts.0.head_1"}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from helpers.operations import no_host_reads
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.kernels import numba_kernel
@@ -66,14 +65,6 @@ def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert transfers == [20]
 
 
-class NoHostReads(TorchDispatchMode):
-    """Fails on an operation that reads a value on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.__name__.split(".")[0] not in ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, until somebody asks; then the producer is found."""
@@ -89,7 +80,7 @@ def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPa
     x = torch.full((2, 3, 4), 2.0)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-    with NoHostReads():
+    with no_host_reads():
         probe.begin_micro_batch()
         loss = model(x)[0].sum()
         probe.begin_backward(loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from helpers.textbook import textbook
 from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError
 from torchmetrics.regression import CosineSimilarity
 
@@ -570,3 +572,73 @@ def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> No
             expected = torch.cat([first, first @ W.T + change]).norm()
             assert record.values["activation_difference/layer/norm"] == pytest.approx(float(expected), rel=1e-6)
             assert record.values["monitor/errors"] == 0
+
+
+class Routed(nn.Module):
+    """An expert gets as many tokens as a threshold lets through, which trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold, self.expert, self.head = nn.Parameter(torch.zeros(())), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > self.threshold
+        output: Tensor = self.head(x)
+        return output.sum() + self.expert(x[chosen]).sum()
+
+
+def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Routed experts are no error; where the counts agree they are compared."""
+    torch.manual_seed(0)
+    model = Routed()
+    reference = copy.deepcopy(model)
+    x = torch.linspace(-1, 1, 8).unsqueeze(1).repeat(1, 6)
+    with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        found = []
+        for step, threshold in enumerate((0.0, 0.5, 0.5)):
+            model.threshold.data.fill_(threshold)
+            monitor.begin_step(step)
+            with monitor.no_monitor():
+                reference(x)
+            with caplog.at_level("INFO"):
+                model(x)
+                record = monitor.end_step()
+            assert record is not None
+            assert record.values["monitor/errors"] == 0
+            assert record.values["activation_difference/head/norm"] == 0
+            found.append("activation_difference/expert/norm" in record.values)
+    assert found == [True, False, False]
+    assert sum("outputs of other shapes" in one.getMessage() for one in caplog.records) == 1
+
+
+class BehindAHook(nn.Module):
+    """A frozen embedding whose output a hook of another library makes differentiable, in front of a checkpointed layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.layer, self.embedding(x), use_reentrant=True)
+        return output
+
+
+def test_a_checkpointed_reference_without_the_hooks_of_others_does_not_warn() -> None:
+    """A warning is an error here. Python still knows the warnings that were shown before."""
+    model = BehindAHook()
+    reference = copy.deepcopy(model)
+    model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+    before = list(warnings.filters)
+    with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            reference(torch.ones(2, 6))
+        model(torch.ones(2, 6)).sum().backward()
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["activation_difference/layer/norm"] == 0
+    assert list(warnings.filters) == before

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.operations import operations
 from helpers.textbook import histogram, textbook
 from helpers.zoo import ZOO, RawTensors, batches, make, raw_tensors
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import STATISTICS, TorchWatcher
 from lightning_module_monitor.errors import ConfigError
@@ -167,17 +167,7 @@ def test_row_1_one_class_and_one_statistic_need_no_list() -> None:
 
 
 def test_row_1_steps_that_are_not_watched_have_no_hook_on_a_layer() -> None:
-    """With ``every_n_steps`` they dispatch what they dispatch without a watcher; values are those of the steps that are."""
-
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += 1
-            return func(*args, **(kwargs or {}))
-
+    """With ``every_n_steps`` they call the operations that they call without a watcher; values are those of the steps that are."""
     counts: dict[bool, list[int]] = {}
     for is_watched in (False, True):
         model, run = Plain(), Run()
@@ -186,13 +176,13 @@ def test_row_1_steps_that_are_not_watched_have_no_hook_on_a_layer() -> None:
         expected, on_layers = [], []
         for step, (x, y) in enumerate(batches(*[4] * 8)):
             before = copy.deepcopy(model)
-            with Count() as count:
+            with operations() as called:
                 loss = F.cross_entropy(model(x), y)
                 on_layers.append(hooks(model))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            counts.setdefault(is_watched, []).append(count.count)
+            counts.setdefault(is_watched, []).append(len(called.names))
             if watcher is not None:
                 watcher.watch(step)
             if step % 3 == 0:

@@ -22,7 +22,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a class with operations of its own, such as one that wraps other tensors, the plain tensor it stands for.
+    """The tensor itself; of one that wraps another (of a class with operations of its own, or functional), the plain one it stands for.
 
     Raises:
         ValueError: If operations on it return no plain tensor.
@@ -36,7 +36,7 @@ def own_elements(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._is_functional_tensor(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +99,22 @@ def uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def no_warning_of_checkpoints() -> Iterator[None]:
+    """Within the block ``torch.utils.checkpoint`` does not warn that no input needs a gradient: no gradient is computed.
+
+    ``warnings.catch_warnings`` is not used: it makes Python forget which warnings of the program were shown before.
+    """
+    own: Any = ("ignore", re.compile("None of the inputs have requires_grad=True"), UserWarning, None, 0)
+    filters: Any = warnings.filters  # declared as a sequence
+    filters.insert(0, own)
+    try:
+        yield
+    finally:
+        if own in filters:
+            filters.remove(own)
 
 
 def saving_nothing() -> saved_tensors_hooks:

@@ -97,7 +97,7 @@ class ActivationProbe(BackwardProbe):
 
     def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
-        if self.counts_gradients:
+        if self.takes_gradients():
             self._observation.observe(watch, elements_of(gradient, self.scale))
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
 from lightning_module_monitor.modules.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
@@ -158,7 +158,7 @@ class AttentionProbe(Probe):
             by_hand: Whether the model itself tells of it; a call that it tells of and that is seen as well counts once.
         """
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
-        if not self.is_open or torch._C._current_graph_task_id() != -1:
+        if not self.is_open or is_in_backward() or is_tracing():
             return
         self.has_observed = True
         try:
@@ -270,14 +270,14 @@ class AttentionProbe(Probe):
     def _switch(self) -> None:
         """Put the mode on or take it off, as the innermost module that is running wants it."""
         is_wanted = bool(self._running) and not self._running[-1].is_of_torch
-        if is_wanted == self._is_on:
-            return
-        self._is_on = is_wanted
-        if not is_wanted:
+        if is_wanted and not self._is_on:
+            # Set before it is on, and below after it is off: where Ctrl-C comes in between, `close` takes it off.
+            self._is_on = True
+            # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
+            _put_on(self._mode, self._num_above)
+        elif self._is_on and not is_wanted:
             self._num_above = _take_off(self._mode)
-            return
-        # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
-        _put_on(self._mode, self._num_above)
+            self._is_on = False
 
 
 class _EnterHook(ForwardHook):
@@ -287,7 +287,7 @@ class _EnterHook(ForwardHook):
         self._probe = probe
         self._one = one
 
-    def __call__(self, _module: nn.Module, _args: object) -> None:
+    def see(self, _module: nn.Module, _args: object) -> None:
         if self._probe.is_open:
             self._probe.enter(self._one)
 
@@ -299,7 +299,7 @@ class _LeaveHook(ForwardHook):
         self._probe = probe
         self._one = one
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._probe.leave(self._one, RawCall((module, *args), kwargs, output))
 
 
@@ -336,14 +336,16 @@ class _AttentionMode(TorchFunctionMode):
 
 def _take_off(mode: TorchFunctionMode) -> int:
     """Take a mode off, wherever it lies; returns how many lay above it."""
-    above = []
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()
-        if top is mode:
-            break
-        above.append(top)
-    for one in reversed(above):
-        _push_mode(one)
+    above: list[TorchFunctionMode] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            top = _pop_mode()
+            if top is mode:
+                break
+            above.append(top)
+    finally:
+        for one in reversed(above):
+            _push_mode(one)
     return len(above)
 
 

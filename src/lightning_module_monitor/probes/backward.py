@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_module_monitor.modules.hooks import is_tracing
 from lightning_module_monitor.probes.probe import Probe
 
 
@@ -15,6 +16,10 @@ class BackwardProbe(Probe):
 
     scale: Tensor | None = None
     """What the loss that is differentiated was multiplied by, if it was."""
+
+    def takes_gradients(self) -> bool:
+        """Whether a gradient that arrives now is observed."""
+        return self.counts_gradients and not is_tracing()
 
     def begin_backward(self, scale: Tensor | None = None) -> None:
         """Gradients that arrive from now on count."""

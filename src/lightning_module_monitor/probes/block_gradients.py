@@ -105,7 +105,7 @@ class BlockGradientProbe(BackwardProbe):
 
     def see_gradient(self, hook: _GradientHook, gradient: Tensor) -> None:
         """A gradient arrived."""
-        if not self.counts_gradients:
+        if not self.takes_gradients():
             return
         if hook.place is None:
             self._place_repeated()
@@ -152,7 +152,7 @@ class _ForwardHook(ForwardHook):
     def __init__(self, probe: BlockGradientProbe) -> None:
         self._probe = probe
 
-    def __call__(self, module: nn.Module, _args: object, output: object) -> None:
+    def see(self, module: nn.Module, _args: object, output: object) -> None:
         if self._probe.is_open:
             self._probe.see_output(module, output)
 

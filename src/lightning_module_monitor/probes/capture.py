@@ -145,7 +145,7 @@ class CaptureProbe(BackwardProbe):
     def _see_gradient(self, awaited: _Awaited, gradient: Tensor | None) -> None:
         # Returns nothing: what a tensor hook returns replaces the gradient.
         # None: of several outputs of one function (of ``chunk``, say) this one was not used.
-        if gradient is None or not self.counts_gradients:
+        if gradient is None or not self.takes_gradients():
             return
         try:
             self._number_repeated()
@@ -191,7 +191,7 @@ class _ForwardHook(ForwardHook):
         self._probe = probe
         self._watched = watched
 
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+    def see(self, _module: nn.Module, _args: object, output: object) -> None:
         if self._probe.is_open:
             self._probe.see_outputs(self._watched, output)
 

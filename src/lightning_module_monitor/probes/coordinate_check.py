@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
+from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.modules.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, Say, WatchedModule
@@ -210,8 +210,9 @@ class CoordinateCheckProbe(Probe):
                 hook = UncopiedHook(functools.partial(self._after_forward, layer))
                 # Before other hooks, which may replace the output: the terms are those of the layer itself.
                 self._hooks.add(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        with torch.no_grad(), _full_precision(self._device):
-            self._take_operator_norms()
+        if not is_tracing():
+            with torch.no_grad(), _full_precision(self._device):
+                self._take_operator_norms()
 
     def finish(self) -> None:
         """Record how many calls were left out."""

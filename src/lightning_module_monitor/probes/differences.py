@@ -66,9 +66,14 @@ class DifferenceProbe(Probe):
                 return
             references = dict(call)
             for path, tensor in named_tensors(output):
-                if path in references and tensor.is_floating_point():
-                    own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
-                    self._compare(own, of_all_samples(tensor.detach()), references[path])
+                if path not in references or not tensor.is_floating_point():
+                    continue
+                elements = of_all_samples(tensor.detach())
+                if elements.shape != references[path].shape:
+                    self._twins.note_other_shape(twin)
+                    continue
+                own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
+                self._compare(own, elements, references[path])
         except MonitorError:
             raise
         except Exception as error:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.modules.hooks import is_tracing
 from lightning_module_monitor.modules.names import ModuleSite
 from lightning_module_monitor.modules.shards import local_part
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
@@ -34,12 +35,15 @@ class FiniteStep:
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss is there."""
-        self._numbers.add(loss)
-        self._note()
+        if not is_tracing():
+            self._numbers.add(loss)
+            self._note()
 
     @torch.no_grad()
     def see_gradients(self) -> None:
         """The gradients of a backward pass are there."""
+        if is_tracing():
+            return
         # By device and dtype; on a CPU by dtype alone, which is told more quickly.
         small: defaultdict[object, list[Tensor]] = defaultdict(list)
         for owner in self._owners:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
 from lightning_module_monitor.modules.names import ROOT, ModuleSite
 from lightning_module_monitor.modules.outputs import named_tensors
 from lightning_module_monitor.modules.shards import local_part
@@ -129,7 +129,7 @@ class NonfiniteProbe:
 
     def begin_backward(self, loss: Tensor) -> None:
         """The loss of a micro-batch is there, and gradients are those of it."""
-        if self.is_open:
+        if self.is_open and not is_tracing():
             self._is_in_backward = True
             self._passes[-1].loss = self._numbers.add(loss)
 
@@ -146,6 +146,8 @@ class NonfiniteProbe:
 
     def see_weights(self) -> None:
         """Look at the parameters, before the optimizer moves them."""
+        if is_tracing():
+            return
         self._weights = {
             f"{site.name}.{name}": self._numbers.add(_part_here(parameter))
             for site in self._sites
@@ -215,7 +217,7 @@ class NonfiniteProbe:
 
     def _see_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:
         # Returns nothing: what a tensor hook returns replaces the gradient.
-        if gradient is not None and self._is_in_backward:
+        if gradient is not None and self._is_in_backward and not is_tracing():
             try:
                 self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(_part_here(gradient))))
             except Exception as error:
@@ -273,16 +275,17 @@ class _Hook(ForwardHook):
         self._probe = probe
         self._number = number
 
-    def __call__(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object = None) -> None:
+    def see(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object = None) -> None:
+        """Look at the call, unless it was looked at before; an error ends that for this micro-batch."""
         # What checkpointing computes again was looked at before.
         if self._probe.is_open and not is_in_backward():
             try:
-                self.see(args, kwargs, output)
+                self.look(args, kwargs, output)
             except Exception as error:
                 self._probe.is_open = False
                 self._probe.report(error)
 
-    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def look(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         """Look at the call; where the module was entered, there is no output yet."""
         raise NotImplementedError
 
@@ -290,19 +293,19 @@ class _Hook(ForwardHook):
 class _LeafHook(_Hook):
     """Of a module that has no others in it, when it has returned."""
 
-    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def look(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         self._probe.see_call(self._number, args, kwargs, output)
 
 
 class _EntryHook(_Hook):
     """Of a module that has others in it, when it is called."""
 
-    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def look(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         self._probe.enter(self._number, args, kwargs)
 
 
 class _ExitHook(_Hook):
     """Of such a module, when it has returned."""
 
-    def see(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def look(self, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         self._probe.leave(self._number, output)

@@ -19,7 +19,14 @@ from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
 from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
 from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.modules.outputs import Path, named_tensors, of_all_samples, with_tensors
-from lightning_module_monitor.modules.unchanged import drop_graphs, flags_of_model, saving_nothing, uncached_autocast, unchanged_buffers
+from lightning_module_monitor.modules.unchanged import (
+    drop_graphs,
+    flags_of_model,
+    no_warning_of_checkpoints,
+    saving_nothing,
+    uncached_autocast,
+    unchanged_buffers,
+)
 from lightning_module_monitor.probes.probe import Probe, Say
 from lightning_module_monitor.random_states import unchanged_random_states
 
@@ -95,6 +102,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._twins.items()),
                 uncached_autocast(),
+                no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
                 yield
@@ -140,6 +148,8 @@ class ReferenceProbe(Probe):
         self._has_run = False
         self._missed: dict[nn.Module, None] = {}
         """Modules of which the model has made a call that the reference has not, in this micro-batch."""
+        self._of_other_shape: dict[nn.Module, None] = {}
+        """Modules whose output had another shape in the model, in this micro-batch."""
         self._is_explained = False
         """Whether it is known why."""
 
@@ -207,6 +217,10 @@ class ReferenceProbe(Probe):
             return False
         return True
 
+    def note_other_shape(self, module: nn.Module) -> None:
+        """Note that an output of a module has another shape in the model, as those of routed experts do: it is not compared."""
+        self._of_other_shape[module] = None
+
     def end_micro_batch(self) -> None:
         """Report what ran in one of both only, once for each cause, and forget it."""
         left = {module for (module, _by), calls in self._waiting.items() if calls}
@@ -216,11 +230,15 @@ class ReferenceProbe(Probe):
             elif self._missed:
                 what = "The model ran modules more often than the reference did; such calls are not compared"
                 self._say(f"{what}: {self._names(self._missed)}.", once=what)
+            if self._of_other_shape:
+                what = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
+                self._say(f"{what}: {self._names(self._of_other_shape)}.", once=what)
             if left:
                 what = "The reference ran modules more often than the model did, which are not compared"
                 self._say(f"{what}: {self._names(left)}.", once=what)
         self._forget()
         self._missed.clear()
+        self._of_other_shape.clear()
         self._has_run = self._is_explained = False
 
     def _names(self, modules: Container[nn.Module]) -> str:
@@ -235,7 +253,8 @@ class ReferenceProbe(Probe):
         """Take every hook off, and forget everything."""
         self._hooks.close()
         while self._runs:
-            self._runs.pop()[0].close()
+            self._runs[-1][0].close()
+            self._runs.pop()
         self._forget()
         self._missed.clear()
 

@@ -6,6 +6,7 @@ The names and what they mean are those of Graphcore's tensor-tracker.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
+from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, Unobserved, is_tracing
 from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
     import pandas
+
+_messages = logging.getLogger(__name__)
 
 
 @dataclass
@@ -171,6 +174,7 @@ class Tracker:
             raise ValueError(f"max_bytes is {max_bytes!r}; expected a number of bytes >= 1, or None for no limit.")
         self._stash = get_stash_fn(stash=stash)
         self._max_bytes = max_bytes
+        self._num_unobserved = Unobserved.number
         self._num_bytes = 0
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
@@ -216,9 +220,12 @@ class Tracker:
             self.register(children[name], name, grad)
 
     def unregister(self) -> None:
-        """Take every hook off; what was kept stays."""
+        """Take every hook off; what was kept stays. A message reports that torch traced a module, of which nothing was kept."""
         self._module_hooks.close()
         self._tensor_hooks.close()
+        if Unobserved.number > self._num_unobserved:
+            self._num_unobserved = Unobserved.number
+            _messages.warning(Unobserved.message)
 
     def clear(self) -> None:
         """Forget what was kept; hooks stay on."""
@@ -292,6 +299,8 @@ class Tracker:
 
     def _see_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of what a module returned, before those of a module inside it that returned the same tensor."""
+        if is_tracing():
+            return
         value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
         stash = self._kept(Event(awaited.name, awaited.type, True, value, (), {}))
         task = torch._C._current_graph_task_id()
@@ -339,7 +348,7 @@ class _ForwardHook(ForwardHook):
         self._name = name
         self._grad = grad
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._tracker.see_output(Event(self._name, type(module), False, output, args, kwargs), self._grad)
 
 

@@ -281,7 +281,7 @@ class _ForwardPreHook(ForwardHook):
     def __init__(self, watcher: weakref.ref[TorchWatcher]) -> None:
         self._watcher = watcher
 
-    def __call__(self, _model: nn.Module, _args: object) -> None:
+    def see(self, _model: nn.Module, _args: object) -> None:
         watcher = self._watcher()
         if watcher is not None and not is_in_backward():
             with watcher.guard():
