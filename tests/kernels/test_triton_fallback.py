@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.kernels import assert_textbook
+from torch import Tensor
 
-from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels import table, triton_kernel
+from lightning_module_monitor.kernels.moments import Moments, Need, merged
+from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 
 @pytest.fixture(autouse=True)
-def _not_tried_yet() -> Iterator[None]:
+def _not_tried_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether Triton works is found out once for each device of a process: here, for each test."""
-    triton_kernel._works.cache_clear()
-    yield
-    triton_kernel._works.cache_clear()
+    monkeypatch.setattr(triton_kernel, "_is_working", {})
 
 
 def asked_three_times(device: torch.device, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings of three calls, none of which gives a kernel."""
+    """The warnings of three calls, all of which find that Triton does not work."""
     with caplog.at_level(logging.WARNING):
-        assert [triton_kernel.triton_kernel(device) for _time in range(3)] == [None] * 3
+        assert [triton_kernel.works(device) for _time in range(3)] == [False] * 3
     return [record.getMessage() for record in caplog.records]
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """There is no kernel where Triton is not installed, and one warning says so, and what happens instead."""
+    """One warning tells that Triton is not installed, and what happens instead."""
     monkeypatch.setitem(sys.modules, "lightning_module_monitor.kernels.triton_loops", None)
     (warning,) = asked_three_times(torch.device("cuda", 0), caplog)
     assert warning.startswith("Triton does not work on cuda:0 (ModuleNotFoundError: ")
@@ -38,16 +41,60 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 def test_where_the_first_launch_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """An old GPU or a missing compiler shows when the first kernel is launched, which is before a tensor depends on it."""
 
-    class Fails(triton_kernel.TritonKernel):
-        def __init__(self, device: torch.device) -> None:
-            raise RuntimeError("Failed to find C compiler")
+    def fail(_device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(triton_kernel, "TritonKernel", Fails)
+    monkeypatch.setattr(triton_kernel, "TritonKernel", fail)
     (warning,) = asked_three_times(torch.device("cuda", 1), caplog)
     assert warning.startswith("Triton does not work on cuda:1 (RuntimeError: Failed to find C compiler)")
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
+class Fails(TritonKernel):
+    """Every launch of it fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def add(self, *_arguments: object) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    add_all = add_difference = add  # type: ignore[assignment]
+
+    def collect(self, num_rows: int) -> Tensor:
+        return torch.stack(Moments.of_nothing(num_rows))
+
+
+X, Y = torch.arange(8.0, dtype=torch.float64).view(1, 8), torch.full((1, 8), 3.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("add", "expected"),
+    [
+        (lambda rows: rows.add((0,), X, Need.EVERYTHING), X),
+        (lambda rows: rows.add_all([0, 0], [X, Y], [Need.EVERYTHING] * 2), torch.cat([X, Y])),
+        (lambda rows: rows.add_difference((0,), X, Y, None, Need.EVERYTHING), X - Y),
+    ],
+    ids=["add", "add_all", "add_difference"],
+)
+def test_where_a_later_launch_fails(
+    add: Callable[[MomentTable], object], expected: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be launched is measured by torch operations, every element once, and Triton is used no longer."""
+    monkeypatch.setattr(triton_kernel, "_is_working", {X.device: True})
+    monkeypatch.setattr(table, "TritonKernel", Fails)
+    monkeypatch.setattr(triton_kernel, "takes", lambda tensor: triton_kernel.works(tensor.device))
+    rows = MomentTable()
+    with caplog.at_level(logging.WARNING):
+        add(rows)
+        add(rows)
+    assert not triton_kernel.works(X.device)
+    assert_textbook(Moments(*merged(rows.collect(1), 1, X.device)), torch.cat([expected, expected]), 1e-12)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("Triton does not work on cpu (RuntimeError: out of resource: shared memory)")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_other_devices(device: str, caplog: pytest.LogCaptureFixture) -> None:
     """The kernel is for CUDA and ROCm. Nothing is wrong with other devices, and nothing is logged of them."""
-    assert asked_three_times(torch.device(device), caplog) == []
+    assert not triton_kernel.takes(torch.empty(3, device=device))
+    assert not caplog.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -13,8 +14,13 @@ class Kernel(Protocol):
 
     A tensor may change as soon as a method returns. No method reads a value on the host before :meth:`collect`, and on an
     accelerator not even that does. ``needs`` are bits of :class:`~lightning_module_monitor.kernels.moments.Need`, always the same
-    for one row.
+    for one row. A method that raises has added nothing.
+
+    Args:
+        device: Where the tensors are.
     """
+
+    def __init__(self, device: torch.device) -> None: ...
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
         """Measure a tensor once and merge it into rows.

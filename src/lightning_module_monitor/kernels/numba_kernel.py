@@ -95,7 +95,7 @@ def _place_of_code() -> NDArray[np.int64]:
 class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
 
-    def __init__(self) -> None:
+    def __init__(self, _device: torch.device) -> None:
         self._rows: dict[int, NDArray[np.float64]] = {}
         self._counts: dict[int, NDArray[np.int64]] = {}
 

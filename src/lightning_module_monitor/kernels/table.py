@@ -14,6 +14,7 @@ from lightning_module_monitor.kernels.kernel import Kernel
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
+from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 
 class MomentTable:
@@ -24,9 +25,7 @@ class MomentTable:
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[torch.device | None, Kernel] = {}
-        """By device; ``None`` stands for the compiled loops of the host."""
-        self._of_triton: dict[torch.device, Kernel] = {}
+        self._kernels: dict[tuple[type[Kernel], torch.device], Kernel] = {}
         self._masked: dict[torch.device, TorchKernel] = {}
         """Counts of tensors of which not every element counts."""
         self._merged: list[tuple[list[int], Tensor]] = []
@@ -42,15 +41,12 @@ class MomentTable:
         Raises:
             ValueError: If the tensor has no elements of its own.
         """
-        if numba_kernel.takes(tensor):
-            try:
-                self._on_host().add(rows, tensor, needs)
-            except RuntimeError:  # within a transform of torch.func a tensor may give no array
-                self._kernel(tensor).add(rows, tensor.detach(), needs)
-            return
-        tensor = strided(tensor).detach()
+        kernel, tensor = self._kernel_of(tensor)
         if tensor.numel():
-            self._kernel(tensor).add(rows, tensor, needs)
+            try:
+                kernel.add(rows, tensor, needs)
+            except Exception as error:
+                self._instead_of(kernel, tensor.device, error).add(rows, tensor.detach(), needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
         """:meth:`add` of many tensors that exist at the same time, each into one row.
@@ -62,15 +58,17 @@ class MomentTable:
         by_kernel: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             try:
-                is_on_host = numba_kernel.takes(tensor)
-                readable = tensor if is_on_host else strided(tensor).detach()
+                kernel, readable = self._kernel_of(tensor)
             except Exception as error:
                 failed.append((place, error))
                 continue
             if readable.numel():
-                by_kernel[self._on_host() if is_on_host else self._kernel(readable)].append((rows[place], readable, needs[place]))
+                by_kernel[kernel].append((rows[place], readable, needs[place]))
         for kernel, members in by_kernel.items():
-            kernel.add_all(*zip(*members, strict=True))
+            try:
+                kernel.add_all(*zip(*members, strict=True))
+            except Exception as error:
+                self._instead_of(kernel, members[0][1].device, error).add_all(*zip(*members, strict=True))
         return failed
 
     def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
@@ -78,11 +76,15 @@ class MomentTable:
         if not tensor.numel():
             return
         if all(one is None or numba_kernel.takes(one) for one in (tensor, other, shift)):
-            kernel = self._on_host()
+            kernel = self._kernel(NumbaKernel, tensor.device)
         else:
-            tensor, kernel = strided(tensor).detach(), self._kernel(tensor)
-            other, shift = (None if one is None else strided(one).detach() for one in (other, shift))
-        kernel.add_difference(rows, tensor, other, shift, needs)
+            tensor, other, shift = (None if one is None else strided(one).detach() for one in (tensor, other, shift))
+            kinds = [triton_kernel.takes(one) for one in (tensor, other, shift) if one is not None]
+            kernel = self._kernel(TritonKernel if all(kinds) else TorchKernel, tensor.device)
+        try:
+            kernel.add_difference(rows, tensor, other, shift, needs)
+        except Exception as error:
+            self._instead_of(kernel, tensor.device, error).add_difference(rows, tensor, other, shift, needs)
 
     def add_moments(self, rows: list[int], moments: Moments) -> None:
         """Merge moments that were taken elsewhere, float64, shape ``(rows,)``."""
@@ -94,7 +96,7 @@ class MomentTable:
 
     def collect(self, num_rows: int) -> list[Tensor]:
         """Shares of every row, to be merged, each float64, shape ``(NUM_FIELDS, num_rows)``, still on its device."""
-        shares = [kernel.collect(num_rows) for kernel in (*self._kernels.values(), *self._of_triton.values())]
+        shares = [kernel.collect(num_rows) for kernel in self._kernels.values()]
         for rows, stacked in self._merged:
             index = torch.tensor(rows, device=stacked.device)
             shares.append(torch.stack(Moments(*stacked).merge(index, num_rows)))
@@ -102,9 +104,7 @@ class MomentTable:
 
     def collect_counts(self, rows: Sequence[int]) -> list[Tensor]:
         """Shares of the counts of rows, to be added up, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device."""
-        return (
-            [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._of_triton.values(), *self._masked.values())] if rows else []
-        )
+        return [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
 
     def add_counts(self, row: int, tensor: Tensor, counting: Tensor) -> None:
         """Count in a row's histogram the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
@@ -112,18 +112,28 @@ class MomentTable:
             self._masked[tensor.device] = TorchKernel(tensor.device)
         self._masked[tensor.device].add_counted(row, tensor, counting)
 
-    def _on_host(self) -> Kernel:
-        if None not in self._kernels:
-            self._kernels[None] = NumbaKernel()
-        return self._kernels[None]
+    def _kernel_of(self, tensor: Tensor) -> tuple[Kernel, Tensor]:
+        """The kernel that measures a tensor, and the tensor as that kernel reads it."""
+        if numba_kernel.takes(tensor):
+            return self._kernel(NumbaKernel, tensor.device), tensor
+        readable = strided(tensor).detach()
+        return self._kernel(TritonKernel if triton_kernel.takes(readable) else TorchKernel, readable.device), readable
 
-    def _kernel(self, tensor: Tensor) -> Kernel:
-        """The kernel of a device: Triton's where it works and reads the tensor, otherwise that of torch operations."""
-        device = tensor.device
-        if triton_kernel.takes(tensor) and (device in self._of_triton or triton_kernel.triton_kernel(device) is not None):
-            if device not in self._of_triton:
-                self._of_triton[device] = triton_kernel.TritonKernel(device)
-            return self._of_triton[device]
-        if device not in self._kernels:
-            self._kernels[device] = TorchKernel(device)
-        return self._kernels[device]
+    def _kernel(self, kind: type[Kernel], device: torch.device) -> Kernel:
+        if (kind, device) not in self._kernels:
+            self._kernels[kind, device] = kind(device)
+        return self._kernels[kind, device]
+
+    def _instead_of(self, kernel: Kernel, device: torch.device, error: Exception) -> Kernel:
+        """The kernel of torch operations, for what another cannot measure after all: it has noted nothing of it.
+
+        Within a transform of torch.func a tensor may give no array, and Triton may fail to compile.
+
+        Raises:
+            Exception: The error, if it is the kernel of torch operations that failed.
+        """
+        if isinstance(kernel, TorchKernel):
+            raise error
+        if isinstance(kernel, TritonKernel):
+            triton_kernel.give_up(device, error)
+        return self._kernel(TorchKernel, device)

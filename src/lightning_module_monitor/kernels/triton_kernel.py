@@ -43,33 +43,36 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernel measures tensors of this dtype and layout."""
-    return tensor.dtype in _DTYPES and tensor.layout == torch.strided
+    """Whether the kernel measures a tensor: one on a CUDA or ROCm device on which Triton works."""
+    return tensor.is_cuda and tensor.dtype in _DTYPES and tensor.layout is torch.strided and works(tensor.device)
 
 
-def triton_kernel(device: torch.device) -> TritonKernel | None:
-    """The kernel of a CUDA or ROCm device; ``None``, with one warning in the log, where Triton does not work.
-
-    The first call for a device compiles and launches a small kernel, without waiting for its result.
-    """
-    return TritonKernel(device) if device.type == "cuda" and _works(device) else None
+_is_working: dict[torch.device, bool] = {}
 
 
-@functools.cache
-def _works(device: torch.device) -> bool:
-    try:
-        kernel = TritonKernel(device)
-        kernel.add((0,), torch.zeros(TILE, device=device), Need.SQUARES)
-        kernel.collect(1)
-    # Triton, its C compiler and the driver fail in many ways; the torch kernel needs none of them.
-    except Exception as error:
+def works(device: torch.device) -> bool:
+    """Whether Triton works on a device. The first call compiles and launches a small kernel, without waiting for its result."""
+    if device not in _is_working:
+        _is_working[device] = True
+        try:
+            kernel = TritonKernel(device)
+            kernel.add((0,), torch.zeros(TILE, device=device), Need.SQUARES)
+            kernel.collect(1)
+        # Triton, its C compiler and the driver fail in many ways; the torch kernel needs none of them.
+        except Exception as error:
+            give_up(device, error)
+    return _is_working[device]
+
+
+def give_up(device: torch.device, error: Exception) -> None:
+    """Use Triton on a device no longer, and warn once."""
+    if _is_working.get(device, True):
         _logger.warning(
             "Triton does not work on %s (%s: %s); tensors there are measured by torch operations, with more launches. "
             "Check that triton is the version that torch %s requires.",
             device, type(error).__name__, error, torch.__version__,
         )  # fmt: skip
-        return False
-    return True
+    _is_working[device] = False
 
 
 def launch(device: torch.device, function: Any, num_programs: int, *arguments: object, **constants: object) -> None:  # noqa: ANN401  # untyped
@@ -133,8 +136,17 @@ class TritonKernel:
         alike: defaultdict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             alike[tensor.dtype, need].append((row, tensor))
+        launches, counted = [], []
         for (_dtype, need), members in alike.items():
-            self._add_alike([row for row, _tensor in members], [tensor for _row, tensor in members], need)
+            rows_alike, tensors_alike = zip(*members, strict=True)
+            cut, first_part, first_count = self._measure_alike(tensors_alike, need)
+            launches += zip(rows_alike, itertools.accumulate(cut.num_programs, initial=first_part), cut.num_programs, strict=False)
+            if need & Need.HISTOGRAM:
+                counted += enumerate(rows_alike, first_count)
+        # Not before every launch: where one fails, all tensors are measured by another kernel.
+        self._launches += launches
+        for number, row in counted:
+            self._counted[row].append(number)
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
@@ -156,7 +168,8 @@ class TritonKernel:
         to, slots = _copied(self._device, np.array(places, dtype=np.int64).T.copy())
         return counts.index_add_(0, to, self._counts.all()[slots].double())
 
-    def _add_alike(self, rows: list[int], tensors: list[Tensor], needs: int) -> None:
+    def _measure_alike(self, tensors: Sequence[Tensor], needs: int) -> tuple[_Cut, int, int]:
+        """Measure tensors by one launch; returns how they are cut, and the numbers of the first slots of parts and of counts."""
         has_rows = bool(needs & Need.TOKENS)
         tensors = [_readable(tensor, has_rows) for tensor in tensors]
         features = tuple(tensor.shape[-1] if tensor.dim() else 1 for tensor in tensors) if has_rows else None
@@ -164,17 +177,13 @@ class TritonKernel:
         cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, features)
         total = sum(cut.num_programs)
         parts = self._parts.reserve(total)
-        counts = self._counts.reserve(len(rows) if needs & Need.HISTOGRAM else 0)
+        counts = self._counts.reserve(len(tensors) if needs & Need.HISTOGRAM else 0)
         launch(
             self._device, self._functions.measure_all, total,
-            tensors[0], layout, len(rows), cut.steps, parts.chunk, parts.start, counts.chunk, counts.start,
+            tensors[0], layout, len(tensors), cut.steps, parts.chunk, parts.start, counts.chunk, counts.start,
             NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
         )  # fmt: skip
-        numbers = itertools.accumulate(cut.num_programs, initial=parts.number)
-        self._launches += zip(rows, numbers, cut.num_programs, strict=False)
-        if needs & Need.HISTOGRAM:
-            for number, row in enumerate(rows, counts.number):
-                self._counted[row].append(number)
+        return cut, parts.number, counts.number
 
 
 class _Reserved(NamedTuple):

@@ -147,9 +147,10 @@ class UncopiedHook(ForwardHook):
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    def see(self, *args: Any) -> None:
-        """Call the function."""
-        self._function(*args)
+    def __call__(self, *args: Any) -> None:
+        """Call the function, unless torch traces the module. No hook is called as often: there is no call in between."""
+        if not is_tracing():
+            self._function(*args)
 
 
 class ReplacingHook(ForwardHook):
