@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, MonitorMixin, Rule, TorchWatcher, track
 from lightning_module_monitor.config import attention_rules, coordinate_check_rules
-from lightning_module_monitor.statistics import running
+from lightning_module_monitor.kernels import numba_kernel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -207,7 +207,7 @@ class Counts(TorchDispatchMode):
 def test_a_counter_of_operations_counts_the_users_own(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a dispatch mode a monitored step does what one does that is not monitored, from its begin until before its end."""
     if not has_kernel:
-        monkeypatch.setattr(running, "kernel", lambda: None)
+        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     net, x, zero, names, flops = Net(), batch(), torch.zeros(()), [], []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with everything(net, follows=False) as monitor:
@@ -371,7 +371,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_module_monitor import ModuleMonitor, Rule
-from lightning_module_monitor.statistics import running
+from lightning_module_monitor.kernels import numba_kernel
 
 class Wraps(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -379,7 +379,7 @@ class Wraps(TorchDispatchMode):
         return torch._to_functional_tensor(result) if func is torch.ops.aten.clone.default else result
 
 if sys.argv[1] == "without":
-    running.kernel = lambda: None
+    numba_kernel.loops = lambda: None
 net, real = nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(4, 3).t()
 with ModuleMonitor(rules=[Rule(kinds=["activation"], statistics=["norm", "hist"], functions={{"largest": torch.max}})]) as monitor:
     monitor.set_module(net)

@@ -166,23 +166,6 @@ def test_what_a_transform_wraps_is_not_read_as_memory() -> None:
     assert [numba_kernel.takes(one) for one in outlived] == [False] * 3
 
 
-def test_what_is_traced_is_measured_and_leaves_no_trace() -> None:
-    """While torch.jit traces, sizes are tensors in Python."""
-    table = MomentTable()
-
-    def doubled(x: Tensor) -> Tensor:
-        y = x * 2
-        if numba_kernel.takes(y):
-            table.add((0,), y, Need.EVERYTHING)
-        return y
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.trace.* is deprecated", DeprecationWarning)
-        torch.jit.trace(doubled, torch.ones(3), check_trace=False)
-    if numba_kernel.takes(torch.ones(3)):
-        assert_textbook(collected(table), torch.full((3,), 2.0), 1e-12)
-
-
 class Elsewhere(Tensor):
     """Its elements may be anywhere."""
 
