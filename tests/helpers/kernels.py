@@ -51,7 +51,7 @@ def torch_kernel(portion: int | None = None, wide: torch.dtype = torch.float64) 
 
 
 IMPLEMENTATIONS = {
-    "numba": Implementation(NumbaKernel, (torch.float32, *HALVES), takes=numba_kernel.takes),
+    "numba": Implementation(lambda: NumbaKernel(CPU), (torch.float32, *HALVES), takes=numba_kernel.takes),
     "torch": Implementation(torch_kernel),
     "torch in small portions": Implementation(lambda: torch_kernel(portion=1000)),
     "torch without float64": Implementation(lambda: torch_kernel(wide=torch.float32), (torch.float32, *HALVES), 1e-5),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.dlpack import DLDeviceType, to_dlpack
 
 from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
@@ -19,6 +20,9 @@ from lightning_module_monitor.kernels.elements import PLAIN, has_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+FIRST_ROWS = 256
+"""Rows that there is room for at first."""
+_HOST = (int(DLDeviceType.kDLCPU), 0)
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
 
@@ -51,7 +55,7 @@ def loops() -> ModuleType | None:
 
 def _compile(numba_loops: ModuleType) -> None:
     """Run every loop once, which compiles it or reads numba's cache."""
-    row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
+    row, (wide, halves) = np.zeros(NUM_FIELDS), (array_of(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
@@ -60,31 +64,45 @@ def _compile(numba_loops: ModuleType) -> None:
     numba_loops.largest_magnitude(halves.view(np.int16), np.int16(1))
 
 
-def takes(tensor: object) -> bool:
+def takes(tensor: Tensor) -> bool:
     """Whether the kernel reads a tensor: one whose elements lie in host memory, in a dtype whose squares float64 holds."""
-    # A subclass, or what a transform wraps, may hold its elements elsewhere, and zeros may have no memory; torch has no public
-    # function that tells the last three.
-    return (
-        type(tensor) in PLAIN
-        and isinstance(tensor, Tensor)
-        and tensor.is_cpu
-        and tensor.dtype in DTYPES
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_neg() or tensor._is_zerotensor())
-        and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor))
-        and has_memory(tensor)
-        and loops() is not None
-    )
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.dtype not in DTYPES or loops() is None:
+        return False
+    try:
+        has_address = tensor.data_ptr() != 0
+    except RuntimeError:  # it is sparse, or a transform of torch.func wraps it
+        return False
+    # A functional tensor and zeros without memory have no address, and a nested one or one that is to be negated has other elements there.
+    return has_address and not (tensor.is_nested or tensor.is_neg()) and has_memory(tensor)
+
+
+class _Exported:
+    """Gives numpy a tensor's memory, also of one that needs a gradient, and to be read only.
+
+    After ``Tensor.numpy()`` the program could never again resize the tensor's storage, as one that streams weights does.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_options: object) -> object:
+        return to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _HOST
 
 
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
-    # Not Tensor.numpy(): from then on the program could not resize the tensor's storage. Detached only where it must be, because
-    # within a transform of torch.func what an operation returns is wrapped.
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if plain.dtype is torch.bfloat16:
-        return np.asarray(np.from_dlpack(plain.view(torch.int16)).view(np.uint16).reshape(-1), np.uint16)
-    return np.asarray(np.from_dlpack(plain if plain.dtype is torch.float32 else plain.float()).reshape(-1), np.float32)
+    if tensor.dtype is torch.float32:
+        array: NDArray[np.float32] = np.from_dlpack(_Exported(tensor)).ravel()
+        return array
+    if tensor.dtype is torch.bfloat16:
+        halves: NDArray[np.uint16] = np.from_dlpack(_Exported(tensor.view(torch.int16))).view(np.uint16).ravel()
+        return halves
+    return array_of(tensor.float())
 
 
 @functools.cache
@@ -96,22 +114,23 @@ class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
-        self._rows: dict[int, NDArray[np.float64]] = {}
+        self._table = np.tile(_NOTHING, (FIRST_ROWS, 1))
+        """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[int, NDArray[np.int64]] = {}
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
         """Measure a tensor once and merge it into rows."""
+        array = array_of(tensor)
+        is_float32 = array.dtype == np.float32
         if needs & _MOMENTS:
             features = tensor.shape[-1] if needs & _TOKENS and tensor.dim() else 1
-            function = _compiled().add if tensor.dtype is torch.float32 else _function_of(_compiled(), tensor.dtype)
             target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
-            function(array_of(tensor), features, needs, target)
+            (_compiled().add if is_float32 else _compiled().add_bfloat16)(array, features, needs, target)
             if len(rows) > 1:
                 self._merge(target, rows)
         if needs & _HISTOGRAM:
-            array = array_of(tensor)
             # A bfloat16 is the upper half of a float32.
-            self._count(rows, array.view(np.uint32) if array.dtype == np.float32 else array.astype(np.uint32) << np.uint32(16))
+            self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16))
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
@@ -134,10 +153,8 @@ class NumbaKernel:
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
-        table = np.repeat(_NOTHING[:, None], num_rows, axis=1)
-        for row, moments in self._rows.items():
-            table[:, row] = moments
-        return torch.from_numpy(table)
+        self._grow(num_rows)
+        return torch.from_numpy(self._table[:num_rows].T.copy())
 
     def counts(self, rows: Sequence[int]) -> Tensor:
         """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
@@ -145,10 +162,13 @@ class NumbaKernel:
         return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
 
     def _row(self, row: int) -> NDArray[np.float64]:
-        found = self._rows.get(row)
-        if found is None:
-            found = self._rows[row] = _NOTHING.copy()
-        return found
+        if row >= len(self._table):
+            self._grow(2 * row)
+        return self._table[row]
+
+    def _grow(self, num_rows: int) -> None:
+        if num_rows > len(self._table):
+            self._table = np.concatenate([self._table, np.tile(_NOTHING, (num_rows - len(self._table), 1))])
 
     def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
         for row in rows:
@@ -167,12 +187,8 @@ def _compiled() -> ModuleType:
     return compiled
 
 
-def _function_of(compiled: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
-    function: Callable[..., None] = compiled.add_bfloat16 if dtype is torch.bfloat16 else compiled.add
-    return function
-
-
 _EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
+_EMPTY.flags.writeable = False  # as the others are: the loops are compiled for that
 
 # Made here: what is made within a transform of torch.func has no memory that numpy could read.
 _NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])

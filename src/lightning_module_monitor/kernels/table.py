@@ -16,6 +16,8 @@ from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
+_HOST = torch.device("cpu")
+
 
 class MomentTable:
     """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
@@ -59,11 +61,10 @@ class MomentTable:
         for place, tensor in enumerate(tensors):
             try:
                 kernel, readable = self._kernel_of(tensor)
+                if readable.numel():
+                    by_kernel[kernel].append((rows[place], readable, needs[place]))
             except Exception as error:
                 failed.append((place, error))
-                continue
-            if readable.numel():
-                by_kernel[kernel].append((rows[place], readable, needs[place]))
         for kernel, members in by_kernel.items():
             try:
                 kernel.add_all(*zip(*members, strict=True))
@@ -76,7 +77,7 @@ class MomentTable:
         if not tensor.numel():
             return
         if all(one is None or numba_kernel.takes(one) for one in (tensor, other, shift)):
-            kernel = self._kernel(NumbaKernel, tensor.device)
+            kernel = self._kernel(NumbaKernel, _HOST)
         else:
             tensor, other, shift = (None if one is None else strided(one).detach() for one in (tensor, other, shift))
             kinds = [triton_kernel.takes(one) for one in (tensor, other, shift) if one is not None]
@@ -115,14 +116,15 @@ class MomentTable:
     def _kernel_of(self, tensor: Tensor) -> tuple[Kernel, Tensor]:
         """The kernel that measures a tensor, and the tensor as that kernel reads it."""
         if numba_kernel.takes(tensor):
-            return self._kernel(NumbaKernel, tensor.device), tensor
+            return self._kernel(NumbaKernel, _HOST), tensor
         readable = strided(tensor).detach()
         return self._kernel(TritonKernel if triton_kernel.takes(readable) else TorchKernel, readable.device), readable
 
     def _kernel(self, kind: type[Kernel], device: torch.device) -> Kernel:
-        if (kind, device) not in self._kernels:
-            self._kernels[kind, device] = kind(device)
-        return self._kernels[kind, device]
+        kernel = self._kernels.get((kind, device))
+        if kernel is None:
+            kernel = self._kernels[kind, device] = kind(device)
+        return kernel
 
     def _instead_of(self, kernel: Kernel, device: torch.device, error: Exception) -> Kernel:
         """The kernel of torch operations, for what another cannot measure after all: it has noted nothing of it.

@@ -154,10 +154,13 @@ class ParameterProbe(Probe):
     def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[Watch, Tensor]]:
         """What can be measured of some of the tensors, each with what is wanted of it."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        there = [(place, tensor) for place in places if (tensor := tensors[place]) is not None]
-        return [(of_kind.watches[place], tensor) for place, tensor in there if self._is_real(of_kind.sites[place], tensor)]
+        sites, watches = of_kind.sites, of_kind.watches
+        return [
+            (watches[place], tensor) for place in places if (tensor := tensors[place]) is not None and self._is_real(sites[place], tensor)
+        ]
 
     def _is_real(self, site: ParameterSite, tensor: Tensor) -> bool:
-        if not tensor.is_floating_point():
+        is_real = tensor.is_floating_point()
+        if not is_real:
             self._passed_over[tensor.dtype].append(site.name)
-        return tensor.is_floating_point()
+        return is_real

@@ -143,7 +143,12 @@ class Observation:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function is to get."""
         seen = [(watch, tensor) for watch, tensor in pairs if watch.needs]
         rows = [self._row(watch) for watch, _tensor in seen]
-        failed = self._table.add_all(rows, [tensor for _watch, tensor in seen], [watch.needs for watch, _tensor in seen])
+        try:
+            failed = self._table.add_all(rows, [tensor for _watch, tensor in seen], [watch.needs for watch, _tensor in seen])
+        except Exception:
+            for watch, _tensor in seen:  # it is not known how many were added
+                self._give_up(watch)
+            raise
         for place, error in failed:
             self.fail(*seen[place], error)
 
