@@ -117,7 +117,7 @@ def test_own_calls_are_timed_and_hooks_are_put_back(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tensor_needs_no_operation_and_one_of_bfloat16_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every precision that can be asked for: one transfer, no host read, and no operation but a view of the bits of each bfloat16 tensor."""
+    """In every precision that can be asked for: one transfer, no host read, and no operation but a view of each bfloat16 tensor's bits."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     overhead = importlib.import_module("overhead")
     workload = overhead.Workload("tiny", "", lambda: overhead.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)

@@ -1,4 +1,4 @@
-"""Moments of tensors in host memory, by the compiled loops of :mod:`.numba_loops` over ``tensor.numpy()``."""
+"""Moments of tensors in host memory, by the compiled loops of :mod:`.numba_loops` over numpy arrays of the same memory."""
 
 from __future__ import annotations
 
