@@ -67,6 +67,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.exit(2, "--device cuda needs a GPU, and torch finds none; expected a machine with one and torch for CUDA or ROCm.\n")
     if options.device == "cpu" and G1 in (options.workloads or ()):
         parser.exit(2, f"--workloads {G1} is too large for a CPU; expected {', '.join(WORKLOADS)}, or --device cuda.\n")
+    here = [one.name for one in VARIANTS if options.device in one.devices]
+    elsewhere = [name for name in options.variants or () if name not in here]
+    if elsewhere:
+        parser.exit(
+            2, f"--variants {elsewhere[0]!r} is not measured with --device {options.device}; expected {', '.join(map(repr, here))}.\n"
+        )
     options.workloads = options.workloads or [*WORKLOADS, *([G1] if options.device == "cuda" else [])]
     options.output = options.output or Path(__file__).with_name(REPORTS[options.device])
     return options

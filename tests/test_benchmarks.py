@@ -343,7 +343,11 @@ def test_the_largest_gpt_that_fits_is_taken(module: Import) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [(["--device", "cuda"], "needs a GPU"), (["--workloads", "G1"], "too large for a CPU")],
+    [
+        (["--device", "cuda"], "needs a GPU"),
+        (["--workloads", "G1"], "too large for a CPU"),
+        (["--variants", "wandb.watch"], "'wandb.watch' is not measured with --device cpu"),
+    ],
 )
 def test_what_is_not_there_ends_with_one_line(
     options: list[str], reason: str, module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
