@@ -10,7 +10,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-triton check bench dev clean
+.PHONY: help demo rcc test test-triton check bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -39,6 +39,9 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the cod
 bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/scaling.py
+
+bench-gpu: $(VENV)/bench.stamp ## measure the overhead of monitoring on a GPU; needs one
+	$(PY) benchmarks/overhead.py --device cuda
 
 dev: $(VENV)/dev.stamp ## only set up .venv for development
 

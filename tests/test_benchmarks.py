@@ -7,13 +7,38 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_module_monitor import load_store
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OVERHEAD = BENCHMARKS / "overhead.py"
+Import = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Import:
+    """Imports a module of the benchmarks by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def tiny_workload(module: Import) -> object:
+    """Two layers of width 8."""
+    workloads = module("workloads")
+    return workloads.Workload("W2", "", lambda: workloads.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)
+
+
+def variant(module: Import, name: str) -> object:
+    """The first variant of that name."""
+    return next(one for one in module("variants").VARIANTS if one.name == name)
 
 
 def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
@@ -26,7 +51,7 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "wandb.watch is skipped" in done.stdout
+    assert "wandb.watch in a Trainer is skipped" in done.stdout
 
     whole = report.read_text(encoding="utf-8")
     assert whole.endswith("\n\n## bf16-mixed, 2 threads\n\n| what was | found before |\n"), "what other configurations have found is gone"
@@ -34,9 +59,18 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     _introduction, text, _others = whole.split("\n## ")
     assert text.startswith("32-true, 1 thread\n\n20")
     assert "to be replaced" not in text
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    header, rows = lines[0], [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
-    assert header[:2] == ["workload", "variant"]
+    in_trainer, rows = (rows_of_table(part) for part in text.split("\n### ")[1:])
+    assert [(row["workload"], row["variant"]) for row in in_trainer] == [
+        ("W2", name)
+        for name in (
+            "Trainer",
+            "callback + store",
+            "callback + store + TensorBoard",
+            "default callback, monitored step",
+            "default callback, other steps",
+            "TensorBoard itself, under the callback",
+        )
+    ]
     assert [(row["workload"], row["variant"]) for row in rows] == [
         ("W2", name)
         for name in ("plain", "idle", "ours", "ours, eager", "nonfinite: always", "floor", "histograms", "TorchWatcher, one line")
@@ -73,67 +107,262 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     assert re.search(r"transfers 1, target 1: met; host reads 0, target 0: met", text)
 
 
-def test_a_target_is_judged_by_differences_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_of_table(text: str) -> list[dict[str, str]]:
+    """The rows of the only table in a text, by the names of the columns."""
+    header, _line, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
+def test_a_target_is_judged_by_differences_within_a_round(module: Import) -> None:
     """What slows a round down as a whole changes nothing; a figure in brackets has more, the less the rounds agree."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    overhead = importlib.import_module("overhead")
+    measuring, report, variants = module("measuring"), module("report"), module("variants")
     slow = [0.0, 5.0, 1.0, 0.0, 9.0, 2.0, 0.5, 7.0]
-    seconds = {name: [one + added for one in slow] for name, added in (("plain", 8.0), ("ours", 10.0), ("floor", 9.0))}
-    result = overhead.Result(overhead.WORKLOADS["W2"], {**seconds, "torch-module-monitor": [one + 28.0 for one in slow]})
-    result.counts = {name: overhead.Counts(1, 0, 1, 7) for name in seconds}
-    line = overhead.target_line(result)
-    assert "ours 2.00 (2.00 to 2.00) of floor, target at most 1.5: MISSED" in line
+    added = {"plain": 8.0, "ours": 10.0, "floor": 9.0, "torch-module-monitor": 28.0, "Trainer": 12.0, "callback + store": 15.5}
+    seconds = {name: [one + more for one in slow] for name, more in added.items()}
+    workload = module("workloads").WORKLOADS["W2"]
+    result = measuring.Result(workload, seconds, counts={name: measuring.Counts(1, 0, 1, 7) for name in seconds})
+    line = report.target_line(result)
+    assert "ours 2.00 (2.00 to 2.00) of floor, target at most 1.6: MISSED" in line
     assert "ours 0.10 (0.10 to 0.10) of torch-module-monitor, target at most 0.125: met" in line
+    assert "callback + store 1.75 (1.75 to 1.75) of the engine alone, target at most 1.5: MISSED" in line
     assert "idle" not in line
     assert "RCC" not in line
-    noisy = overhead.Result(
-        result.workload, {**seconds, "ours": [one + 10.0 + noise for one, noise in zip(slow, [-1, 1] * 4, strict=True)]}
+    noisy = measuring.Result(
+        workload, {**seconds, "ours": [one + 10.0 + noise for one, noise in zip(slow, [-1, 1] * 4, strict=True)]}, result.counts
     )
-    noisy.counts = result.counts
-    assert "ours 2.00 (1.00 to 3.00) of floor" in overhead.target_line(noisy)
-    assert [one.name for one in overhead.choose_variants(skip_peers=True, only=["floor"])] == ["plain", "floor"]
+    assert "ours 2.00 (1.00 to 3.00) of floor" in report.target_line(noisy)
+    assert [one.name for one in variants.choose_variants("cpu", skip_peers=True, only=["floor"])] == ["plain", "floor"]
+    in_trainer = variants.choose_variants("cpu", skip_peers=True, only=["callback + store"])
+    assert [one.name for one in in_trainer] == ["Trainer", "callback + store", "plain"], "without what it is compared with"
 
 
-def test_own_calls_are_timed_and_hooks_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_the_default_configuration_is_made_of_own_calls(module: Import) -> None:
+    """One monitored step and 49 others, in 50 plain steps; what the logger takes is the difference within a round."""
+    measuring, report = module("measuring"), module("report")
+    seconds = {"plain": [0.02] * 4, "Trainer": [0.02, 0.04] * 2, "callback + store": [0.03, 0.05] * 2}
+    seconds["callback + store + TensorBoard"] = [0.036, 0.056] * 2
+    own = {"default callback, monitored step": [0.0051] * 4, "default callback, other steps": [0.0001] * 4}
+    result = measuring.Result(module("workloads").WORKLOADS["W2"], seconds, own_seconds=own)
+    assert report.share_of_defaults(result) == pytest.approx((0.0051 + 49 * 0.0001) / 50 / 0.03)
+    assert "share of the run +0.67 % (+0.50 % to +1.00 %), target at most +0.50 %: MISSED" in report.target_line(result)
+    (row,) = report.logger_rows(result)
+    assert row[1:4] == ["TensorBoard itself, under the callback", "6.00", "+22.5 %"]
+
+
+def test_own_calls_are_timed_and_hooks_are_put_back(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of the observer's is in it, those of its hooks too; and where whole steps cannot tell, own calls do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    overhead = importlib.import_module("overhead")
+    measuring, report = module("measuring"), module("report")
     clock = iter(range(1000))
-    monkeypatch.setattr(overhead.time, "process_time", lambda: float(next(clock)))
-    workload = overhead.Workload("tiny", "", lambda: overhead.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)
-    lane = overhead.Lane(next(one for one in overhead.VARIANTS if one.name == "floor"), workload)
+    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
+    workload = tiny_workload(module)
+    lane = variant(module, "floor").start(workload, "32-true", torch.device("cpu"))
     hooks = [dict(module._forward_hooks) for module in lane.model.modules()]
-    result = overhead.Result(workload)
-    overhead.time_own_calls([lane], [workload.make_batch() for _ in range(3)], 3, result)
+    result = measuring.Result(workload)
+    measuring.time_own_calls({"floor": lane}, module("lanes").make_batches(workload), 3, result)
     # A tick for each call: of 4 modules and their container, and before the forward, the update, at begin and end.
     assert result.own_seconds == {"floor": [9.0, 9.0, 9.0]}
     assert [dict(module._forward_hooks) for module in lane.model.modules()] == hooks
-    assert isinstance(lane.observer, overhead.Floor)
+    assert type(lane.observer).begin is lane.observer.begin.__func__
     seconds = {"plain": [8.0] * 4, "ours": [10.0, 8.0, 7.0, 12.0], "floor": [9.0] * 4}
-    told = overhead.Result(workload, seconds, own_seconds={"ours": [1.2, 1.3] * 2, "floor": [1.0] * 4})
-    told.counts = {name: overhead.Counts(1, 0, 1, 7) for name in seconds}
-    line = overhead.target_line(told)
-    assert "ours, its own calls alone, 1.25 (1.20 to 1.30) of floor's, target at most 1.5: met" in line
+    told = measuring.Result(workload, seconds, own_seconds={"ours": [1.2, 1.3] * 2, "floor": [1.0] * 4})
+    told.counts = {name: measuring.Counts(1, 0, 1, 7) for name in seconds}
+    line = report.target_line(told)
+    assert "ours, its own calls alone, 1.25 (1.20 to 1.30) of floor's, target at most 1.6: met" in line
 
 
-def test_a_tensor_needs_no_operation_and_one_of_bfloat16_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_needs_no_operation_and_one_of_bfloat16_one(module: Import) -> None:
     """In every precision that can be asked for: one transfer, no host read, and no operation but a view of each bfloat16 tensor's bits."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    overhead = importlib.import_module("overhead")
-    workload = overhead.Workload("tiny", "", lambda: overhead.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)
-    variants = {one.name: one for one in overhead.VARIANTS}
+    measuring, workloads = module("measuring"), module("workloads")
+    workload = tiny_workload(module)
+    batch = module("lanes").make_batches(workload)[0]
     dtypes, added = [], []
-    for precision in (overhead.FLOAT32, overhead.MIXED, overhead.BFLOAT16):
-        lanes = [overhead.Lane(variants[name], workload, precision) for name in (overhead.PLAIN, overhead.OURS)]
+    for precision in (workloads.FLOAT32, workloads.MIXED, workloads.BFLOAT16):
+        lanes = [variant(module, name).start(workload, precision, torch.device("cpu")) for name in ("plain", "ours")]
         lanes[0].model[0].register_forward_hook(lambda module, _args, output: dtypes.append((module.weight.dtype, output.dtype)))
-        plain, ours = (overhead.count(lane, workload.make_batch()) for lane in lanes)
-        lanes[1].observer.close()
+        plain, ours = (measuring.count(lane, batch) for lane in lanes)
+        lanes[1].close()
         assert (ours.transfers, ours.host_reads - plain.host_reads, ours.values) == (1, 0, 7 * (5 + 4 + 4))
         added.append(ours.dispatches - plain.dispatches)
     assert dtypes == [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
     # Of 13 tensors autocast makes five bfloat16.
     assert added[1:] == [added[0] + 5, added[0] + 13]
     assert added[0] < 10
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's own
+def test_trainers_take_turns_and_train_as_the_plain_loop(module: Import) -> None:
+    """A Trainer advances by one step when it is asked, with the loop's weights after each; the callback records every step."""
+    workload, cpu = tiny_workload(module), torch.device("cpu")
+    plain, trainer, callback = (variant(module, name).start(workload, "32-true", cpu) for name in ("plain", "Trainer", "callback + store"))
+    try:
+        for step, batch in enumerate(module("lanes").make_batches(workload)[:5]):
+            assert (trainer.trainer.global_step, callback.trainer.global_step) == (step, step)
+            for lane in (plain, trainer):
+                lane.train_step(batch)
+            assert (trainer.trainer.global_step, callback.trainer.global_step) == (step + 1, step)
+            callback.train_step(batch)
+            for lane in (trainer, callback):
+                assert all(map(torch.equal, lane.model.parameters(), plain.model.parameters()))
+        store = load_store(Path(callback.folder.name) / "monitor.h5")
+        steps, norms = store.series("parameter/model.0.weight/norm")
+        assert (list(steps), len(norms)) == ([0, 1, 2, 3, 4], 5)
+        # The model's 5 modules (the LightningModule itself is not called), 4 parameters, 4 gradients.
+        keys = store.keys()
+        assert sum(key.endswith("/abs_mean") for key in keys) == 5 + 4 + 4
+    finally:
+        for lane in (trainer, callback):
+            lane.close()
+    assert not any(lane.thread.is_alive() for lane in (trainer, callback))
+
+
+class Counted(Callback):
+    """Calls two events that count, and one hook on each module."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        self.handles = [one.register_forward_hook(lambda *_args: None) for one in pl_module.model.modules()]
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if trainer.global_step == 2:
+            raise ArithmeticError("step 2")
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's own
+def test_own_calls_of_a_callback_are_timed_and_its_error_arrives(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events and its forward hooks; an error in the Trainer's thread is raised where the step was asked for."""
+    lanes, workload = module("lanes"), tiny_workload(module)
+    lane = lanes.TrainerLane(lambda _folder: lanes.Parts([Counted()]), workload, "32-true")
+    batch = lane.batches[0]
+    clock = iter(range(1000))
+    with monkeypatch.context() as patches:
+        patches.setattr(time, "process_time", lambda: float(next(clock)))
+        assert [lane.own_seconds(batch) for _ in range(2)] == [7.0, 7.0]
+    with pytest.raises(ArithmeticError, match="step 2"):
+        lane.train_step(batch)
+    lane.close()
+    assert not lane.thread.is_alive()
+
+
+class FakeEvent:
+    """A CUDA event that asks the clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000 * (end.seconds - self.seconds)
+
+
+def test_a_gpu_is_measured_by_events_launches_and_memory(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a GPU runs, on a CPU whose events are a clock's: G1 with floor, ours and plain, in bfloat16, one transfer."""
+    gpu, measuring, report, workloads = (module(name) for name in ("gpu", "measuring", "report", "workloads"))
+    held = iter(range(0, 1000 * 2**20, 2**20))
+    fake = SimpleNamespace(
+        Event=FakeEvent,
+        synchronize=lambda: None,
+        memory_allocated=lambda: next(held),
+        max_memory_allocated=lambda: 100 * 2**20,
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        mem_get_info=lambda: (1000, 2000),
+    )
+    monkeypatch.setattr(gpu, "cuda", fake)
+    place = gpu.Gpu(torch.device("cpu"))
+    assert place.free_bytes() == 900
+    sizes = (workloads.Size("tiny", 1, 8, 2, 16, 4, 2),)
+    variants = module("variants").choose_variants("cuda", skip_peers=True)
+    assert [one.name for one in variants] == ["plain", "idle", "ours", "ours, eager", "floor"]
+    result = measuring.measure(workloads.gpt_that_fits(place.free_bytes(), 3, sizes), variants, 2, "32-true", place)
+    (title, (header, *rows)), *none = report.tables([result], variants).items()
+    assert (title, none) == ("The engine alone", [])
+    table = [dict(zip(header, cells, strict=True)) for cells in rows]
+    assert [(row["workload"], row["variant"], row["peak MiB"]) for row in table] == [
+        ("G1", "plain", "100"),
+        ("G1", "ours", "99"),
+        ("G1", "floor", "98"),
+    ]
+    # 16 modules, and 17 parameters with a gradient each; the attention's own function is no module.
+    assert (result.num_outputs, table[1]["values"], table[2]["values"]) == (16, str(7 * 50), str(50))
+    assert [(row["transfers"], row["host reads"], row["launches"]) for row in table[1:]] == [("1", "0", "0")] * 2
+    assert all(
+        0 < seconds <= wall
+        for name in ("plain", "ours")
+        for seconds, wall in zip(result.seconds[name], result.wall_seconds[name], strict=True)
+    )
+    assert "launches 0, target at most 68: met" in report.target_line(result)
+    assert "of floor, target at most 1.5" in report.target_line(result)
+    assert not result.own_seconds
+
+
+def test_launches_are_counted_by_the_names_of_the_driver_calls(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch's own kernels and those of Triton's; kernels and copies themselves are not launches."""
+    measuring, lane = module("measuring"), variant(module, "plain").start(tiny_workload(module), "32-true", torch.device("cpu"))
+    names = [
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cudaMemcpyAsync",
+        "vectorized_kernel",
+        "aten::add",
+    ]
+
+    class FakeProfile:
+        def __init__(self, activities: list[object]) -> None:
+            assert len(activities) == 2, "without what the GPU does"
+
+        def __enter__(self) -> FakeProfile:
+            return self
+
+        def __exit__(self, *_error: object) -> None:
+            """Nothing was started."""
+
+        def events(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(name=name, cpu_parent=None) for name in names]
+
+    monkeypatch.setattr(measuring, "profile", FakeProfile)
+    batch = module("lanes").make_batches(tiny_workload(module))[0]
+    assert measuring.count(lane, batch, torch.device("cuda")).launches == 4
+
+
+def test_the_largest_gpt_that_fits_is_taken(module: Import) -> None:
+    """1.3 thousand million parameters on a GPU of 80 GB, fewer on a smaller one; the estimate is more than weights and optimizer."""
+    workloads = module("workloads")
+    gib = 2**30
+    names = [workloads.gpt_that_fits(num * gib, num_models=5).description.split(",")[1].strip() for num in (70, 22, 10, 1)]
+    assert names == ["1.3B parameters", "350M parameters", "125M parameters", "35M parameters"]
+    size = workloads.SIZES[0]
+    with torch.device("meta"):
+        model = workloads.gpt_that_fits(70 * gib, num_models=5).make_model()
+    num_parameters = sum(one.numel() for one in model.parameters())
+    assert 1.25e9 < num_parameters < 1.4e9
+    assert size.bytes_needed(5) - size.bytes_needed(4) == pytest.approx(6 * num_parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--device", "cuda"], "needs a GPU"),
+        (["--workloads", "G1"], "too large for a CPU"),
+        (["--variants", "wandb.watch"], "'wandb.watch' is not measured with --device cpu"),
+    ],
+)
+def test_what_is_not_there_ends_with_one_line(
+    options: list[str], reason: str, module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2 and one line, before anything is measured or written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        module("overhead").main(options)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert reason in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> None:
@@ -150,11 +379,12 @@ def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> Non
 CALLS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import overhead
-import torch
+import lanes
+import variants
+import workloads
 
-workload = overhead.WORKLOADS[sys.argv[2]]
-lane = overhead.Lane(next(one for one in overhead.VARIANTS if one.name == sys.argv[3]), workload)
+workload = workloads.WORKLOADS[sys.argv[2]]
+lane = next(one for one in variants.VARIANTS if one.name == sys.argv[3]).start(workload, "32-true", lanes.CPU)
 batch = workload.make_batch()
 for _ in range(3):
     lane.train_step(batch)

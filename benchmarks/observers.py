@@ -1,0 +1,363 @@
+"""What observes a step of a plain training loop: our engine, the floor and the peers."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
+from lightning_module_monitor.config import GradientFlow, attention_rules
+from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
+from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.random_states import RandomStates
+
+if TYPE_CHECKING:
+    import wandb
+
+KINDS = ["activation", "parameter", "gradient"]
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "std": torch.std,
+    "norm": torch.linalg.vector_norm,
+    "min": torch.amin,
+    "max": torch.amax,
+    "var": torch.var,
+    "abs_mean": lambda x: x.abs().mean(),
+}
+"""The statistics by the engine's names, as functions for torch-module-monitor, which has none of its own."""
+
+
+class Observer:
+    """What a variant adds to a training step; this one adds nothing."""
+
+    def begin(self, step: int) -> None:
+        """Before the forward pass."""
+
+    def before_forward(self, inputs: Tensor) -> None:
+        """Right before the forward pass, with what the model will get."""
+
+    def before_update(self) -> None:
+        """After the backward pass, before the optimizer moves the parameters."""
+
+    def end(self) -> int:
+        """After the update.
+
+        Returns:
+            Number of finished values.
+        """
+        return 0
+
+    def close(self) -> None:
+        """Leave the model."""
+
+
+def seven_statistics() -> Rule:
+    """The rule of the tables: seven statistics of all activations, parameters and gradients."""
+    return Rule(kinds=KINDS, statistics=list(STATISTICS))
+
+
+class Engine(Observer):
+    """Our engine, due at every n-th step."""
+
+    def __init__(self, model: nn.Module, every_n_steps: int) -> None:
+        self.monitor = ModuleMonitor(every_n_steps, rules=[seven_statistics()])
+        self.monitor.set_module(model)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.monitor.monitor_gradients()
+        self.monitor.monitor_parameters()
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        # As numbers of Python's, which others give too; without the monitor's own figure, its count of errors.
+        return 0 if record is None else len([*record.values.values()]) - 1
+
+    def close(self) -> None:
+        self.monitor.close()
+
+
+class EagerEngine(Engine):
+    """Our engine with torch's operations alone, as without numba, and without Triton."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, every_n_steps=1)
+        self.patches = ExitStack()
+
+    def begin(self, step: int) -> None:
+        self.patches.enter_context(mock.patch.object(numba_kernel, "loops", return_value=None))
+        self.patches.enter_context(mock.patch.object(triton_kernel, "takes", return_value=False))
+        super().begin(step)
+
+    def end(self) -> int:
+        num_values = super().end()
+        self.patches.close()
+        return num_values
+
+
+class Floor(Observer):
+    """The least that looks at every tensor: a norm of each, and one transfer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: list[Tensor] = list(model.parameters())
+        self.norms: list[Tensor] = []
+        self.handles = [module.register_forward_hook(self._observe) for module in model.modules()]
+
+    def _observe(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+        self.norms.append(torch.linalg.vector_norm(output.detach()))
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        self.norms += torch._foreach_norm(self.parameters)
+        self.norms += torch._foreach_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
+    def end(self) -> int:
+        # Through the engine's own function, where transfers are counted.
+        values = transfer.transfer(torch.stack(self.norms)).tolist()
+        self.norms.clear()
+        return len(values)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class ReferenceForward(Observer):
+    """The forward pass of a reference, and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.reference = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def before_forward(self, inputs: Tensor) -> None:
+        self.reference(inputs)
+
+
+class CoordinateCheck(ReferenceForward):
+    """A reference and the refined coordinate check by our engine."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.monitor = ModuleMonitor()
+        self.monitor.set_module(model)
+        self.monitor.set_reference_module(self.reference)
+        self.check = RefinedCoordinateCheck(self.monitor)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.check.refined_coordinate_check()
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        return 0 if record is None else len(record.values) - 1
+
+    def close(self) -> None:
+        self.monitor.close()
+
+
+class PeerCheck(ReferenceForward):
+    """A reference and the refined coordinate check by torch-module-monitor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch_module_monitor
+        from torch_module_monitor.refined_coordinate_check import RefinedCoordinateCheck as Check
+
+        super().__init__(model)
+        self.is_mixed = False
+        self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
+        self.monitor.set_module(model)
+        self.monitor.set_reference_module(self.reference)
+        self.check: Any = Check(self.monitor)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_forward(self, inputs: Tensor) -> None:
+        super().before_forward(inputs)
+        self.is_mixed = torch.is_autocast_enabled("cpu")
+
+    def before_update(self) -> None:
+        # It runs modules again, which has to be done as it was the first time.
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+            self.check.refined_coordinate_check()
+
+    def end(self) -> int:
+        self.monitor.end_step()
+        return len(self.monitor.get_step_metrics())
+
+    def close(self) -> None:
+        self.monitor.activation_hooks.remove_all_hooks()
+        self.check.rcc_forward_hooks.remove_all_hooks()
+
+
+class UnfusedAttention(Observer):
+    """Every call of attention once more, without a graph and without the fused kernel, and nothing else."""
+
+    def __init__(self, _model: nn.Module) -> None:
+        self.fused = F.scaled_dot_product_attention
+        self.patch = mock.patch.object(F, "scaled_dot_product_attention", self._attend)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            self.fused(*args, **kwargs)
+        return self.fused(*args, **kwargs)
+
+    def begin(self, step: int) -> None:
+        self.patch.start()
+
+    def end(self) -> int:
+        self.patch.stop()
+        return 0
+
+
+class WatchedAttention(Engine):
+    """Our engine with the rules of ``attention: true`` alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(rules=attention_rules())
+        self.monitor.set_module(model)
+
+
+class CountedHistograms(Engine):
+    """Our engine with histograms of what ``wandb.watch`` has histograms of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(rules=[Rule(kinds=["parameter", "gradient"], statistics="hist")])
+        self.monitor.set_module(model)
+
+    def end(self) -> int:
+        record = self.monitor.end_step()
+        return 0 if record is None else len(record.histograms)
+
+
+class WatchedFlow(Engine):
+    """Our engine with the gain of the gradient from block to block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"))
+        self.monitor.set_module(model)
+
+
+class NoLogger:
+    """Counts what it is given."""
+
+    num_values = 0
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Take the values of a step."""
+        self.num_values = len(metrics)
+
+
+class OneLine(Observer):
+    """TorchWatcher's use: one line in the loop, for the outputs of every layer, their gradients, and the parameters with theirs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.logger = NoLogger()
+        self.watcher = TorchWatcher(model, self.logger, tensor_stats=["mean", "std", "norm", "min", "max"])
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def end(self) -> int:
+        # Where the optimizer's hook has told of the update, this finishes the step.
+        self.watcher.watch(self.step, track_parameters=True)
+        return self.logger.num_values
+
+    def close(self) -> None:
+        self.watcher.close()
+
+
+class Nonfinite(Observer):
+    """What ``health: {nonfinite: always}`` does at every step: random states are kept, and the gradients that tell are looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.finite = FiniteStep(Namer().module_sites(model))
+        self.device = next(model.parameters()).device
+        self.random_states: RandomStates | None = None
+
+    def begin(self, step: int) -> None:
+        self.random_states = RandomStates.now(self.device)
+
+    def before_update(self) -> None:
+        self.finite.see_gradients()
+        assert self.finite.is_finite()
+        self.finite.forget()
+
+
+class TorchModuleMonitor(Observer):
+    """torch-module-monitor, with the same statistics as functions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch_module_monitor
+
+        self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
+        self.monitor.set_module(model)
+        for name, function in STATISTICS.items():
+            self.monitor.add_activation_metric(name, function)
+            self.monitor.add_parameter_metric(name, function)
+            self.monitor.add_gradient_metric(name, function)
+
+    def begin(self, step: int) -> None:
+        self.monitor.begin_step(step)
+
+    def before_update(self) -> None:
+        self.monitor.monitor_gradients()
+        self.monitor.monitor_parameters()
+
+    def end(self) -> int:
+        self.monitor.end_step()
+        return len(self.monitor.get_step_metrics())
+
+    def close(self) -> None:
+        self.monitor.activation_hooks.remove_all_hooks()
+
+
+def wandb_settings() -> wandb.Settings:
+    """No output, and no sampling of the machine, which is no part of watch and would fall into the steps of other variants."""
+    import wandb
+
+    return wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
+
+
+class WandbWatch(Observer):
+    """wandb.watch in a run that is offline, in a folder that is removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import wandb
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.run = wandb.init(project="overhead", mode="offline", dir=self.folder.name, settings=wandb_settings())
+        self.model = model
+        self.num_parameters = len(list(model.parameters()))
+        self.step = 0
+        wandb.watch(model, log="all", log_freq=1)
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def end(self) -> int:
+        # What watch has gathered is written when something is logged.
+        self.run.log({"step": self.step})
+        return 2 * self.num_parameters
+
+    def close(self) -> None:
+        import wandb
+
+        wandb.unwatch(self.model)
+        self.run.finish()
+        self.folder.cleanup()

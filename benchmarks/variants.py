@@ -1,0 +1,140 @@
+"""The ways to train that are compared: without a monitor, with ours, with the floor, and with the peers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import in_trainer
+import observers
+from lanes import Lane, LoopLane, Parts, TrainerLane
+from workloads import G1, WORKLOADS, Workload
+
+PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
+REFERENCE, RCC = "reference forward", "reference + RCC"
+UNFUSED, ATTENTION = "attention forward, not fused", "attention"
+FLOW, HISTOGRAMS = "gradient flow", "histograms"
+PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
+TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
+PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
+WANDB_IN_TRAINER = "wandb.watch in a Trainer"
+DEFAULTS, DEFAULTS_IDLE = "default callback, monitored step", "default callback, other steps"
+
+ALL, FIRST = tuple(WORKLOADS), ("W1",)
+
+TIMED = (OURS, FLOOR, PEER, CALLBACK, DEFAULTS, DEFAULTS_IDLE)
+"""Variants whose own calls are timed as well: they work only in forward hooks and between the parts of a step."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train."""
+
+    name: str
+    note: str
+    start: Callable[[Workload, str, torch.device], Lane]
+    """Makes the lane from a workload, a precision and a device."""
+    package: str = ""
+    """Import name of the peer that is needed, if any; its distribution has the same name with dashes."""
+    workloads: tuple[str, ...] = ALL
+    """The workloads on which it is measured."""
+    devices: tuple[str, ...] = ("cpu",)
+    """The types of devices on which it is measured."""
+    base: str = PLAIN
+    """The variant without a monitor that it is compared with."""
+
+
+def in_loop(
+    name: str,
+    note: str,
+    attach: Callable[[nn.Module], observers.Observer],
+    *,
+    package: str = "",
+    workloads: tuple[str, ...] = ALL,
+    devices: tuple[str, ...] = ("cpu",),
+) -> Variant:
+    """A variant in a plain training loop."""
+    return Variant(name, note, partial(LoopLane, attach), package, workloads, devices)
+
+
+def in_lightning(name: str, note: str, make_parts: Callable[[Path], Parts], package: str = "") -> Variant:
+    """A variant in Lightning's Trainer."""
+    return Variant(name, note, partial(TrainerLane, make_parts), package, base=TRAINER)
+
+
+BOTH = ("cpu", "cuda")
+VARIANTS = (
+    in_lightning(TRAINER, "no monitor, no logger", in_trainer.nothing),
+    in_lightning(CALLBACK, "seven statistics at every step, into monitor.h5", in_trainer.callback),
+    in_lightning(LOGGED, "the same; the logger gets minimum, median and maximum over the sites", in_trainer.callback_logged),
+    in_lightning(PEER_IN_TRAINER, "the same seven statistics, kept nowhere", in_trainer.peer, "torch_module_monitor"),
+    in_lightning(PEER_LOGGED, "the same; the logger gets all values", in_trainer.peer_logged, "torch_module_monitor"),
+    in_lightning(
+        WANDB_IN_TRAINER,
+        "only histograms, of parameters and gradients; its writer process is not counted",
+        in_trainer.wandb_watch,
+        "wandb",
+    ),
+    in_lightning(DEFAULTS, "default rules at every step, store, TensorBoard", partial(in_trainer.defaults, every_n_steps=1)),
+    in_lightning(DEFAULTS_IDLE, "the same at no step", partial(in_trainer.defaults, every_n_steps=in_trainer.NEVER)),
+    in_loop(PLAIN, "no monitor", lambda _model: observers.Observer(), workloads=(*ALL, G1), devices=BOTH),
+    in_loop(IDLE, "our engine, at steps that are not monitored", partial(observers.Engine, every_n_steps=in_trainer.NEVER), devices=BOTH),
+    in_loop(
+        OURS,
+        "our engine, seven statistics, finished on the host",
+        partial(observers.Engine, every_n_steps=1),
+        workloads=(*ALL, G1),
+        devices=BOTH,
+    ),
+    in_loop(EAGER, "the same with torch's operations alone", observers.EagerEngine, devices=BOTH),
+    in_loop(NONFINITE, "a search for NaN and infinity at every step", observers.Nonfinite, workloads=("W1", "W2")),
+    in_loop(FLOOR, "one norm of each tensor", observers.Floor, workloads=(*ALL, G1), devices=BOTH),
+    in_loop(REFERENCE, "the forward pass of a reference, alone", observers.ReferenceForward, workloads=FIRST),
+    in_loop(RCC, "reference and refined coordinate check, all terms and norms", observers.CoordinateCheck, workloads=FIRST),
+    in_loop(UNFUSED, "all attention once more, not fused and without a graph", observers.UnfusedAttention, workloads=FIRST),
+    in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
+    in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
+    in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
+    in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
+    in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
+    in_loop(
+        PEER, "the same seven statistics", observers.TorchModuleMonitor, package="torch_module_monitor", workloads=(*ALL, G1), devices=BOTH
+    ),
+    in_loop(
+        WANDB,
+        "only histograms, of parameters and gradients; its writer process is not counted",
+        observers.WandbWatch,
+        package="wandb",
+        workloads=(*ALL, G1),
+        devices=("cuda",),  # one process has one run of wandb, which on a CPU is the Trainer's
+    ),
+)
+
+
+def choose_variants(device: str, skip_peers: bool, only: Sequence[str] | None = None) -> list[Variant]:
+    """The variants that can be measured here; prints which cannot, and why.
+
+    Args:
+        device: Type of the device.
+        skip_peers: Whether to leave the peers out.
+        only: Names of variants; those that they are compared with are added.
+    """
+    here = [variant for variant in VARIANTS if device in variant.devices]
+    names = {one.name for one in here} if only is None else {PLAIN, *only, *(one.base for one in here if one.name in only)}
+    chosen = []
+    for variant in here:
+        if variant.name not in names:
+            continue
+        if variant.package and skip_peers:
+            print(f"{variant.name} is skipped: --skip-peers was given.")
+        elif variant.package and importlib.util.find_spec(variant.package) is None:
+            print(f"{variant.name} is skipped: it is not installed; pip install {variant.package.replace('_', '-')}")
+        else:
+            chosen.append(variant)
+    return chosen
