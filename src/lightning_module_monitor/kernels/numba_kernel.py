@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.dlpack import DLDeviceType, to_dlpack
+from torch.utils import dlpack
 
 from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
@@ -22,7 +23,7 @@ from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FIRST_ROWS = 256
 """Rows that there is room for at first."""
-_HOST = (int(DLDeviceType.kDLCPU), 0)
+_HOST = (int(dlpack.DLDeviceType.kDLCPU), 0)
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
 
@@ -87,8 +88,8 @@ class _Exported:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def __dlpack__(self, **_options: object) -> object:
-        return to_dlpack(self._tensor)
+    def __dlpack__(self, **_options: object) -> Any:  # noqa: ANN401  # a capsule
+        return dlpack.to_dlpack(self._tensor)  # type: ignore[attr-defined]  # documented, and not in the module's __all__
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _HOST
@@ -97,11 +98,9 @@ class _Exported:
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
     if tensor.dtype is torch.float32:
-        array: NDArray[np.float32] = np.from_dlpack(_Exported(tensor)).ravel()
-        return array
+        return cast(NDArray[np.float32], np.from_dlpack(_Exported(tensor)).ravel())
     if tensor.dtype is torch.bfloat16:
-        halves: NDArray[np.uint16] = np.from_dlpack(_Exported(tensor.view(torch.int16))).view(np.uint16).ravel()
-        return halves
+        return np.from_dlpack(_Exported(tensor.view(torch.int16))).view(np.uint16).ravel()
     return array_of(tensor.float())
 
 
@@ -164,7 +163,8 @@ class NumbaKernel:
     def _row(self, row: int) -> NDArray[np.float64]:
         if row >= len(self._table):
             self._grow(2 * row)
-        return self._table[row]
+        moments: NDArray[np.float64] = self._table[row]
+        return moments
 
     def _grow(self, num_rows: int) -> None:
         if num_rows > len(self._table):

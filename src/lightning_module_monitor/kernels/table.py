@@ -79,7 +79,8 @@ class MomentTable:
         if all(one is None or numba_kernel.takes(one) for one in (tensor, other, shift)):
             kernel = self._kernel(NumbaKernel, _HOST)
         else:
-            tensor, other, shift = (None if one is None else strided(one).detach() for one in (tensor, other, shift))
+            tensor = strided(tensor).detach()
+            other, shift = (None if one is None else strided(one).detach() for one in (other, shift))
             kinds = [triton_kernel.takes(one) for one in (tensor, other, shift) if one is not None]
             kernel = self._kernel(TritonKernel if all(kinds) else TorchKernel, tensor.device)
         try:

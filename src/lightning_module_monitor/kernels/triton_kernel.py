@@ -136,7 +136,8 @@ class TritonKernel:
         alike: defaultdict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             alike[tensor.dtype, need].append((row, tensor))
-        launches, counted = [], []
+        launches: list[tuple[int, int, int]] = []
+        counted: list[tuple[int, int]] = []
         for (_dtype, need), members in alike.items():
             rows_alike, tensors_alike = zip(*members, strict=True)
             cut, first_part, first_count = self._measure_alike(tensors_alike, need)
