@@ -156,8 +156,10 @@ def verdict(is_met: bool) -> str:
 
 
 def at_most(result: Result, what: str, figure: Figure, target: float, unit: str) -> str:
-    """Whether a figure is within its target."""
-    return f"{what} {sure(result, figure, '{:.2f}'.format)} {unit}, target at most {target:g}: {verdict(figure(result) <= target)}"
+    """Whether a relation of two costs is within its target; where one of them is negative, the steps differ by more than they cost."""
+    found = figure(result)
+    judged = verdict(found <= target) if found >= 0 else "NOT RESOLVED"
+    return f"{what} {sure(result, figure, '{:.2f}'.format)} {unit}, target at most {target:g}: {judged}"
 
 
 def share_at_most(result: Result, what: str, figure: Figure, target: float, digits: int = 1) -> str:

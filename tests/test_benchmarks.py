@@ -131,6 +131,8 @@ def test_a_target_is_judged_by_differences_within_a_round(module: Import) -> Non
         workload, {**seconds, "ours": [one + 10.0 + noise for one, noise in zip(slow, [-1, 1] * 4, strict=True)]}, result.counts
     )
     assert "ours 2.00 (1.00 to 3.00) of floor" in report.target_line(noisy)
+    noisy.seconds["floor"] = [one + 7.0 for one in slow]
+    assert "ours -2.00 (-3.00 to -1.00) of floor, target at most 1.6: NOT RESOLVED" in report.target_line(noisy)
     assert [one.name for one in variants.choose_variants("cpu", skip_peers=True, only=["floor"])] == ["plain", "floor"]
     in_trainer = variants.choose_variants("cpu", skip_peers=True, only=["callback + store"])
     assert [one.name for one in in_trainer] == ["Trainer", "callback + store", "plain"], "without what it is compared with"
