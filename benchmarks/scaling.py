@@ -189,11 +189,11 @@ def memory(num_steps: int) -> Lines:
         fit(steps[-1] + 1, folder, [noted])
         lines.append(f"- {steps[-1] - steps[0]} monitored steps after {steps[0]}, everything on: {grown(*noted.noted)}")
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(4 * num_steps):
+        for number in range(6 * num_steps):
             if number == 2 * num_steps:
                 before = held()
             fit(2, folder)
-        lines.append(f"- {2 * num_steps} fits of 2 steps after {2 * num_steps}, everything on: {grown(before, held())}")
+        lines.append(f"- {4 * num_steps} fits of 2 steps after {2 * num_steps}, everything on: {grown(before, held())}")
     return lines
 
 
