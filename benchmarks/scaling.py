@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import resource
@@ -25,9 +26,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from torch import nn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_module_monitor import ModuleMonitor, Record, Rule, load_store
+from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
 from lightning_module_monitor.sinks.hdf5 import Store
 
 STATISTICS = ["mean", "std", "norm", "min", "max", "var", "abs_mean"]
@@ -110,33 +114,92 @@ def store(_num_steps: int) -> Lines:
     ]
 
 
+class Net(LightningModule):
+    """A layer of attention between two linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.model = nn.Sequential(nn.Linear(4, 16), attention, nn.Linear(16, 4))
+
+    def training_step(self, batch: list[Tensor], _batch_idx: int) -> Tensor:
+        """Loss of a batch."""
+        loss: Tensor = self.model(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Held(Callback):
+    """Notes memory and descriptors of the process at the start of some steps."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = steps
+        self.noted: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_arguments: object) -> None:
+        """Note them."""
+        if trainer.global_step in self._steps:
+            self.noted.append(held())
+
+
+def held() -> tuple[int, int]:
+    """Resident memory in bytes, and the number of open descriptors."""
+    gc.collect()
+    folder = Path("/proc/self/fd")
+    return resident_bytes(), len(list(folder.iterdir())) if folder.exists() else 0
+
+
+def fit(num_steps: int, folder: str, callbacks: Sequence[Callback] = ()) -> None:
+    """Train with everything on at every step."""
+    rule = Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=[*STATISTICS, "hist"])
+    monitor = ModuleMonitorCallback(
+        1,
+        rules=[rule],
+        reference="init",
+        rcc=True,
+        attention=True,
+        gradient_flow=GradientFlow(blocks=r"model\.[0-9]"),
+        capture=Capture(sites="model", steps=[0]),
+        health=Health(nonfinite="always", watch="all"),
+        alerts=[Alert(keys=".*/norm", below=-1.0)],
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=num_steps,
+        default_root_dir=folder,
+        callbacks=[*callbacks, monitor],
+        logger=TensorBoardLogger(folder, name=None),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(64, 6, 4)), batch_size=8))
+
+
 def memory(num_steps: int) -> Lines:
-    """Memory that is held from step to step, by the process's own account."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = torch.randn(64, 256)
+    """Memory and descriptors that are held from step to step and from fit to fit, with everything on."""
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        steps = [20 * num_steps, 60 * num_steps]  # by default the first 1,000 fill the history of records
+        noted = Held(steps)
+        fit(steps[-1] + 1, folder, [noted])
+        lines.append(f"- {steps[-1] - steps[0]} monitored steps after {steps[0]}, everything on: {grown(*noted.noted)}")
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(6 * num_steps):
+            if number == 2 * num_steps:
+                before = held()
+            fit(2, folder)
+        lines.append(f"- {4 * num_steps} fits of 2 steps after {2 * num_steps}, everything on: {grown(before, held())}")
+    return lines
 
-    def step(monitor: ModuleMonitor, number: int) -> None:
-        monitor.begin_step(number)
-        model(x).square().mean().backward()
-        monitor.monitor_gradients()
-        monitor.monitor_parameters()
-        optimizer.step()
-        optimizer.zero_grad()
-        monitor.end_step()
 
-    rule = Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=STATISTICS)
-    with ModuleMonitor(rules=[rule], history=1) as monitor:
-        monitor.set_module(model)
-        for number in range(20):
-            step(monitor, number)
-        gc.collect()
-        before = resident_bytes()
-        for number in range(20, 20 + 20 * num_steps):
-            step(monitor, number)
-        gc.collect()
-        grown = resident_bytes() - before
-    return [f"- 20 layers, five kinds: {grown / 1e6:+.1f} MB after {20 * num_steps} further monitored steps"]
+def grown(before: tuple[int, int], after: tuple[int, int]) -> str:
+    """The difference, in words."""
+    return f"{(after[0] - before[0]) / 1e6:+.1f} MB, {after[1] - before[1]:+d} descriptors"
 
 
 def resident_bytes() -> int:
@@ -214,7 +277,7 @@ def train_together(num_steps: int) -> None:
 PARTS: dict[str, tuple[str, Callable[[int], Lines]]] = {
     "sites": ("Over the number of sites", sites),
     "store": ("The store", store),
-    "memory": ("Memory between steps", memory),
+    "memory": ("Memory and descriptors between steps and fits", memory),
     "ranks": ("Over the number of processes", ranks),
 }
 
@@ -231,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_together(options.rank_of)
         return
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     lines = ["# How the cost of monitoring grows", ""]
     lines += [f"{datetime.now(timezone.utc):%Y-%m-%d}; torch {torch.__version__}, Python {platform.python_version()}, one thread each."]
     for name in options.parts:

@@ -375,7 +375,8 @@ def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     text = report.read_text(encoding="utf-8")
     assert re.search(r"5000 keys x 200 steps, each flushed: [0-9.]+ ms a step", text)
-    assert re.search(r"five kinds: [+-][0-9.]+ MB after 20 further monitored steps", text)
+    assert re.search(r"40 monitored steps after 20, everything on: [+-][0-9.]+ MB, [+-][0-9]+ descriptors", text)
+    assert re.search(r"4 fits of 2 steps after 2, everything on: [+-][0-9.]+ MB, [+-][0-9]+ descriptors", text)
 
 
 CALLS = """
