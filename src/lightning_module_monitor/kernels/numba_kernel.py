@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +38,9 @@ def loops() -> ModuleType | None:
     if level == logging.NOTSET:
         numba_log.setLevel(logging.WARNING)  # numba logs each step of its compiler to a root logger that takes everything
     try:
+        start = time.perf_counter()
         from lightning_module_monitor.kernels import numba_loops  # noqa: PLC0415  # numba is optional, and takes a second
 
-        start = time.perf_counter()
         _compile(numba_loops)
         duration = time.perf_counter() - start
     except Exception as error:
@@ -56,7 +56,8 @@ def loops() -> ModuleType | None:
 
 def _compile(numba_loops: ModuleType) -> None:
     """Run every loop once, which compiles it or reads numba's cache."""
-    row, (wide, halves) = np.zeros(NUM_FIELDS), (array_of(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
+    wide.flags.writeable = halves.flags.writeable = False  # as the memory of a tensor is
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
@@ -70,7 +71,7 @@ def takes(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.dtype not in DTYPES or loops() is None:
         return False
     try:
-        has_address = tensor.data_ptr() != 0
+        has_address = tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:  # it is sparse, or a transform of torch.func wraps it
         return False
     # A functional tensor and zeros without memory have no address, and a nested one or one that is to be negated has other elements there.
@@ -98,7 +99,9 @@ class _Exported:
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
     if tensor.dtype is torch.float32:
-        return cast(NDArray[np.float32], np.from_dlpack(_Exported(tensor)).ravel())
+        array: Any = np.from_dlpack(_Exported(tensor))
+        floats: NDArray[np.float32] = array.ravel()
+        return floats
     if tensor.dtype is torch.bfloat16:
         return np.from_dlpack(_Exported(tensor.view(torch.int16))).view(np.uint16).ravel()
     return array_of(tensor.float())

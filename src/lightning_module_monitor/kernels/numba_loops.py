@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import float32, float64, int64, njit
+from numba.types import Array
 
 CHUNK = 4096
 """Elements of a chunk: 16 KiB of float32."""
@@ -28,6 +29,9 @@ NEED_TOKENS, NEED_POWERS = 1 << 7, 1 << 8
 MAGNITUDE_BITS, SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
 INFINITY, MINUS_INFINITY = np.int32(0x7F800000), np.uint32(0xFF800000)
 """Bits of float32's infinities. Those of a NaN of the same sign are larger."""
+
+READ_ONLY = Array(float32, 1, "C", readonly=True)
+"""Elements of a tensor. An array that can be written to is taken for it, so that what measures a chunk is compiled once."""
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be taken in any order, several at a time. NaN and infinity keep their meaning."""
@@ -195,7 +199,7 @@ def _subtract(chunk: Any, other: Any, shift: Any, start: int, difference: Any) -
             difference[i] -= shift[(start + i) % shift.size]
 
 
-@njit(cache=True)
+@njit(float64(READ_ONLY, int64, int64, int64, float64, float64[::1]), cache=True)
 def _add_chunk(chunk: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401, PLR0917  # arguments that numba passes on quickly
     latest = np.empty(NUM_FIELDS)
     _measure(chunk, needs, latest)
