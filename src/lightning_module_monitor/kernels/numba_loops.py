@@ -187,16 +187,19 @@ def _widen(halves: Any, chunk: Any) -> None:  # noqa: ANN401
 
 
 @njit(cache=True)
-def _subtract(chunk: Any, other: Any, shift: Any, start: int, difference: Any) -> None:  # noqa: ANN401
-    """``chunk - other - shift``; an empty array stands for zero, and ``shift`` is repeated."""
-    for i in range(chunk.size):
-        difference[i] = chunk[i]
-    if other.size:
-        for i in range(chunk.size):
-            difference[i] -= other[start + i]
-    if shift.size:
-        for i in range(chunk.size):
-            difference[i] -= shift[(start + i) % shift.size]
+def _subtract(difference: Any, other: Any) -> None:  # noqa: ANN401
+    for i in range(difference.size):
+        difference[i] -= other[i]
+
+
+@njit(cache=True)
+def _subtract_repeated(difference: Any, shift: Any, start: int) -> None:  # noqa: ANN401
+    """Subtract ``shift`` from each row of a tensor, of which ``difference`` begins at element ``start``."""
+    place, offset = 0, start % shift.size
+    while place < difference.size:
+        end = min(place + shift.size - offset, difference.size)
+        _subtract(difference[place:end], shift[offset:])
+        place, offset = end, 0
 
 
 @njit(float64(READ_ONLY, int64, int64, int64, float64, float64[::1]), cache=True)
@@ -237,11 +240,17 @@ def add_bfloat16(halves: Any, features: int, needs: int, row: Any) -> None:  # n
 @njit(cache=True)
 def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401, PLR0917
     """:func:`add` of ``elements - other - shift``, all float32; an empty array stands for zero, and ``shift`` is repeated."""
-    squares, difference = 0.0, np.empty(CHUNK, np.float32)
+    squares, buffer = 0.0, np.empty(CHUNK, np.float32)
     for start in range(0, elements.size, CHUNK):
         chunk = elements[start : start + CHUNK]
-        _subtract(chunk, other, shift, start, difference)
-        squares = _add_chunk(difference[: chunk.size], start, features, needs, squares, row)
+        difference = buffer[: chunk.size]
+        for i in range(chunk.size):
+            difference[i] = chunk[i]
+        if other.size:
+            _subtract(difference, other[start : start + CHUNK])
+        if shift.size:
+            _subtract_repeated(difference, shift, start)
+        squares = _add_chunk(difference, start, features, needs, squares, row)
 
 
 @njit(cache=True)
