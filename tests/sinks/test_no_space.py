@@ -326,6 +326,32 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} == {"h5", "tensors.h5"}
 
 
+LOWERED = """
+import resource
+store = Store(path, configuration={})
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for step in range(60):
+    if step in (5, 20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000 if step == 5 else resource.RLIM_INFINITY, hard))
+    store.write(Record(step, {f"activation/m.{index}/rms": float(step) for index in range(50)}))
+store.close()
+print("trained to the end")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no limits on the size of files")
+def test_a_limit_that_is_lowered_below_what_was_reserved(tmp_path: Path) -> None:
+    """The file is whole, later records are written once the limit is lifted, and the process ends with status 0."""
+    process = start(LOWERED, tmp_path / "m.h5")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "trained to the end\n"), errors
+    steps, values = load_store(tmp_path / "m.h5").series("activation/m.7/rms")
+    assert list(steps[:5]) == [0, 1, 2, 3, 4]
+    assert 5 not in steps
+    assert steps[-1] == 59
+    assert list(values) == list(steps)
+
+
 FILLER = """
 import random
 store = Store(path, configuration={})
