@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config import GradientFlow, attention_rules
 from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
-from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.model.random_states import RandomStates
 from lightning_module_monitor.probes.finite_step import FiniteStep
-from lightning_module_monitor.random_states import RandomStates
 
 if TYPE_CHECKING:
     import wandb

@@ -15,7 +15,7 @@ from helpers.tiny import KeepRecords, Tiny, fit
 from torch import Tensor
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.overhead import CLOSEST, HostClock, Overhead
+from lightning_module_monitor.trainer.overhead import CLOSEST, HostClock, Overhead
 
 
 class SetClock:
@@ -207,7 +207,7 @@ def test_the_device_tells_its_own_time() -> None:
     """By events: nobody waits, and the time of what was launched in between is found."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from lightning_module_monitor.overhead import clock_of
+    from lightning_module_monitor.trainer.overhead import clock_of
 
     clock = clock_of(torch.device("cuda"))
     start = clock.now()

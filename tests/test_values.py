@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.record import Record, Values
 from lightning_module_monitor.sinks.history import StorageManager
-from lightning_module_monitor.values import Values
 
 KEYS = [f"activation/layer{number}/norm" for number in range(5)]
 PLACES = {key: place for place, key in enumerate(KEYS[:3])}

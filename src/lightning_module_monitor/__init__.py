@@ -6,19 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
-    from lightning_module_monitor.bins import Histogram
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config import Capture, GradientFlow, Rule
     from lightning_module_monitor.health.options import Alert, Health
-    from lightning_module_monitor.mixin import MonitorMixin
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
-    from lightning_module_monitor.record import Finding, Record
+    from lightning_module_monitor.record import Finding, Histogram, Record
     from lightning_module_monitor.sinks.history import StorageManager
-    from lightning_module_monitor.sinks.reader import load_store
+    from lightning_module_monitor.sinks.store.reader import load_store
     from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
     from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
     from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
+    from lightning_module_monitor.standalone.mixin import MonitorMixin
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
@@ -55,16 +54,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bins": ("Histogram",),
     "callback": ("ModuleMonitorCallback",),
     "config": ("Capture", "GradientFlow", "Rule"),
     "health.options": ("Alert", "Health"),
-    "mixin": ("MonitorMixin",),
+    "standalone.mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
-    "record": ("Finding", "Record"),
+    "record": ("Finding", "Histogram", "Record"),
     "sinks.history": ("StorageManager",),
-    "sinks.reader": ("load_store",),
+    "sinks.store.reader": ("load_store",),
     "standalone.attention": ("monitor_scaled_dot_product_attention",),
     "standalone.coordinate_check": ("RefinedCoordinateCheck",),
     "standalone.gradient_gain": ("GradientGainMonitor",),

@@ -29,22 +29,22 @@ from lightning_module_monitor.config import (
     coordinate_check_rules,
     default_rules,
 )
+from lightning_module_monitor.distributed.processes import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, nearest
-from lightning_module_monitor.forecast import forecast
 from lightning_module_monitor.health.options import Alert, Health
-from lightning_module_monitor.health_of_run import HealthOfRun
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.nonfinite_of_run import NonfiniteOfRun
-from lightning_module_monitor.optimizer_steps import OptimizerSteps
-from lightning_module_monitor.overhead import Overhead, check_limit, clock_of
 from lightning_module_monitor.probes.rcc_layers import layer_parts
-from lightning_module_monitor.processes import is_first_process
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, TRAIN, Finding, Record
-from lightning_module_monitor.redirected import RedirectedCalls
-from lightning_module_monitor.reference_of_run import INIT, ReferenceOfRun
 from lightning_module_monitor.schedule import Schedule, parse_schedule
-from lightning_module_monitor.sinks_of_run import SinksOfRun
+from lightning_module_monitor.trainer.ddp_forward import RedirectedCalls
+from lightning_module_monitor.trainer.dry_run import forecast
+from lightning_module_monitor.trainer.health import HealthOfRun
+from lightning_module_monitor.trainer.nonfinite import NonfiniteOfRun
+from lightning_module_monitor.trainer.optimizers import OptimizerSteps
+from lightning_module_monitor.trainer.overhead import Overhead, check_limit, clock_of
+from lightning_module_monitor.trainer.reference import INIT, ReferenceOfRun
+from lightning_module_monitor.trainer.sinks import SinksOfRun
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.bins import Histogram
 from lightning_module_monitor.complaints import Complaints, unchanged_grad_mode
 from lightning_module_monitor.config import (
     Capture,
@@ -24,9 +23,13 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
+from lightning_module_monitor.distributed.agreement import disagreement
+from lightning_module_monitor.distributed.exchange import Exchange
+from lightning_module_monitor.distributed.processes import is_first_process, process_ranks
+from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
-from lightning_module_monitor.modules.hooks import Unobserved, is_tracing
-from lightning_module_monitor.modules.names import ROOT, without_wrappers
+from lightning_module_monitor.model.hooks import Unobserved, is_tracing
+from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
@@ -39,8 +42,8 @@ from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
+from lightning_module_monitor.probes.step_context import Window
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
-from lightning_module_monitor.processes import is_first_process, process_ranks
 from lightning_module_monitor.record import (
     MAX_PREFIX_LENGTH,
     OVERHEAD_FRACTION,
@@ -49,22 +52,19 @@ from lightning_module_monitor.record import (
     STAGES,
     STEP_SKIPPED,
     TRAIN,
+    Histogram,
     Key,
     RawTensor,
     Record,
+    Values,
     fit_for_loggers,
 )
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
-from lightning_module_monitor.statistics.agreement import disagreement
-from lightning_module_monitor.statistics.exchange import Exchange
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.watch import Watch
-from lightning_module_monitor.values import Values
-from lightning_module_monitor.window import Window
 from lightning_module_monitor.wishes import DETAIL, Due, Wishes
 
 if TYPE_CHECKING:

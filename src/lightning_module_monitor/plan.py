@@ -14,9 +14,9 @@ from torch import nn
 from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.blocks import find_blocks
-from lightning_module_monitor.modules.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
-from lightning_module_monitor.modules.outputs import Path, suffix
+from lightning_module_monitor.model.blocks import find_blocks
+from lightning_module_monitor.model.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
+from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter

@@ -1,17 +1,20 @@
-"""What a monitored step has to say: a step number and named values. Every sink gets this and nothing else."""
+"""What a monitored step is recorded as: keys, values, histograms, raw tensors and findings. Every sink receives this and nothing else."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # who writes numbers only does without torch
     from torch import Tensor
-
-from lightning_module_monitor.bins import Histogram
 
 TRAIN = "train"
 STAGES = ("validation", "test", "predict")
@@ -96,6 +99,191 @@ class Key(NamedTuple):
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
+
+
+LOWEST_EXPONENT = -64
+HIGHEST_EXPONENT = 63
+"""A bin for each power of two from 2**-64 to 2**63. The square of a magnitude beyond them leaves float32."""
+
+NUM_BINS = 2 * (HIGHEST_EXPONENT - LOWEST_EXPONENT + 1 + 2) + 1
+"""261: of either sign one a power of two, one of smaller and one of larger magnitudes; and one for zero."""
+
+NONFINITE = ("-inf", "inf", "nan")
+"""What is counted besides the bins, in this order."""
+
+NUM_COUNTS = NUM_BINS + len(NONFINITE)
+"""A *row of counts*, in the order of the values: minus infinity, the bins, infinity, NaN."""
+
+FINITE = slice(1, 1 + NUM_BINS)
+NOT_FINITE = (0, NUM_COUNTS - 2, NUM_COUNTS - 1)
+"""Where the bins, and :data:`NONFINITE`, are in a row of counts."""
+
+
+def _edges() -> NDArray[np.float64]:
+    powers = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)
+    # What is nearest to zero and not zero, and what is largest, in float64: no value of a narrower dtype lies beyond.
+    magnitudes = np.array([2.0**-1074, *powers, np.finfo(np.float64).max])
+    return np.concatenate([-magnitudes[::-1], magnitudes])
+
+
+EDGES: NDArray[np.float64] = _edges()
+"""Edges of the bins, ascending, finite, float64, shape ``(NUM_BINS + 1,)``. Of two edges the one nearer to zero belongs to the bin
+between them: a positive bin is ``[2**k, 2**(k + 1))``, a negative one ``(-2**(k + 1), -2**k]``, and the one of zero holds zero alone, of
+either sign. A value equal to the last edge or the first is in the bin beside it."""
+EDGES.flags.writeable = False
+
+
+def _labels() -> tuple[str, ...]:
+    powers = [f"2^{exponent}" for exponent in range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)]
+    positive = [f"[{low}, {high})" for low, high in itertools.pairwise(powers)]
+    negative = [f"(-{high}, -{low}]" for low, high in itertools.pairwise(powers)]
+    below = [f"(-inf, -{powers[-1]}]", *reversed(negative), f"(-{powers[0]}, 0)"]
+    above = [f"(0, {powers[0]})", *positive, f"[{powers[-1]}, inf)"]
+    return ("-inf", *below, "0", *above, "inf", "nan")
+
+
+LABELS = _labels()
+"""What is counted at each place of a row of counts, as text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How many elements of a step there were in each bin, exactly.
+
+    Attributes:
+        row: Row of counts, int64, shape ``(NUM_COUNTS,)``.
+    """
+
+    row: NDArray[np.int64]
+    edges: ClassVar[NDArray[np.float64]] = EDGES
+    """Edges of the bins, shape ``(NUM_BINS + 1,)``."""
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of elements in each bin, shape ``(NUM_BINS,)``."""
+        return self.row[FINITE]
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """Number of elements that are ``-inf``, ``inf`` and ``nan``."""
+        return dict(zip(NONFINITE, self.row[list(NOT_FINITE)].tolist(), strict=True))
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """The histogram of the elements of both."""
+        return Histogram(self.row + other.row)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all counts are the same."""
+        return isinstance(other, Histogram) and np.array_equal(self.row, other.row)
+
+    def __hash__(self) -> int:
+        return hash(self.row.tobytes())
+
+    def occupied(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The histogram without the empty bins at its ends.
+
+        Returns:
+            Counts of shape ``(bins,)`` and edges of shape ``(bins + 1,)``; no bin and one edge if no element is finite.
+        """
+        filled = np.flatnonzero(self.counts)
+        first, last = (filled[0], filled[-1]) if len(filled) else (0, -1)
+        return self.counts[first : last + 1], self.edges[first : last + 2]
+
+
+_NO_PLACES: Mapping[str, int] = {}
+_NO_NUMBERS: NDArray[np.float64] = np.empty(0)
+
+
+UNDEFINED_BITS = 0x7FF8_756E_6465_662E
+"""A quiet NaN that spells "undef.": a statistic that finite tensors do not have, as the ratio of zero to zero. Any other NaN tells of
+elements that are not finite."""
+
+UNDEFINED: float = float(np.uint64(UNDEFINED_BITS).view(np.float64))
+
+
+def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
+    """Which numbers are of a statistic that finite tensors do not have; of the same shape."""
+    return np.asarray(np.asarray(numbers, dtype=np.float64).view(np.uint64) == UNDEFINED_BITS)
+
+
+class Values(Mapping[str, float]):
+    """Values by key, to which more may be added.
+
+    No number is an object of Python's before somebody asks for it, and a thousand records in memory are as large as their numbers:
+    a dict of floats takes eight times as much, and as long to make as all that a monitored step does after the update.
+
+    Args:
+        places: Place in ``numbers`` by key, from 0 on in order. It is shared with other steps and is not written to.
+        numbers: Shape ``(places,)``, float64; nobody else's.
+    """
+
+    def __init__(self, places: Mapping[str, int] = _NO_PLACES, numbers: NDArray[np.float64] = _NO_NUMBERS) -> None:
+        self._places = places
+        self._numbers = numbers
+        self._others: dict[str, float] = {}
+        """What was set under further keys."""
+
+    def __getitem__(self, key: str) -> float:
+        place = self._places.get(key)
+        return self._others[key] if place is None else float(self._numbers[place])
+
+    def __setitem__(self, key: str, value: float) -> None:
+        place = self._places.get(key)
+        if place is None:
+            self._others[key] = value
+        else:
+            self._numbers[place] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places or key in self._others
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self._places, self._others)
+
+    def __len__(self) -> int:
+        return len(self._numbers) + len(self._others)
+
+    def copy(self) -> Values:
+        """The same values, to be changed apart from these."""
+        copied = Values(self._places, self._numbers.copy())
+        copied._others = self._others.copy()
+        return copied
+
+    __copy__ = copy
+
+    def update(self, more: Mapping[str, float]) -> None:
+        """Set several."""
+        for key, value in more.items():
+            self[key] = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self.items())})"
+
+    def items(self) -> ItemsView[str, float]:
+        """Every key with its value, without a look at each."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[float]:
+        """Every value, likewise."""
+        return _Numbers(self)
+
+    def in_order(self) -> Iterator[float]:
+        """The values in the order of the keys."""
+        return itertools.chain(self._numbers.tolist(), self._others.values())
+
+
+class _Items(ItemsView[str, float]):
+    _mapping: Values
+
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        return zip(self._mapping, self._mapping.in_order(), strict=True)
+
+
+class _Numbers(ValuesView[float]):
+    _mapping: Values
+
+    def __iter__(self) -> Iterator[float]:
+        return self._mapping.in_order()
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, R
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.names import NameFormat
+from lightning_module_monitor.model.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain

@@ -35,13 +35,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.modules.shards import is_sharded
-from lightning_module_monitor.optimizer_steps import OptimizerSteps
-from lightning_module_monitor.overhead import HostClock
+from lightning_module_monitor.probes.step_context import Window
 from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.window import Window
+from lightning_module_monitor.trainer.optimizers import OptimizerSteps
+from lightning_module_monitor.trainer.overhead import HostClock
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -17,7 +17,7 @@ from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.errors import ConfigError, NonfiniteError
 from lightning_module_monitor.health.snapshot import Snapshot, load, save
-from lightning_module_monitor.random_states import RandomStates
+from lightning_module_monitor.model.random_states import RandomStates
 
 
 class Bad(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
-from lightning_module_monitor.sinks.watches import BUILT_IN
+from lightning_module_monitor.health.watches import BUILT_IN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "health.md").read_text()
 

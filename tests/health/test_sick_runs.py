@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback, load_store
-from lightning_module_monitor.sinks.watches import BUILT_IN
+from lightning_module_monitor.health.watches import BUILT_IN
 
 ALL = list(BUILT_IN)
 

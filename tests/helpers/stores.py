@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.hdf5 import Store
+from lightning_module_monitor.record import Histogram, Record
+from lightning_module_monitor.sinks.store.hdf5 import Store
 
 Series = Mapping[str, Sequence[float | None]]
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.sinks import space
+from lightning_module_monitor.sinks.store import space
 
 LAYER = "model.layers.0"
 KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]

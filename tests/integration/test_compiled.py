@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
-from lightning_module_monitor.uncompiled import Uncompiled
+from lightning_module_monitor.model.eager_mode import Uncompiled
 
 RULES = [
     Rule(

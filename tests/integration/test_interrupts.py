@@ -28,8 +28,15 @@ from lightning_module_monitor import Alert, Capture, GradientFlow, Health, Modul
 from lightning_module_monitor.config import attention_rules, coordinate_check_rules
 
 PACKAGE = Path(lightning_module_monitor.__file__).parent
-EVERY_LINE_OF_MONITOR = ("window.py", "monitor.py", "complaints.py", "uncompiled.py", "modules/hooks.py", hooks_of_torch.__file__)
-EVERY_LINE_OF_CALLBACK = ("/callback.py", "optimizer_steps.py", "redirected.py")
+EVERY_LINE_OF_MONITOR = (
+    "probes/step_context.py",
+    "monitor.py",
+    "complaints.py",
+    "model/eager_mode.py",
+    "model/hooks.py",
+    hooks_of_torch.__file__,
+)
+EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/optimizers.py", "trainer/ddp_forward.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 
 RULES = [
@@ -80,7 +87,7 @@ class Interrupted:
     def _enter(self, frame: FrameType, _event: str, _argument: object) -> Any:
         path = Path(frame.f_code.co_filename)
         # h5py replaces whatever a visitor of a file raises by a SystemError.
-        is_visitor = path.parent.name == "sinks" and frame.f_code.co_name in ("visit", "<lambda>")
+        is_visitor = path.parent.name == "store" and frame.f_code.co_name in ("visit", "<lambda>")
         return self._step if (path.is_relative_to(PACKAGE) and not is_visitor) or path == Path(hooks_of_torch.__file__) else None
 
     def _step(self, frame: FrameType, event: str, _argument: object) -> Any:

@@ -14,11 +14,11 @@ from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import read_run
 from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.loggers import RollUps
-from lightning_module_monitor.values import UNDEFINED, is_undefined
 
 
 def recorded(model: nn.Module, reference: nn.Module, update: float) -> dict[str, float]:

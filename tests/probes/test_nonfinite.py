@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.modules.names import Namer
+from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 from lightning_module_monitor.statistics import magnitudes

@@ -22,7 +22,7 @@ from torchmetrics.regression import CosineSimilarity
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.modules.copies import frozen_copy
+from lightning_module_monitor.model.copies import frozen_copy
 from lightning_module_monitor.probes.reference import _as_it_is
 
 STATISTICS = ["mean", "std", "norm", "rms", "max", "abs_mean", "token_norm", "ratio", "cosine"]

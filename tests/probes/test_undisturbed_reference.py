@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, Rule
-from lightning_module_monitor.modules.copies import frozen_copy
+from lightning_module_monitor.model.copies import frozen_copy
 
 RULES = Rule(kinds=["activation_difference"], statistics="abs_max")
 

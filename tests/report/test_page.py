@@ -17,11 +17,10 @@ from helpers.processes import kill, start
 from helpers.stores import open_store, write_store
 
 from lightning_module_monitor import Record, load_store
-from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.cli import main
-from lightning_module_monitor.record import Finding
+from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram
 from lightning_module_monitor.report.page import distinct_names, write_report
-from lightning_module_monitor.sinks import layout
+from lightning_module_monitor.sinks.store import layout
 
 SERIES: dict[str, list[float | None]] = {"activation/fc/rms": [1.0, 2.0, 3.0], "activation/out/rms": [4.0, 5.0, 6.0]}
 

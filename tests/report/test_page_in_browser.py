@@ -15,7 +15,7 @@ from helpers.browser import Visit, chromium
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.bins import EDGES, NUM_COUNTS, Histogram
+from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from lightning_module_monitor.health.alerts import AlertRule, Alerts, matching
+from lightning_module_monitor.health.watches import BUILT_IN
 from lightning_module_monitor.record import Key, Record
-from lightning_module_monitor.sinks.alerts import AlertRule, Alerts, matching
-from lightning_module_monitor.sinks.watches import BUILT_IN
 
 KEY = "gradient/fc/norm"
 

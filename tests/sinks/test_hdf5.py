@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks import findings, layout, lock
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.killed import is_in_use
-from lightning_module_monitor.sinks.reader import load_store
-from lightning_module_monitor.sinks.writer import is_name_of
+from lightning_module_monitor.sinks.store import findings, layout, lock
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.killed import is_in_use
+from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.writer import is_name_of
 
 RMS = "activation/model.fc/rms"
 STD = "activation/model.fc/std"

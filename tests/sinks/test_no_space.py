@@ -17,13 +17,12 @@ import pytest
 import torch
 from helpers.processes import start
 
-from lightning_module_monitor.bins import NUM_COUNTS, Histogram
-from lightning_module_monitor.record import Finding, RawTensor, Record
-from lightning_module_monitor.sinks import layout, space
+from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram, RawTensor, Record
 from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.reader import load_store
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.sinks.store import layout, space
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 
 RMS = "activation/fc/rms"
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
@@ -392,7 +391,7 @@ def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
 TENSORS = """
 import torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 tensors = TensorStore(path, configuration={})
 for step in range(60):
     tensors.write(Record(step, tensors=[RawTensor("activation", "fc", 0, torch.full((100_000,), step, dtype=torch.bfloat16))]))

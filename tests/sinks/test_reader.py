@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_module_monitor.bins import FINITE, NUM_COUNTS, Histogram
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import layout
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.record import FINITE, NUM_COUNTS, Histogram, Record
+from lightning_module_monitor.sinks.store import layout
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.reader import load_store
 
 VALUES = {
     "activation/model.fc/rms": 1.0,

@@ -16,12 +16,11 @@ import torch
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.bins import NUM_COUNTS, Histogram
 from lightning_module_monitor.cli import main
-from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.record import NUM_COUNTS, Histogram, RawTensor, Record
+from lightning_module_monitor.sinks.store import layout
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 
 SERIES = {"activation/fc/rms": [1.0, 2.0], "gradient/fc/norm": [3.0, 4.0]}
 COMMANDS = ["keys", "summary", "export", "report", "repair"]

@@ -19,11 +19,11 @@ from helpers.processes import kill, start
 from torch import Tensor
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks import layout, tensors
 from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.reader import StoreReader, load_store
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.sinks.store import layout, tensors
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -351,8 +351,8 @@ def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.Log
 WRITER = """
 import torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks import layout
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.sinks.store import layout
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 store = Store(path, configuration={"by": "writer"})
 tensors = TensorStore(layout.tensors_path(path), configuration={"by": "writer"})
 for step in range(100_000):

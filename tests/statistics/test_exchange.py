@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.statistics.exchange import Directory, Exchange, message_of
+from lightning_module_monitor.distributed.exchange import Directory, Exchange, message_of
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.watch import Watch

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
+from lightning_module_monitor.distributed.ranks import Merged, merge_over_ranks
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.statistics.ranks import Merged, merge_over_ranks
 from lightning_module_monitor.statistics.rows import nan_where_empty
 
 

@@ -10,7 +10,7 @@ from helpers.kernels import Implementation, finished, measured, over_implementat
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
 from lightning_module_monitor.kernels.moments import Moments, Need
-from lightning_module_monitor.values import is_undefined
+from lightning_module_monitor.record import is_undefined
 
 
 def test_of_nothing_there_is_no_mean() -> None:

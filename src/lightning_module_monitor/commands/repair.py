@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Repair it."""
-    from lightning_module_monitor.sinks.killed import is_in_use
+    from lightning_module_monitor.sinks.store.killed import is_in_use
 
     store = open_store(arguments.store)
     was_open = is_in_use(store.path)

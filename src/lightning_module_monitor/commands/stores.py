@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_module_monitor.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_module_monitor.sinks.reader import StoreReader
+    from lightning_module_monitor.sinks.store.reader import StoreReader
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def open_store(path: Path) -> StoreReader:
     Raises:
         ConfigError: If there is none, or none that this version can read.
     """
-    from lightning_module_monitor.sinks.reader import load_store
+    from lightning_module_monitor.sinks.store.reader import load_store
 
     try:
         return load_store(path)

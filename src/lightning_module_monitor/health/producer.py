@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_module_monitor.modules.names import ROOT
+from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.probes.nonfinite import NOBODY, Call, Gradient, Seen
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import Snapshot, load
-from lightning_module_monitor.modules.names import Namer
-from lightning_module_monitor.modules.outputs import named_tensors, suffix
+from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.model.outputs import named_tensors, suffix
+from lightning_module_monitor.model.random_states import unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
-from lightning_module_monitor.random_states import unchanged_random_states
 
 CPU = torch.device("cpu")
 

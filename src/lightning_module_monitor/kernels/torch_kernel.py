@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.bins import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import counts_of
 from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.record import NUM_COUNTS
 
 CPU_PORTION = 1 << 16
 """Elements that are widened at once on a CPU: half a MiB of float64, which stays in the second-level cache."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward
-from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
+from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, elements_of
 from lightning_module_monitor.statistics.observation import Observation

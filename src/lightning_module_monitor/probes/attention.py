@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
-from lightning_module_monitor.modules.names import ModuleSite
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
+from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
     RawCall,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_module_monitor.modules.hooks import is_tracing
+from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.probes.probe import Probe
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
-from lightning_module_monitor.modules.outputs import in_graph, main_tensor
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet
+from lightning_module_monitor.model.outputs import in_graph, main_tensor
 from lightning_module_monitor.probes.backward import BackwardProbe
 
 MAX_WAITING_CALLS = 1024

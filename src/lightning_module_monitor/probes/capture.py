@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import in_memory, own_elements, unwrapped
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet
-from lightning_module_monitor.modules.names import ParameterSite
-from lightning_module_monitor.modules.outputs import Path, in_graph, is_first, named_tensors
-from lightning_module_monitor.modules.shards import is_sharded
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet
+from lightning_module_monitor.model.names import ParameterSite
+from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import Among, WatchedModule, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.updates import Copies, update

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
-from lightning_module_monitor.modules.outputs import Path, named_tensors
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
+from lightning_module_monitor.model.outputs import Path, named_tensors
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
 from lightning_module_monitor.probes.probe import Probe, Say, WatchedModule
 from lightning_module_monitor.probes.rcc_layers import (

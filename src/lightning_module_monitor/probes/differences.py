@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.hooks import HookSet, UncopiedHook
-from lightning_module_monitor.modules.outputs import Path, is_first, named_tensors, of_all_samples
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.model.outputs import Path, is_first, named_tensors, of_all_samples
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
 from lightning_module_monitor.statistics.observation import Observation

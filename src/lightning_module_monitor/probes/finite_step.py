@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.modules.hooks import is_tracing
-from lightning_module_monitor.modules.names import ModuleSite
-from lightning_module_monitor.modules.shards import local_part
+from lightning_module_monitor.distributed.shards import local_part
+from lightning_module_monitor.model.hooks import is_tracing
+from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
-from lightning_module_monitor.modules.names import ROOT, ModuleSite
-from lightning_module_monitor.modules.outputs import named_tensors
-from lightning_module_monitor.modules.shards import local_part
+from lightning_module_monitor.distributed.shards import local_part
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
+from lightning_module_monitor.model.names import ROOT, ModuleSite
+from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 NOBODY = -1

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.distributed.shards import has_parts_of_tokens, own_part
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.modules.names import ParameterSite, tensors_of
-from lightning_module_monitor.modules.shards import has_parts_of_tokens, own_part
+from lightning_module_monitor.model.names import ParameterSite, tensors_of
 from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.modules.arguments import NotPlainError, plain_copy
-from lightning_module_monitor.modules.hooks import HookSet, ReplacingHook, UncopiedHook
-from lightning_module_monitor.modules.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
-from lightning_module_monitor.modules.outputs import Path, named_tensors, of_all_samples, with_tensors
-from lightning_module_monitor.modules.unchanged import (
+from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.model.hooks import HookSet, ReplacingHook, UncopiedHook
+from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
+from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
+from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
     no_warning_of_checkpoints,
@@ -28,7 +29,6 @@ from lightning_module_monitor.modules.unchanged import (
     unchanged_buffers,
 )
 from lightning_module_monitor.probes.probe import Probe, Say
-from lightning_module_monitor.random_states import unchanged_random_states
 
 NamedTensors = list[tuple[Path, Tensor]]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.modules.names import ParameterSite
+from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.probe import Among
 from lightning_module_monitor.statistics.loss_scale import WIDE, widened
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.shards import is_sharded, whole
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.modules.shards import is_sharded, whole
 from lightning_module_monitor.probes.probe import WatchedParameter
-from lightning_module_monitor.statistics.ranks import Ranks
 
 FOR_THE_FILE = "for the file"
 

@@ -24,7 +24,7 @@ from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
-from lightning_module_monitor.sinks.reader import StoreReader
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
 """In this order: each uses those before it."""

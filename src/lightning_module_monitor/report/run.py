@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key
-from lightning_module_monitor.sinks.reader import Matrix, StoreReader
-from lightning_module_monitor.values import is_undefined
+from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, is_undefined
+from lightning_module_monitor.sinks.store.reader import Matrix, StoreReader
 
 
 @dataclass(frozen=True, eq=False)

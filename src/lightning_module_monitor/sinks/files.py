@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.layout import tensors_path
-from lightning_module_monitor.sinks.tensors import TensorStore
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.layout import tensors_path
+from lightning_module_monitor.sinks.store.tensors import TensorStore
 
 
 class RunFiles:
     """Writes the records of one run: values to the store, raw tensors to their own file. Either goes on where the other has to stop.
 
-    Arguments are those of :class:`~lightning_module_monitor.sinks.hdf5.Store`.
+    Arguments are those of :class:`~lightning_module_monitor.sinks.store.hdf5.Store`.
     """
 
     def __init__(

@@ -8,10 +8,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.hdf5 import Store
-from lightning_module_monitor.sinks.reader import load_store
+from lightning_module_monitor.record import Histogram, Record
+from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.reader import load_store
 
 
 class StorageManager:

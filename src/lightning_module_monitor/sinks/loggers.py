@@ -16,9 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
 from numpy.typing import NDArray
 
-from lightning_module_monitor.bins import Histogram
-from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Key, Record
-from lightning_module_monitor.values import is_undefined
+from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Histogram, Key, Record, is_undefined
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.modules.hooks import ForwardHook, HookSet, Unobserved, is_tracing
-from lightning_module_monitor.modules.outputs import map_leaves, named_tensors, parts
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet, Unobserved, is_tracing
+from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
     import pandas

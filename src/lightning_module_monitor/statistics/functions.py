@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.elements import own_elements
-from lightning_module_monitor.random_states import unchanged_random_states
+from lightning_module_monitor.model.random_states import unchanged_random_states
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.bins import NUM_COUNTS, Histogram
+from lightning_module_monitor.distributed.exchange import Exchange, Share, Together
+from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.transfer import to_host
+from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
 from lightning_module_monitor.statistics.difference import Difference
-from lightning_module_monitor.statistics.exchange import Exchange, Share, Together
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
-from lightning_module_monitor.statistics.ranks import Ranks
 from lightning_module_monitor.statistics.rows import Form, Rows
 from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Identity, Watch, Wish
-from lightning_module_monitor.values import Values
 
 Trouble = Callable[[Watch, str, str, Exception], None]
 """Takes what could not be computed: watch, statistic or function, of what, cause."""

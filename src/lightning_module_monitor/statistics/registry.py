@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
-from lightning_module_monitor.values import UNDEFINED
+from lightning_module_monitor.record import UNDEFINED
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,6 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
 standardized moment and ``kurtosis`` the fourth minus 3, both without a correction for bias; ``norm`` is Euclidean; ``zero_fraction``
 is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
 relative to, NaN where both are zero; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a
-histogram over the bins of ``bins.py``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last
+histogram over the bins of ``Histogram``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last
 monitored steps, up to ten. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
 Tensor``, or a :class:`Statistic`."""

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
-from lightning_module_monitor.values import Values
 
 
 class Rows:

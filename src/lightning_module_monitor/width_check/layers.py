@@ -15,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
-from lightning_module_monitor.modules.names import UNWATCHED, Namer
+from lightning_module_monitor.model.names import UNWATCHED, Namer
 from lightning_module_monitor.probes.rcc_layers import has_own_weights, layer_parts
 from lightning_module_monitor.width_check.topology import Upstream
 

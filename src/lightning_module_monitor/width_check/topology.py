@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from lightning_module_monitor.modules.hooks import HookSet
-from lightning_module_monitor.modules.outputs import named_tensors
+from lightning_module_monitor.model.hooks import HookSet
+from lightning_module_monitor.model.outputs import named_tensors
 
 _HOMOGENEOUS = re.compile(
     r"(Add|Sub|Neg|Relu|LeakyRelu|Mean|Sum|Mul|Div|NativeDropout|Clone|ToCopy|Alias|Copy|Contiguous"

@@ -1,0 +1,235 @@
+"""A frozen copy of a module, and the weights of one that were saved."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.model.outputs import overwrite
+
+Tensors = Mapping[str, Tensor]
+"""Parameters and buffers by name."""
+
+
+def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
+    """A deep copy of a module that needs no gradients and that tells nobody of what it does.
+
+    Hooks that the module's own methods are, or torch's (spectral norm), are part of what it computes and stay. Those that
+    anybody else has put on would write down the copy's values as the module's, and go.
+
+    Args:
+        module: The module.
+        name: What it is called in the model, for errors.
+
+    Raises:
+        ConfigError: If it cannot be copied; names the attribute. If it has tensors that are made with the first batch.
+    """
+    lazy = lazy_tensors(module)
+    if lazy:
+        where = ".".join(filter(None, (name, lazy[0])))
+        cure = "Run a batch through the model before the fit, or in its setup or configure_model"
+        raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
+    memo = copies_without_graph(module)
+    try:
+        # A copy of what is in TorchScript is a computed tensor, and cannot be frozen, where there is a graph.
+        with torch.no_grad():
+            twin = copy.deepcopy(module, memo)
+        for part in module.modules():
+            for attribute, value in vars(part).items():
+                if isinstance(value, types.FunctionType) and value.__closure__:
+                    vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
+    except Exception as error:
+        where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
+        cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
+        cause = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
+        message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
+        raise ConfigError(message) from error
+    own = set(twin.modules())
+    for part in own:
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if not _belongs(hook, own)]:
+                del hooks[key]
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
+    return twin.requires_grad_(False)
+
+
+def copies_without_graph(module: nn.Module) -> dict[int, Any]:
+    """What ``deepcopy`` is to take for the computed tensors that modules keep, of which torch copies none.
+
+    A forward pass has left them there, in an attribute or in an object's, or they are a weight that ``weight_norm`` makes of its factors.
+    """
+    memo: dict[int, Any] = {}
+    seen: dict[int, object] = {}
+    waiting: list[object] = [module]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or issubclass(type(one), _NEVER_COPIED):
+            continue
+        seen[id(one)] = one  # kept, for its place in memory would be another's
+        if issubclass(type(one), nn.Module):
+            waiting.append(_state(one))  # type: ignore[arg-type]
+        elif isinstance(one, Tensor):
+            memo.update({} if one.is_leaf else {id(one): one.detach().clone()})
+        elif _is_copied_by_parts(type(one)):
+            waiting += gc.get_referents(one)
+    return memo
+
+
+def _is_copied_by_parts(kind: type) -> bool:
+    """Whether ``deepcopy`` copies what an object of a class holds: one with code of its own for that may hold the whole program."""
+    own = (getattr(kind, name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
+    return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
+
+
+_OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
+_NEVER_COPIED = (*_OF_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+"""What ``deepcopy`` leaves as it is, or refuses."""
+
+
+def _state(module: nn.Module) -> object:
+    """What a copy is made of: a LightningModule leaves its trainer out."""
+    try:
+        return module.__getstate__()
+    except Exception:
+        return vars(module)  # a parametrized module, and TorchScript, refuse; and Python 3.10 has no such method of every object
+
+
+def parameter_copy(module: nn.Module) -> nn.Module:
+    """A module of the same names with copies of the parameters, and nothing else: it cannot run.
+
+    For parameters that are laid out over ranks, whose module cannot be copied: each rank copies its part.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    for part in module.modules():
+        copies[part] = nn.Module()
+    for part, twin in copies.items():
+        for name, parameter in part._parameters.items():
+            kept = None if parameter is None else nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            twin.register_parameter(name, kept)
+        for name, child in part._modules.items():
+            twin.add_module(name, None if child is None else copies[child])
+    return copies[module]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a module, also those that its ``state_dict`` leaves out, detached."""
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def lazy_tensors(module: nn.Module) -> list[str]:
+    """Names of parameters and buffers that lazy modules make with the first batch."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(tensor)]
+
+
+def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
+    """Which tensors are not in both, or not of one shape, which that of a parameter alone has to be: a forward pass may resize a buffer."""
+    own = tensors_of(module)
+    fixed = dict(module.named_parameters())
+    shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in fixed and fixed[name].shape != one.shape]
+    return sorted(own.keys() ^ tensors.keys()) + shapes
+
+
+@torch.no_grad()
+def set_tensors(module: nn.Module, tensors: Tensors) -> None:
+    """Give a module the values of tensors of the same names.
+
+    Raises:
+        ValueError: If names or shapes differ; lists them.
+    """
+    own, differing = tensors_of(module), differing_tensors(module, tensors)
+    if differing:
+        raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
+    for name, tensor in tensors.items():
+        if own[name].shape == tensor.shape:
+            overwrite(own[name], tensor)
+        else:
+            owner, _dot, attribute = name.rpartition(".")
+            module.get_submodule(owner)._buffers[attribute] = tensor.to(own[name].device, copy=True)
+
+
+def load_weights(module: nn.Module, path: str, within: str | None) -> None:
+    """Give a module the weights of a checkpoint.
+
+    Args:
+        module: The module.
+        path: A Lightning checkpoint, or a file that ``torch.save`` made of a ``state_dict``.
+        within: Name of the module in the model that the checkpoint is of; ``None`` if it is the model.
+
+    Raises:
+        ConfigError: If there is none, or its weights are not those of the module.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"reference is {path!r}, and there is no such file; expected 'init', or the path of a checkpoint.")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Of a checkpoint with more than tensors in it torch says how to load it all the same, in many lines.
+        cure = "expected a Lightning checkpoint, or a state_dict saved with torch.save"
+        raise ConfigError(f"reference {path!r} cannot be read ({type(error).__name__}); {cure}.") from error
+    weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise ConfigError(f"reference {path!r} holds a {type(saved).__name__}; expected a Lightning checkpoint or a state_dict.")
+    start = f"{within}." if within and any(name.startswith(f"{within}.") for name in weights) else ""
+    weights = {name[len(start) :]: tensor for name, tensor in weights.items() if name.startswith(start)}
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        first, *rest = [line.strip() for line in str(error).splitlines()]
+        raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
+
+
+def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
+    """A function that holds in its closure the copies of modules, and of their methods, where one holds the modules.
+
+    A copied module has the functions of the original among its attributes, a ``forward`` that was patched, say: it would run the original.
+    """
+    if id(function) in memo and memo[id(function)] is not function:
+        return memo[id(function)]  # type: ignore[no-any-return]
+    cells = [types.CellType() for _cell in function.__closure__ or ()]
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    new.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = functools.update_wrapper(new, function)
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a name that has no value yet
+            held = original.cell_contents
+            owner = getattr(held, "__self__", held)
+            if isinstance(held, types.FunctionType) and held.__closure__:
+                held = _rebound(held, modules, memo)
+            elif isinstance(owner, nn.Module) and owner in modules:
+                held = copy.deepcopy(held, memo)
+            cell.cell_contents = held
+    return new
+
+
+def _belongs(hook: object, own: set[nn.Module]) -> bool:
+    """Whether a copied hook is part of what the copied modules compute."""
+    if isinstance(hook, types.MethodType) and hook.__self__ in own:
+        return True
+    return (type(hook).__module__ or "").startswith("torch.nn.")
+
+
+def _what_cannot_be_copied(module: nn.Module) -> str | None:
+    """Where the attribute is that cannot be copied."""
+    known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
+    for name, part in module.named_modules():
+        state = _state(part)
+        for attribute, value in state.items() if isinstance(state, dict) else ():
+            members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
+            for member, one in members:
+                try:
+                    copy.deepcopy(one, dict(known))
+                except Exception:
+                    return ".".join(filter(None, (name, member)))
+    return None

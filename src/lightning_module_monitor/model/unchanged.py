@@ -1,0 +1,140 @@
+"""Contexts for a run of a module that leaves no trace: flags, buffers and attributes are as before, and no graph is left."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_module_monitor.model.outputs import named_tensors, overwrite, same_layout, with_tensors
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold no results."""
+_PLAIN = frozenset((type(None), bool, int, float, str))
+"""Types of most other attributes, which hold no tensor."""
+
+
+@contextmanager
+def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
+    """Give modules the modes of a model's, and their parameters its ``requires_grad`` flags: torch selects kernels by both.
+
+    Args:
+        pairs: A module of the model, and the module of the same parameters that gets its flags.
+    """
+    pairs = list(pairs)
+    before = [(twin, twin.training, _flags(twin)) for _live, twin in pairs]
+    try:
+        for live, twin in pairs:
+            if twin.training != live.training:
+                twin.training = live.training
+            for name, parameter in twin._parameters.items():
+                other = live._parameters.get(name)
+                if parameter is not None and other is not None and not parameter.is_inference():
+                    _set_flag(parameter, other.requires_grad)
+        yield
+    finally:
+        for twin, is_training, flags in before:
+            if twin.training != is_training:
+                twin.training = is_training
+            for tensor, flag in flags:
+                if tensor.grad_fn is not None:
+                    tensor.detach_()
+                _set_flag(tensor, flag)
+
+
+def _flags(module: nn.Module) -> list[tuple[Tensor, bool]]:
+    return [(parameter, parameter.requires_grad) for parameter in module._parameters.values() if parameter is not None]
+
+
+def _set_flag(parameter: Tensor, flag: bool) -> None:
+    is_differentiable = parameter.is_floating_point() or parameter.is_complex()
+    if parameter.requires_grad != flag and (is_differentiable or not flag):
+        parameter.requires_grad_(flag)
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """After the block every buffer is the tensor that it was, with the shape and the values that it had."""
+    before = [(part, dict(part._buffers.items())) for part in module.modules()]
+    tensors = {id(tensor): tensor for _part, buffers in before for tensor in buffers.values() if tensor is not None}
+    saved = [(tensor, same_layout(tensor.detach())) for tensor in tensors.values()]
+    try:
+        yield
+    finally:
+        for part, buffers in before:
+            for name in [name for name in part._buffers.keys() if name not in buffers]:  # noqa: SIM118  # that of TorchScript is no dict
+                del part._buffers[name]
+            for name, tensor in buffers.items():
+                if part._buffers[name] is not tensor:
+                    part._buffers[name] = tensor
+        with torch.no_grad():
+            for tensor, values in saved:
+                _restore(tensor, values)
+
+
+def _restore(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor its shape and values back, in its own memory where it still has that."""
+    if tensor.is_inference():
+        return  # nothing can be written into it
+    if tensor.grad_fn is not None:
+        tensor.detach_()
+    if tensor.shape != values.shape:
+        tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
+    else:
+        overwrite(tensor, values)
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Within the block autocast keeps no cast weights: it would keep them, and their graph, until the model's own autocast ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def no_warning_of_checkpoints() -> Iterator[None]:
+    """Within the block ``torch.utils.checkpoint`` does not warn that no input needs a gradient: no gradient is computed.
+
+    ``warnings.catch_warnings`` is not used: it makes Python forget which warnings of the program were shown before.
+    """
+    own: Any = ("ignore", re.compile("None of the inputs have requires_grad=True"), UserWarning, None, 0)
+    filters: Any = warnings.filters  # declared as a sequence
+    filters.insert(0, own)
+    try:
+        yield
+    finally:
+        if own in filters:
+            filters.remove(own)
+
+
+def saving_nothing() -> saved_tensors_hooks:
+    """Within the block no tensor is kept for a backward pass, which cannot be run then."""
+    return saved_tensors_hooks(_keep_nothing, _not_kept)
+
+
+def _keep_nothing(_tensor: Tensor) -> None:
+    return None
+
+
+def _not_kept(_nothing: None) -> Tensor:
+    raise RuntimeError("no tensors are kept for a backward pass")
+
+
+def drop_graphs(module: nn.Module) -> None:
+    """Detach the tensors that a run has left in attributes of a module and its parts, with which its graph would live on."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in _OF_TORCH and type(value) not in _PLAIN:
+                with suppress(Exception):  # a value that cannot be taken apart, as it holds itself
+                    if any(tensor.grad_fn is not None for _path, tensor in named_tensors(value)):
+                        vars(part)[name] = with_tensors(value, Tensor.detach)

@@ -1,0 +1,1 @@
+"""The HDF5 file: its layout, writing and reading it."""

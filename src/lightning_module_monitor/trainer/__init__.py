@@ -1,0 +1,1 @@
+"""What needs a Lightning Trainer beside the callback."""

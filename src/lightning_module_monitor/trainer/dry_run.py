@@ -1,0 +1,87 @@
+"""What monitoring will take, said before it is paid."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.plan import Plan
+from lightning_module_monitor.probes.probe import WatchedParameter
+from lightning_module_monitor.record import NUM_COUNTS
+from lightning_module_monitor.schedule import ParsedSchedule
+
+BYTES_PER_VALUE = 8
+
+
+def forecast(
+    plan: Plan, keys: list[str], histograms: list[str], cadence: ParsedSchedule, max_steps: int, *, captured: Plan | None = None
+) -> str:
+    """The plan as a text: sites x statistics by kind, keys, bytes of the table, and of the store.
+
+    Args:
+        plan: What is watched when every rule is due.
+        keys: Every key of a number of such a step.
+        histograms: Every key of a histogram.
+        cadence: When the monitor's rules are due.
+        max_steps: The trainer's; negative if it has no limit.
+        captured: Of what raw tensors are captured.
+
+    Returns:
+        Lines to print.
+    """
+    watches = plan.expected()
+    lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
+    sites = Counter(watch.kind for watch in watches)
+    for kind, num_sites in sites.items():
+        names = dict.fromkeys(
+            name
+            for watch in watches
+            if watch.kind == kind
+            for name in (*watch.statistics, *watch.histograms, *watch.functions, *watch.units)
+        )
+        sites_in_words = (
+            f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"
+        )
+        lines.append(f"  {kind}: {sites_in_words} x {len(names)} ({', '.join(names)})")
+    num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
+    if num_blocks:
+        lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
+    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.watches)
+    if copies:
+        lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
+    counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
+    num_rows = sum(1 for watch in watches if not KINDS[watch.kind].of_heads) + num_blocks
+    table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
+    lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
+    row = len(keys) * BYTES_PER_VALUE + counts
+    if max_steps >= 0:
+        num_records = sum(1 for step in range(max_steps) if cadence(step))
+        lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")
+    else:
+        lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({cadence}; max_steps is not set)")
+    if captured is not None:
+        kinds = Counter(watch.kind for watch in captured.watches())
+        wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
+        size = _in_bytes(sum(_num_bytes(one) * len(one.watches) for one in captured.parameters))
+        lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
+    return "\n".join(lines)
+
+
+def _num_bytes(watched: WatchedParameter) -> int:
+    parameter = watched.site.tensor()
+    return 0 if parameter is None else parameter.numel() * parameter.element_size()
+
+
+def _in_bytes(count: int) -> str:
+    """A number of bytes in the unit that it reads best in.
+
+    >>> _in_bytes(1536)
+    '1.5 KiB'
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

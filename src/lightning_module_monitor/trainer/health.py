@@ -1,0 +1,220 @@
+"""The health of a run: what is found of values that are not finite, and by alerts on what is recorded; and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_module_monitor.distributed.processes import is_first_process
+from lightning_module_monitor.health.alerts import Action, Alerts
+from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
+from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteOfRun
+
+
+class HealthOfRun:
+    """Looks out for what the options say, and does what is to follow.
+
+    Args:
+        health: What is watched: a ``Health``, or its options by name.
+        alerts: Rules of the user's: each an ``Alert``, or its options by name.
+        monitor: Gets the rules that the watches need.
+        on_error: ``raise``: an error of ours in a hook is one.
+        messages: Where findings are said.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    def __init__(
+        self, health: object, alerts: Sequence[object], monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger
+    ) -> None:
+        self._options = parse_health(health, alerts)
+        self._monitor = monitor
+        self._on_error = on_error
+        self._messages = messages
+        self.findings: list[Finding] = []
+        """Of the run, in their order."""
+        monitor.add_rules(watch_rules(self._options.watches), "health.watch", are_optional=True)
+        self._alerts: Alerts | None = None
+        self._state: dict[str, Any] = {}
+        """Of the run that is resumed, or was: what :meth:`state` gave."""
+        self._details: dict[str, list[int]] = {}
+        """Of which sites detail was raised, and for which steps."""
+        self._awaited: list[tuple[str, re.Pattern[str]]] = []
+        """Patterns that match no key that was planned: the first record may have some."""
+        self._is_fit = False
+        self.nonfinite: NonfiniteOfRun | None = None
+        """Looks for values that are not finite, while there is a model; ``None`` also where nobody is to."""
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_state": self.state(), "_alerts": None, "nonfinite": None}
+
+    # The run
+
+    def begin_fit(self) -> None:
+        """A fit begins; what was before is no matter, unless :meth:`resume` says so."""
+        self._state = {}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on as the run that gave a state would have; before or after :meth:`begin`."""
+        self._state = state
+        if self._alerts is not None:
+            self._go_on(self._alerts)
+
+    def state(self) -> dict[str, Any]:
+        """What a run needs that goes on from here, so that it says nothing again and forgets no streak: in plain numbers and texts."""
+        if self._alerts is None or not self._is_fit:
+            return self._state
+        is_told = self.nonfinite is not None and self.nonfinite.is_told
+        return {"alerts": self._alerts.state(), "is_told": is_told, "details": self._details}
+
+    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
+        """The model is there.
+
+        Args:
+            planned_keys: Keys of numbers that are known to come.
+            histograms: Keys of histograms that are.
+            is_fit: Whether it is to be trained.
+
+        Raises:
+            ConfigError: If an alert is about none that there can be.
+        """
+        check = self._monitor.wishes.check_keys
+        self._awaited = [(label, one) for label, one in self._options.patterns if not check(one, label, planned_keys, histograms)]
+        self._is_fit = is_fit
+        self.findings = []
+        parameters = {site.name: site for site in self._monitor.wishes.sites.parameters}
+
+        def is_trained(name: str) -> bool:
+            parameter = parameters[name].tensor() if name in parameters else None
+            return parameter is not None and parameter.requires_grad
+
+        self._alerts = Alerts(self._options.alerts, is_trained)
+        if self._options.nonfinite != IGNORE:
+            self.nonfinite = NonfiniteOfRun(self._options, self._monitor, on_error=self._on_error, messages=self._messages)
+        if is_fit:
+            self._go_on(self._alerts)
+
+    def _go_on(self, alerts: Alerts) -> None:
+        alerts.load(self._state.get("alerts", {}))
+        if self.nonfinite is not None:
+            self.nonfinite.is_told = self._state.get("is_told", False)
+        for site, steps in self._state.get("details", {}).items() if self.may_capture else ():
+            self._raise_detail(site, steps)
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether raw tensors may follow a finding."""
+        return any("capture" in rule.then for rule in self._options.alerts)
+
+    @property
+    def is_at_every_step(self) -> bool:
+        """Whether every step is looked at."""
+        return self._options.is_at_every_step
+
+    def close(self) -> None:
+        """Take every hook off, and forget the run but for its findings; a second call does no harm."""
+        self._state = self.state()
+        if self.nonfinite is not None:
+            self.nonfinite.close()
+        self.nonfinite = self._alerts = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._details = {}
+        self._pending: list[Finding] = []
+        self._following: list[tuple[Action, Finding]] = []
+
+    # What is found
+
+    def note(self, finding: Finding | None) -> None:
+        """Something was found: the next record has it."""
+        if finding is not None:
+            self._pending.append(finding)
+
+    @property
+    def nonfinite_option(self) -> str:
+        """What was asked for of values that are not finite."""
+        return self._options.nonfinite
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether training is to end by an error where a value is not finite."""
+        return self._options.nonfinite == STOP
+
+    def examined(self, step: int, record: Record | None) -> Record | None:
+        """A record with what is wrong by the alerts, and what was found before."""
+        found, self._pending = self._pending, []
+        self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
+        if record is not None and self._alerts is not None:
+            self._say_what_is_missing(record)
+            for alarm in self._alerts.alarms(record):
+                found.append(alarm.finding)
+                self._following += [(action, alarm.finding) for action in alarm.then]
+        if not found:
+            return record
+        self.findings += found
+        return dataclasses.replace(record or Record(step), findings=found)
+
+    def _say_what_is_missing(self, record: Record) -> None:
+        """Say once of which alerts there is no key in the first record, which may be wrong by a letter."""
+        for label, pattern in self._awaited:
+            if is_first_process() and not any(map(pattern.fullmatch, record.values)):
+                message = (
+                    "%s %r matches none of the keys that are planned, nor of the %d in the first record, of step %d: it waits for others."
+                )
+                self._messages.warning(message, label, pattern.pattern, len(record.values), record.step)
+        self._awaited = []
+
+    def follow(self, trainer: Trainer, findings: Sequence[Finding], folder: Folder) -> None:
+        """Say what was found, and do what is to follow; on every rank the same.
+
+        Args:
+            trainer: Is stopped, or saves a checkpoint.
+            findings: What was found in this step.
+            folder: Where checkpoints go.
+        """
+        for one in findings if trainer.is_global_zero else ():
+            level = logging.ERROR if one.severity == "error" else logging.WARNING
+            where = f" at {one.site}" if one.site else ""
+            self._messages.log(level, "%s%s, step %d: %s", one.name, where, one.step, one.words)
+        following, self._following = self._following, []
+        for action, finding in following:
+            if action == "stop":
+                trainer.should_stop = True
+            elif action == "checkpoint" and (path := folder(trainer)) is not None:
+                name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
+                self._save_checkpoint(trainer, path / f"monitor-{name}-step={finding.step}.ckpt")
+            elif action == "capture":
+                steps = range(finding.step + 1, finding.step + 1 + self._options.capture_steps)
+                self._raise_detail(finding.site, list(steps))
+
+    def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """Save a checkpoint, which gets its name once it is whole; on every rank."""
+        # That plugin writes in a thread of its own, and may not have begun when the call returns.
+        is_written_later = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        written = path if is_written_later else path.with_name(f".{path.name}.new")
+        try:
+            trainer.save_checkpoint(written)
+            if trainer.is_global_zero and written != path:
+                written.replace(path)
+        except Exception as error:
+            self._messages.warning("The checkpoint %s was not saved (%s: %s). Training goes on.", path, type(error).__name__, error)
+            if written.is_file():
+                written.unlink()
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # other ranks wait there
+
+    def _raise_detail(self, site: str, steps: list[int]) -> None:
+        self._details[site] = steps
+        if not self._monitor.raise_detail(site, steps) and is_first_process():
+            self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)

@@ -1,0 +1,271 @@
+"""Where the records of one run go: its store, the Trainer's loggers, and what monitors metrics."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_module_monitor.config import parse_patterns
+from lightning_module_monitor.errors import ConfigError, require
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.report.page import write_report
+from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.writer import is_name_of
+from lightning_module_monitor.wishes import Wishes
+
+
+class SinksOfRun:
+    """Opens what a run writes to when its first record comes, and gives every record to all of it.
+
+    Args:
+        wishes: What is asked for.
+        stages: Of which stages, as keys name them.
+        store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
+        report: Whether to write a page about the run beside its store when it ends.
+        callback_metrics: Pattern or patterns of keys that other callbacks can monitor.
+        progress_bar: Whether the progress bar shows those keys.
+        max_logged_keys: Where there are more keys, loggers get roll-ups.
+        configuration: What the store says of how it was made.
+        messages: Where problems are said.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        stages: Sequence[str],
+        *,
+        store: bool | str,
+        report: bool,
+        callback_metrics: str | Sequence[str] | None,
+        progress_bar: bool,
+        max_logged_keys: int,
+        configuration: Mapping[str, object],
+        messages: logging.Logger,
+    ) -> None:
+        self._patterns = parse_patterns(callback_metrics, "callback_metrics")
+        if progress_bar and not self._patterns:
+            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
+        if not isinstance(max_logged_keys, int) or max_logged_keys < 1:
+            raise ConfigError(f"max_logged_keys is {max_logged_keys!r}; expected a number >= 1.")
+        _check_store(store)
+        _check_report(report, has_store=store is not False)
+        self._wishes, self._stages = wishes, stages
+        self._store_option = store
+        self._report = report
+        self._progress_bar = progress_bar
+        self._max_logged_keys = max_logged_keys
+        self._configuration = configuration
+        self._messages = messages
+        self.store_path: str | None = None
+        """Where the store of this run is, once something was recorded."""
+        self._files: RunFiles | None = None
+        self._loggers: LoggerSink | None = None
+        self._earlier_path: str | None = None
+        """The store of the run that is resumed, or of the loop before."""
+        self._last_trainer: weakref.ref[Trainer] | None = None
+        self._first_step: int | None = None
+        self._runs_steps_again = False
+        self._figures: Sequence[str] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None}
+
+    # The run
+
+    def begin(self, trainer: Trainer) -> None:
+        """A run begins, or one more loop of the same Trainer, which goes on in the same store."""
+        self._first_step = None
+        self._runs_steps_again = False
+        if self._last_trainer is None or self._last_trainer() is not trainer:
+            self._last_trainer = weakref.ref(trainer)
+            self.store_path = None
+        self._earlier_path = self.store_path
+
+    def resume(self, state: Mapping[str, object]) -> None:
+        """Go on from the store of the run that is resumed, whose later steps are run again.
+
+        Args:
+            state: What :meth:`state` gave for a checkpoint, which may be a stranger's: its path alone makes no file one to write to.
+        """
+        path = state.get("store")
+        is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
+        if path is not None and not is_file and self._store_option is not False:
+            message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
+            self._messages.warning(message, path)
+        self.store_path, self._earlier_path = None, str(path) if is_file else None
+        self._runs_steps_again = True
+
+    def state(self) -> dict[str, object]:
+        """What a run needs that is resumed from here: the path of the store with the steps so far."""
+        return {"store": self.store_path or self._earlier_path}
+
+    def note_step(self, step: int) -> None:
+        """The first step of a run tells which are run again."""
+        if self._first_step is None:
+            self._first_step = step
+
+    def close(self) -> None:
+        """Close the files, and write the report on them; twice does no harm."""
+        self._loggers = None
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
+            if self._report and files.has_begun:
+                self._write_report(files.path)
+
+    def _write_report(self, store: Path) -> None:
+        path = store.with_suffix(".html")
+        try:
+            write_report([load_store(store)], path)
+        except Exception as error:  # what ended the run is what is to be seen, and no trouble with its report
+            message = "No report was written (%s: %s). Later: lightning-module-monitor report %s"
+            self._messages.warning(message, type(error).__name__, error, store)
+        else:
+            self._messages.info("Report on the run: %s", path)
+
+    # What is expected
+
+    def expect(self, figures: Sequence[str]) -> None:
+        """The model is there, and what records will hold is known.
+
+        Args:
+            figures: What they hold of training besides, of the monitor's own.
+
+        Raises:
+            ConfigError: If ``callback_metrics`` matches no key.
+        """
+        self._figures = figures
+        keys, histograms = self.planned_keys(), self.planned_histograms()
+        for pattern in self._patterns:
+            self._wishes.check_keys(pattern, "callback_metrics", keys, histograms)
+
+    def planned_keys(self) -> list[str]:
+        """Every key of a number that is known before the first step."""
+        return self._wishes.planned_keys(self._stages, figures=self._figures)
+
+    def planned_histograms(self) -> list[str]:
+        """Every key of a histogram that is."""
+        return self._wishes.planned_histograms(self._stages)
+
+    def all_planned(self) -> set[str]:
+        """Both together."""
+        return {*self.planned_keys(), *self.planned_histograms()}
+
+    def roll_ups_in_words(self) -> str:
+        """What is said of roll-ups, if there will be any."""
+        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
+
+    def _rolls_up(self) -> bool:
+        """Whether loggers get roll-ups: by the plan and not by the record, so that a logger's columns are the same at every step."""
+        return any(
+            len(self._wishes.planned_keys([stage])) + len(self._wishes.planned_histograms([stage])) > self._max_logged_keys
+            for stage in self._stages
+        )
+
+    # Records
+
+    def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record) -> None:
+        """Give a record to every sink; the first process writes."""
+        if trainer.is_global_zero:
+            self._write(trainer, record)
+        if self._patterns:
+            # On every rank: what decides by them decides alike everywhere.
+            CallbackMetrics(self._patterns, self._progress_bar).write(record, pl_module)
+
+    def _write(self, trainer: Trainer, record: Record) -> None:
+        """Write a record to the store and the loggers."""
+        if self._loggers is None:
+            # Keys of attention's heads are not planned; those of the first record are as many as there will be.
+            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
+            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
+        if self._files is None and self._store_option and not _writes_nothing(trainer):
+            self._files = self._open_files(trainer)
+        if self._files is not None:
+            self._files.write(record)
+            self.store_path = str(self._files.path)
+        self._loggers.write(record)
+
+    def _open_files(self, trainer: Trainer) -> RunFiles:
+        """The store of this run, and what is beside it.
+
+        A run goes on in the store of the run that it resumes only where it would write by itself. Elsewhere it begins with a copy.
+        """
+        path = self._new_store_path(trainer).resolve()
+        earlier = None if self._earlier_path is None else Path(self._earlier_path).resolve()
+        return RunFiles(
+            earlier if earlier is not None and is_name_of(earlier, path) else path,
+            configuration=self._configuration,
+            keys=self.planned_keys(),
+            histogram_keys=self.planned_histograms(),
+            resumed=earlier,
+            # Only a checkpoint runs steps again: a further loop of the same Trainer supersedes no row.
+            resume_from=self._first_step if self._runs_steps_again else None,
+            logger=self._messages,
+        )
+
+    def folder(self, trainer: Trainer) -> Path | None:
+        """Where the store of this run is, or would be; ``None`` where there are to be no files."""
+        return None if _writes_nothing(trainer) else self._new_store_path(trainer).parent
+
+    def _new_store_path(self, trainer: Trainer) -> Path:
+        if not isinstance(self._store_option, bool):
+            return Path(self._store_option).expanduser()
+        return _run_directory(trainer) / "monitor.h5"
+
+
+def _writes_nothing(trainer: Trainer) -> bool:
+    """Whether it is a trial (``fast_dev_run``), in which Lightning too writes no file."""
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def _run_directory(trainer: Trainer) -> Path:
+    """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def _check_store(store: object) -> None:
+    """Check that a file can be at the path.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if not isinstance(store, bool | str | os.PathLike):
+        raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
+    if not isinstance(store, bool):
+        path = Path(store).expanduser()
+        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+        if not store or path.is_dir() or blocking is not None:
+            why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
+            raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+
+
+def _check_report(report: object, *, has_store: bool) -> None:
+    """Check that a report can be written.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if not isinstance(report, bool):
+        raise ConfigError(f"report is {report!r}; expected true or false.")
+    if report and not has_store:
+        raise ConfigError("report is true, and store is false; expected a store: the report is made from it.")
+    if report:
+        try:
+            for module in ("jinja2", "plotly"):
+                require(module, "report")
+        except ImportError as error:
+            raise ConfigError(f"report is true, and {error}") from error

@@ -1,0 +1,133 @@
+"""Copies of a call's arguments: plain data alone, and no line of code of the classes that they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.model.outputs import named_tensors
+
+
+def _runs(*_args: object, **_kwargs: object) -> Any:
+    raise AssertionError("code of the argument's class was run")
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+Content = TypeVar("Content")
+
+
+@dataclasses.dataclass
+class Batch(Generic[Content]):
+    """Its own code may be run by the model alone."""
+
+    x: Tensor
+    labels: Content
+    note: str = "a"
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = __setattr__ = __post_init__ = _runs
+
+
+def batch(x: Tensor) -> Batch[list[int]]:
+    """One that is made without its own code, too."""
+    one: Batch[list[int]] = object.__new__(Batch)
+    vars(one).update(x=x, labels=[1, 2], note="a")
+    return one
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_tensors_are_copied_and_all_else_is_equal() -> None:
+    """In containers of the same types; what is there twice is there twice, and nothing mutable is shared."""
+    x = torch.randn(3, 4)
+    value: dict[str, Any] = {
+        "tuple": (x, None, True, 3, 2.5, 1j, "text", b"bytes", slice(1, 2), range(3), ..., Color.RED),
+        "constants": (torch.float32, torch.device("cpu"), torch.strided, torch.channels_last, x.shape, np.float32(3), np.int64(4)),
+        "named": Pair(x, [x]),
+        "ordered": OrderedDict(a=x),
+        "default": defaultdict(list, a=[x]),
+        "array": np.arange(3),
+        "packed": pack_sequence([x[0], x[1]]),
+        "dataclass": batch(x),
+        "parameter": nn.Parameter(x),
+    }
+    twin = plain_copy(value)
+    assert twin["tuple"][1:] == value["tuple"][1:]
+    assert twin["constants"] == value["constants"]
+    assert [type(twin[name]) for name in value if name != "parameter"] == [type(value[name]) for name in value if name != "parameter"]
+    own, originals = (list(named_tensors(one)) for one in (twin, value))
+    assert [path for path, _tensor in own] == [path for path, _tensor in originals]
+    for (_path, tensor), (_same, original) in zip(own, originals, strict=True):
+        assert torch.equal(tensor, original)
+        assert tensor.data_ptr() != original.data_ptr()
+    assert twin["tuple"][0] is twin["named"].first is twin["named"].second[0] is twin["dataclass"].x
+    assert twin["dataclass"].labels == [1, 2]
+    assert twin["dataclass"].labels is not value["dataclass"].labels
+    assert twin["default"]["new"] == []
+    assert "new" not in value["default"]
+    twin["array"][0] = 7
+    assert value["array"][0] == 0
+    assert isinstance(twin["packed"], PackedSequence)
+
+
+@dataclasses.dataclass
+class Holder:
+    inner: object
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: Tensor
+
+
+@dataclasses.dataclass
+class DictOf(dict):  # type: ignore[type-arg]
+    x: int = 0
+
+
+class ListOf(list):  # type: ignore[type-arg]
+    pass
+
+
+class TupleOf(tuple):  # type: ignore[type-arg]
+    pass
+
+
+OTHERS: dict[str, Callable[[], object]] = {
+    "object": lambda: object.__new__(type("Graph", (), {"__copy__": _runs, "__deepcopy__": _runs, "__reduce_ex__": _runs})),
+    "module": lambda: nn.Linear(2, 2),
+    "function": lambda: torch.relu,
+    "generator": torch.Generator,
+    "mapping": lambda: UserDict(a=torch.ones(2)),
+    "within": lambda: [{"a": (Holder(nn.Linear(2, 2)),)}],
+    "slots": lambda: Slotted(torch.ones(2)),
+    "dict": DictOf,
+    "list": lambda: ListOf([torch.ones(2)]),
+    "tuple": lambda: TupleOf([torch.ones(2)]),
+    "objects": lambda: np.array([object()]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_with_anything_else_there_is_no_copy(name: str) -> None:
+    """The type is named."""
+    types = {"object": "Graph", "within": "Linear", "module": "Linear", "function": "builtin", "mapping": "UserDict", "objects": "ndarray"}
+    types |= {"generator": "Generator", "slots": "Slotted", "dict": "DictOf", "list": "ListOf", "tuple": "TupleOf"}
+    with pytest.raises(NotPlainError, match=types[name]):
+        plain_copy((torch.ones(2), OTHERS[name]()))

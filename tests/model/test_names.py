@@ -1,0 +1,49 @@
+"""Parameters are looked up anew each time, one by one or all together."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_module_monitor.model.names import Namer, tensors_of
+
+
+def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:
+    """One that fetches them, and one that is no dict."""
+
+    class Fetching(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            return fetched
+
+    fetched = nn.Parameter(torch.ones(1))
+    for table in (Fetching(weight=nn.Parameter(torch.zeros(1))), UserDict(weight=fetched)):
+        module = nn.Linear(1, 1, bias=False)
+        sites = Namer().parameter_sites(module)
+        vars(module)["_parameters"] = table
+        assert [id(one) for one in tensors_of(sites)] == [id(fetched)]
+
+
+def test_parameters_are_what_they_are_now() -> None:
+    """As they were, replaced, frozen, gone, without a shape yet, or of a class of their own."""
+
+    class Own(nn.Parameter):
+        pass
+
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abcde"})
+    sites = Namer().parameter_sites(model)
+    assert tensors_of(sites) == [*model.parameters()]
+    assert tensors_of([]) == []
+    model["a"].weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    del model["b"].weight
+    model["c"].bias = None
+    model["d"]._parameters["weight"] = nn.UninitializedParameter()
+    model["e"]._parameters["weight"] = Own(torch.ones(2, 2))
+    expected = [site.tensor() for site in sites]
+    assert tensors_of(sites) == expected
+    found = dict(zip([site.name for site in sites], expected, strict=True))
+    assert {name for name, tensor in found.items() if tensor is None} == {"b.weight", "c.bias", "d.weight"}
+    assert found["a.weight"] is model["a"].weight
+    assert type(found["e.weight"]) is Own

@@ -1,0 +1,128 @@
+"""A step that is run again: what is kept for that, how much of it, and what is said where it cannot be shown."""
+
+from __future__ import annotations
+
+import weakref
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, loader, seed, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_module_monitor import Finding, Health, ModuleMonitorCallback
+from lightning_module_monitor.trainer import rerun
+from lightning_module_monitor.trainer.rerun import StepAgain
+
+
+def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Which batches are still there when the last micro-batch runs, if nobody else keeps them."""
+    monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
+    again, model, kept = StepAgain(), Classifier("mlp"), []
+    for number in range(len(batches)):
+        kept.append(weakref.ref(batches[0][0]))
+        again.keep(model, batches.pop(0), number, is_first=number == 0)
+    found = [one() is not None for one in kept]
+    again.forget()
+    assert not any(one() is not None for one in kept)
+    return found
+
+
+def test_what_is_kept_of_a_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of micro-batches that are over hold so many bytes, and no more; the one that runs is held anyway."""
+
+    def batches() -> list[Any]:
+        return [[torch.zeros(64), {"y": torch.zeros(16, dtype=torch.int32)}] for _ in range(5)]  # 256 and 64 bytes
+
+    assert alive(batches(), 4 * 320, monkeypatch) == [True] * 5
+    assert alive(batches(), 4 * 320 - 1, monkeypatch) == [True, True, True, False, True]
+    assert alive(batches(), 0, monkeypatch) == [False] * 4 + [True]
+
+
+def test_what_lies_in_one_memory_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one tensor hold all of it, once; and nothing more than the one that runs does, if that is a part too."""
+
+    def parts() -> list[Any]:
+        whole = torch.zeros(4, 64)
+        return [[whole[number]] for number in range(4)]
+
+    assert alive([*parts(), [torch.zeros(1)]], 4 * 256, monkeypatch) == [True] * 5
+    assert alive([*parts(), [torch.zeros(1)]], 4 * 256 - 1, monkeypatch) == [False] * 4 + [True]
+    assert alive(parts(), 0, monkeypatch) == [True] * 4
+
+
+def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
+    """Torch would read on, and end the process."""
+    model = Classifier("mlp")
+    next(model.parameters()).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="its memory was given back"):
+        rerun._twin(model)
+
+
+def bad_sample(at: int) -> DataLoader[Any]:
+    """Eight samples, of which one is not finite."""
+    x = torch.ones(8, 6)
+    x[at] = torch.nan
+    return DataLoader(TensorDataset(x, torch.zeros(8, dtype=torch.long)))
+
+
+def found_in(folder: Path, module: Classifier, data: DataLoader[Any]) -> Finding:
+    """What is found of values that are not finite in one step of eight micro-batches."""
+    callback = ModuleMonitorCallback(1, health=Health(nonfinite="warn"), on_error="raise")
+    trainer(folder, [callback], accumulate_grad_batches=8, limit_val_batches=0).fit(module, data, loader(8))
+    [found] = callback.findings
+    return found
+
+
+def model() -> nn.Module:
+    """Two layers."""
+    seed()
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+def test_a_micro_batch_that_was_not_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its number and why; what another one shows is said as that."""
+    monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", 2**20)
+    monkeypatch.setattr(rerun, "_memory", lambda tensor: (id(tensor), 2**20))  # each of two tensors
+    found = found_in(tmp_path, Classifier(model()), bad_sample(3))
+    assert found.site == "_root_"
+    assert found.words.startswith(
+        "The first value that is not finite came in micro-batch 3, and who made it is not known: its batch was not"
+    )
+    assert found.words.endswith("those before it hold 1 MiB, or would with it. In micro-batch 7, run again instead, all was finite.")
+
+
+class Scaling(Classifier):
+    """Writes into its batch: what it takes the logarithm of is 1 the first time, and 0 the next."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        value = self.model(torch.log(batch[0])).mean()
+        batch[0].sub_(1)
+        return value + torch.nan
+
+
+def test_a_batch_that_was_written_into_accuses_nobody(tmp_path: Path) -> None:
+    """Run again it is another batch; what that shows is said as that."""
+    found = found_in(tmp_path, Scaling(model()), bad_sample(7))
+    assert found.site == "_root_"
+    assert "in micro-batch 0, and who made it is not known: its batch was written into in the step, and cannot be run again" in found.words
+    assert "Run again on the batch as it is now, it was _root_: The first module of the pass, model, was given infinity" in found.words
+
+
+class Taking(Classifier):
+    """Takes its batch apart."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        batch["x"] = batch["x"] * 2
+        return self.model(batch.pop("x") - 2 * batch.pop("x1")).mean()
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_batch_that_was_taken_apart_is_run_again_as_it_was(kind: type[Any], tmp_path: Path) -> None:
+    """Its tensors are what they were: that is no writing into them."""
+    data = DataLoader(bad_sample(3).dataset, collate_fn=lambda samples: kind(x=samples[0][0][None], x1=torch.zeros(6)))
+    found = found_in(tmp_path, Taking(model()), data)
+    assert found.words.startswith("It made the first value that is not finite, in the forward pass of micro-batch 3. The first module")
