@@ -29,7 +29,7 @@ from lightning_module_monitor.config import (
     coordinate_check_rules,
     default_rules,
 )
-from lightning_module_monitor.distributed.processes import is_first_process
+from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, nearest
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.kernels import numba_kernel

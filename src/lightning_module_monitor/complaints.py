@@ -10,8 +10,8 @@ from types import TracebackType
 import torch
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def unchanged_grad_mode() -> Iterator[None]:
 class Guard:
     """A block as :meth:`Complaints.guard` has it. No generator: a monitored step has ten of them, each cold."""
 
-    def __init__(self, complaints: Complaints, what: str, observation: Observation) -> None:
+    def __init__(self, complaints: Complaints, what: str, observation: StepAccumulator) -> None:
         self._complaints = complaints
         self._what = what
         self._observation = observation
@@ -59,7 +59,7 @@ class Complaints:
         self._speaks_for_all = speaks_for_all
         self._said: set[str] = set()
 
-    def guard(self, what: str, observation: Observation) -> Guard:
+    def guard(self, what: str, observation: StepAccumulator) -> Guard:
         """Within the block an error is said and counted; tensors made there have no graph.
 
         Raises:
@@ -67,7 +67,7 @@ class Complaints:
         """
         return Guard(self, what, observation)
 
-    def of_watch(self, watch: Watch, name: str, seen: str, error: Exception) -> None:
+    def of_watch(self, watch: MetricSpec, name: str, seen: str, error: Exception) -> None:
         """A statistic or function of a watch failed; ``seen`` says of what tensor."""
         message = f"{watch.kind} {watch.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
         self.report(f"{message}. It is recorded as NaN.", error, f"{watch.kind} {name} {type(error).__name__}")

@@ -23,10 +23,8 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
-from lightning_module_monitor.distributed.agreement import disagreement
-from lightning_module_monitor.distributed.exchange import Exchange
-from lightning_module_monitor.distributed.processes import is_first_process, process_ranks
-from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
+from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
@@ -61,10 +59,11 @@ from lightning_module_monitor.record import (
 )
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.results import SeriesState
+from lightning_module_monitor.statistics.spec import MetricSpec
 from lightning_module_monitor.wishes import DETAIL, Due, Wishes
 
 if TYPE_CHECKING:
@@ -181,8 +180,8 @@ class ModuleMonitor:
         """Its place among the monitors that have a module."""
         self._module: nn.Module | None = None
         self._watched: frozenset[nn.Module] = frozenset()
-        self._exchanges: dict[tuple[str, Due], Exchange] = {}
-        """How what all ranks have seen is brought together, by the plan that says what may be seen."""
+        self._states: dict[tuple[str, Due], tuple[SeriesState, DistributedReducer | None]] = {}
+        """What lives from step to step, by the plan that says what may be observed."""
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
@@ -195,7 +194,7 @@ class ModuleMonitor:
         """One for each block in which nothing is observed."""
         self._awaits_attention = True
         """Whether no step has ended yet in which attention was due."""
-        self._own_watches: dict[tuple[str, str, str, str], Watch] = {}
+        self._own_watches: dict[tuple[str, str, str, str], MetricSpec] = {}
         self._free_keys: set[str] = set()
         """Keys of the user's that are none of ours."""
 
@@ -765,7 +764,7 @@ class ModuleMonitor:
 
     def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
         self.wishes.add(rule, label, is_optional=is_optional)
-        self._exchanges.clear()
+        self._states.clear()
         self._has_agreed = False
         if self._module is not None:
             self._report_renamed()
@@ -790,8 +789,8 @@ class ModuleMonitor:
         self.agree()
         self._leave_out_what_is_gone()
         plan, sites = self.wishes.plan(due, stage), self.wishes.sites
-        observation = Observation(self._complaints.of_watch, plan.rows)
-        exchange = self._exchange(due, stage)
+        state, exchange = self._lasting(due, stage)
+        observation = StepAccumulator(self._complaints.of_watch, state)
         failed = functools.partial(self._not_captured, observation)
         expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
         whole_tensors = WholeTensors(expected, None if exchange is None else exchange.ranks, failed)
@@ -821,7 +820,7 @@ class ModuleMonitor:
     def _leave_out_what_is_gone(self) -> None:
         gone = self.wishes.leave_out_what_is_gone()
         if gone:
-            self._exchanges.clear()
+            self._states.clear()
             why = "what took its place is not watched, and there are no more values of it before the next fit"
             self._complaints.say_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
@@ -830,16 +829,15 @@ class ModuleMonitor:
         same_input = None if isinstance(self.distributed, bool) else self.distributed
         return None if self.distributed is False else process_ranks(same_input)
 
-    def _exchange(self, due: Due, stage: str) -> Exchange | None:
-        """What brings all ranks together; ``None`` where this is the only one."""
-        ranks = self._ranks()
-        if ranks is None:
-            return None
-        if (stage, due) not in self._exchanges:
-            self._exchanges[stage, due] = Exchange(ranks, self.wishes.plan(due, stage).all_watches())
-        return self._exchanges[stage, due]
+    def _lasting(self, due: Due, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
+        """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
+        if (stage, due) not in self._states:
+            ranks = self._ranks()
+            reducer = None if ranks is None else DistributedReducer(ranks, self.wishes.plan(due, stage).all_watches())
+            self._states[stage, due] = SeriesState(), reducer
+        return self._states[stage, due]
 
-    def _reference_probes(self, plan: Plan, observation: Observation, reference: Reference) -> list[Probe]:
+    def _reference_probes(self, plan: Plan, observation: StepAccumulator, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.wishes.sites.further_name, self._complaints.say_once
         twins = ReferenceProbe(reference, self._reference_failed, say)
@@ -932,14 +930,14 @@ class ModuleMonitor:
             function = UserFunction(name, float, "max")
             self._window.observation.add_result(self._own_figure(name, self._window.stage), function, value, 1)
 
-    def _own_figure(self, name: str, stage: str = TRAIN) -> Watch:
+    def _own_figure(self, name: str, stage: str = TRAIN) -> MetricSpec:
         return self._own_watch(OWN_KIND, "", name, stage)
 
-    def _own_watch(self, kind: str, site: str, name: str, stage: str) -> Watch:
+    def _own_watch(self, kind: str, site: str, name: str, stage: str) -> MetricSpec:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""
-        return self._own_watches.setdefault((kind, site, name, stage), Watch(kind, site, stage, self._prefix))
+        return self._own_watches.setdefault((kind, site, name, stage), MetricSpec(kind, site, stage, self._prefix))
 
-    def _not_captured(self, observation: Observation, what: str, error: Exception) -> None:
+    def _not_captured(self, observation: StepAccumulator, what: str, error: Exception) -> None:
         observation.num_errors += 1
         name = type(error).__name__
         self._complaints.report(f"{what} could not be captured ({name}: {error}).", error, f"capture {name}")

@@ -6,7 +6,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
@@ -19,11 +19,10 @@ from lightning_module_monitor.model.names import UNWATCHED, ModuleSite, NameForm
 from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.probe import ParametersOfKind, SiteT, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import Listed
-from lightning_module_monitor.statistics.rows import Rows
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class Plan:
     parameters: list[WatchedParameter]
     chain: Chain | None
     """The blocks whose gradient flow is watched."""
-    rows: Rows = field(default_factory=Rows, compare=False, repr=False)
-    """Where what is seen of them is gathered, step by step."""
 
     @functools.cached_property
     def outputs(self) -> list[WatchedModule]:
@@ -64,13 +61,13 @@ class Plan:
             for kind, members in by_kind.items()
         }
 
-    def watches(self) -> list[Watch]:
+    def watches(self) -> list[MetricSpec]:
         """Every watch of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
-        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
+        of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
-    def all_watches(self) -> list[Watch]:
+    def all_watches(self) -> list[MetricSpec]:
         """Those of the rules, and of the gradient flow."""
         return self.watches() + ([] if self.chain is None else list(self.chain.watches))
 
@@ -97,10 +94,10 @@ class Plan:
         """Every key of a histogram, kind by kind."""
         return [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.histogram_keys]
 
-    def expected(self) -> list[Watch]:
+    def expected(self) -> list[MetricSpec]:
         """The watches that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
         of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if _can_occur(watched.site, kind)]
-        of_modules = [one for watch in of_modules for one in (watch.parts.values() or [watch])]
+        of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
         of_parameters = [one for watched in self.parameters for kind, one in watched.watches.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda watch: order[watch.kind])
@@ -274,28 +271,40 @@ class Sites:
             prefix: Put before every key.
             is_compared: Whether ranks share their input, and may have the same of a module.
         """
-        watches: defaultdict[str, dict[str, Watch]] = defaultdict(dict)  # a module and a parameter never have one name
+        asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
+        """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
                 for site in self.matching(rule, kind):
-                    compared = is_compared and KINDS[kind].site == "module"
-                    watch = watches[site.name].setdefault(kind, Watch(kind, site.name, stage, prefix, is_compared=compared))
-                    if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS:
-                        suffixes = rcc_layers.layer_sites(site.module, kind)
-                        watch.parts = {one: watch.at(f"{site.name}{one}") if one else watch for one in suffixes}
-                    _join(watch, rule)
+                    asked[site.name][kind].append(rule)
+
+        def watched(site: SiteT) -> Watched[SiteT]:
+            specs = {kind: _spec(site, kind, of_kind, stage, prefix, is_compared=is_compared) for kind, of_kind in asked[site.name].items()}
+            return Watched(site, specs)
+
         return Plan(
-            [Watched(site, watches[site.name]) for site in self.modules if site.name in watches],
-            [Watched(site, watches[site.name]) for site in self.parameters if site.name in watches],
+            [watched(site) for site in self.modules if site.name in asked],
+            [watched(site) for site in self.parameters if site.name in asked],
             chain if stage == TRAIN else None,
         )
 
 
-def _join(watch: Watch, rule: ParsedRule) -> None:
-    watch.statistics.update(rule.statistics)
-    watch.histograms.update(dict.fromkeys(rule.histograms))
-    watch.units.update(dict.fromkeys(rule.units))
-    watch.functions.update({function.name: function for function in rule.functions})
+def _spec(
+    site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, prefix: str, *, is_compared: bool
+) -> MetricSpec:
+    """What rules record of a kind at a site, together."""
+    return MetricSpec(
+        kind,
+        site.name,
+        stage,
+        prefix,
+        statistics={name: one for rule in rules for name, one in rule.statistics.items()},
+        histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
+        functions={function.name: function for rule in rules for function in rule.functions},
+        units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
+        is_compared=is_compared and KINDS[kind].site == "module",
+        layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
+    )
 
 
 def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
@@ -303,7 +312,7 @@ def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
     return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
 
 
-def _one_by_one(watch: Watch) -> str:
+def _one_by_one(watch: MetricSpec) -> str:
     return "/".join(filter(None, watch.identity))
 
 

@@ -39,7 +39,7 @@ from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.probes.step_context import Window
-from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.trainer.optimizers import OptimizerSteps
 from lightning_module_monitor.trainer.overhead import HostClock
 
@@ -406,7 +406,7 @@ BROKEN = {
     1: (ModuleMonitor, "begin_backward"),
     2: (MomentTable, "add_all"),
     3: (OptimizerSteps, "finish"),
-    5: (Observation, "_share"),
+    5: (StepAccumulator, "_local"),
     7: (OptimizerSteps, "finish"),
 }
 """What of the monitor raises on the last rank, by step; the last of them in the last step."""

@@ -9,11 +9,11 @@ from helpers.textbook import PLAIN, textbook
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.watch import BASE, OWN, Watch
+from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
 
 SHARED_CHUNK_ELEMENTS = 1024
 """What the compiled kernel measures at once."""
@@ -21,10 +21,10 @@ SHARED_CHUNK_ELEMENTS = 1024
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
 
 
-def watch(site: str, *names: str) -> Watch:
+def watch(site: str, *names: str) -> MetricSpec:
     """A watch for statistics."""
     found = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
-    return Watch("activation_difference", site, statistics=found)
+    return MetricSpec("activation_difference", site, statistics=found)
 
 
 def forms(dtype: torch.dtype) -> dict[str, Difference]:
@@ -55,7 +55,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: b
     difference = forms(dtype)[form]
     parts = [part.double() for part in (difference.tensor, difference.other, difference.shift) if part is not None]
     expected: Tensor = parts[0] - sum(parts[1:])
-    observation = Observation(lambda *_trouble: None)
+    observation = StepAccumulator(lambda *_trouble: None)
     squares, everything = watch("squares", "rms"), watch("everything", *NAMES)
     for _micro_batch in range(2):
         observation.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
@@ -72,7 +72,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: b
 def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that need more get their own; functions get the difference itself."""
     difference = forms(torch.float32)["of two"]
-    observation = Observation(lambda *_trouble: None)
+    observation = StepAccumulator(lambda *_trouble: None)
     added: list[object] = []
     original = observation._table.add_difference
     monkeypatch.setattr(observation._table, "add_difference", lambda *args: (added.append(args), original(*args))[1])
@@ -99,7 +99,7 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
     scale = torch.tensor([1e-30, 1.0, 0.0, 1e-19, 1e-3, 1e-14, 1.0, 1e-25]).view(-1, 1, 1)
     for factor in (1.0, 1e30):
         difference = Difference(x * scale * factor, x * -scale * factor)
-        observation = Observation(lambda *_trouble: None)
+        observation = StepAccumulator(lambda *_trouble: None)
         chunks = [Difference(difference.tensor[i], -difference.tensor[i]) for i in range(8)]
         observation.observe_for((chunk, [(watch(f"chunk_{i}", "norm"), OWN)]) for i, chunk in enumerate(chunks))
         observation.observe_for([(difference, [(watch("all", "norm"), OWN)])])

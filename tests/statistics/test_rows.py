@@ -1,8 +1,7 @@
-"""Rows live from step to step: whatever was seen before, a step's values are those of a table of its own."""
+"""SeriesState live from step to step: whatever was seen before, a step's values are those of a table of its own."""
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.rows import Rows
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.results import SeriesState
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 
-def watch(site: str, *names: str) -> Watch:
+def watch(site: str, *names: str) -> MetricSpec:
     """A watch of some statistics."""
     statistics = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
-    return Watch("activation", site, statistics=statistics, histograms={"hist": None} if "hist" in names else {})
+    return MetricSpec("activation", site, statistics=statistics, histograms=("hist",) if "hist" in names else ())
 
 
 WATCHES = [watch("a", "mean", "std"), watch("b", "max"), watch("c", "mean", "std"), watch("d", "norm", "ratio"), watch("e", "hist", "max")]
@@ -30,9 +29,9 @@ STEPS = [[0, 1, 2], [0, 1, 2], [2, 0], [4, 3, 1], [3], [], [0, 1, 2, 3, 4]]
 """What is seen in each, in this order."""
 
 
-def observed(rows: Rows | None, seen: list[int], tensors: list[Tensor]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def observed(rows: SeriesState | None, seen: list[int], tensors: list[Tensor]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Values and counts of one step."""
-    observation = Observation(lambda *_trouble: None, rows)
+    observation = StepAccumulator(lambda *_trouble: None, rows)
     for place in seen:
         observation.observe(WATCHES[place], tensors[place])
         observation.observe_base([(WATCHES[place], 2 * tensors[place])])
@@ -42,7 +41,7 @@ def observed(rows: Rows | None, seen: list[int], tensors: list[Tensor]) -> tuple
 
 def test_a_step_does_not_know_what_was_seen_before() -> None:
     """Other sites, another order, none, all of them."""
-    rows = Rows()
+    rows = SeriesState()
     for number, seen in enumerate(STEPS):
         tensors = [torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * number + place)) for place in range(5)]
         values, counts = observed(rows, seen, tensors)
@@ -59,9 +58,9 @@ def test_a_step_does_not_know_what_was_seen_before() -> None:
 
 def test_a_step_that_was_left_leaves_nothing_to_the_next() -> None:
     """Neither one that nobody finished, nor one that goes on beside another, as a step does around a validation loop."""
-    rows, x = Rows(), torch.arange(6.0).view(2, 3)
+    rows, x = SeriesState(), torch.arange(6.0).view(2, 3)
     first = observed(rows, [0, 1], [x, x])
-    left, around = (Observation(lambda *_trouble: None, rows) for _ in range(2))
+    left, around = (StepAccumulator(lambda *_trouble: None, rows) for _ in range(2))
     left.observe(WATCHES[0], 100 * x)
     around.observe(WATCHES[0], x)
     assert observed(rows, [0, 1], [x, x]) == first
@@ -78,9 +77,9 @@ def test_a_statistic_that_fails_costs_its_own_values_alone() -> None:
 
     statistics = {**watch("a", "mean", "max").statistics, "root": Statistic(STATISTICS["norm"].needs, root)}  # type: ignore[union-attr]
     told: list[tuple[str, str, type]] = []
-    observation = Observation(lambda one, name, _seen, error: told.append((one.site, name, type(error))))
+    observation = StepAccumulator(lambda one, name, _seen, error: told.append((one.site, name, type(error))))
     for site in "ab":
-        observation.observe(Watch("activation", site, statistics=statistics), torch.arange(3.0))
+        observation.observe(MetricSpec("activation", site, statistics=statistics), torch.arange(3.0))
     expected = {"mean": 1.0, "max": 2.0, "root": pytest.approx(math.nan, nan_ok=True)}
     assert observation.collect() == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
     assert told == [("a", "root", AttributeError)]
@@ -90,8 +89,8 @@ def test_a_statistic_that_fails_costs_its_own_values_alone() -> None:
 def test_an_empty_token_in_parts_is_nan_whatever_numpy_is_set_to() -> None:
     """As it is without a word: nothing over nothing."""
     one = watch("a", "token_rms", "mean")
-    one.is_one_token = True
-    observation = Observation(lambda *_trouble: None)
+    observation = StepAccumulator(lambda *_trouble: None)
+    observation.count_as_one_token(one)
     observation.observe(one, torch.empty(0))
     with np.errstate(all="raise"):
         assert all(math.isnan(value) for value in observation.collect().values())
@@ -100,31 +99,22 @@ def test_an_empty_token_in_parts_is_nan_whatever_numpy_is_set_to() -> None:
 def test_of_two_watches_of_one_key_the_last_one_counts() -> None:
     """Which are watches of different kinds of statistics: each kind is finished by itself."""
     first, second = watch("a", "mean", "std"), watch("a", "mean", "max")
-    observation = Observation(lambda *_trouble: None)
+    observation = StepAccumulator(lambda *_trouble: None)
     observation.observe(first, torch.arange(3.0))
     observation.observe(second, torch.arange(5.0))
     expected = {"activation/a/mean": 2.0, "activation/a/std": 1.0, "activation/a/max": 4.0}
     assert dict(observation.collect()) == expected
 
 
-def test_a_copy_numbers_its_own_watches() -> None:
-    """Of a monitor that is copied, with all that it watches."""
-    watches, rows = copy.deepcopy(WATCHES), Rows()
-    firsts = [rows.first(one) for one in watches]
-    copied_watches, copied_rows = copy.deepcopy((watches, rows))
-    assert [copied_rows.first(one) for one in copied_watches] == firsts == [0, 1, 2, 3, 5]
-    assert [*map(id, copied_rows.watches)] == [id(one) for one in copied_watches for _row in range(one.num_rows)]
-
-
 def test_tensors_taken_in_together_are_as_one_by_one() -> None:
     """Of known watches and new ones, with a histogram, in another precision, and where nothing is wanted."""
-    watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), Watch("activation", "h")]
-    rows = Rows()
+    watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), MetricSpec("activation", "h")]
+    rows = SeriesState()
     for missing in ([], [0, 3], [5], [], [*range(7)]):
         tensors = [torch.randn(40, 3) for _place in range(7)]
         tensors[5] = torch.randn(40).double()
         pairs = [(watches[place], tensors[place]) for place in range(7) if place not in missing]
-        together, alone = (Observation(lambda *_trouble: None, one) for one in (rows, None))
+        together, alone = (StepAccumulator(lambda *_trouble: None, one) for one in (rows, None))
         together.observe_all(pairs)
         for pair in pairs:
             alone.observe(*pair)
@@ -137,7 +127,7 @@ def test_tensors_taken_in_together_are_as_one_by_one() -> None:
 def test_of_an_empty_tensor_there_is_no_mean() -> None:
     """And of others there is: it is told from theirs by nothing but its number of elements."""
     for shapes in ([(0, 3), (2, 3)], [(2, 3), (0,)], [(0,), (0,)]):
-        observation = Observation(lambda *_trouble: None)
+        observation = StepAccumulator(lambda *_trouble: None)
         tensors = [torch.full(shape, 2.0) for shape in shapes]
         for place, tensor in enumerate(tensors):
             observation.observe(watch("xy"[place], "mean", "std", "norm", "min", "abs_max"), tensor)

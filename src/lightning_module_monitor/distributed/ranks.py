@@ -1,14 +1,16 @@
-"""Rows of moments over several ranks: two collectives, whatever the number of rows and ranks."""
+"""The processes that train together, by ``torch.distributed``, and whether all of them watch the same."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from lightning_module_monitor.distributed.marks import Marks
-from lightning_module_monitor.kernels.moments import Moments
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Ranks(Protocol):
@@ -38,69 +40,73 @@ class Ranks(Protocol):
         """What every rank gives, in the order of the ranks: for what is rare, or the user's own."""
 
 
-class Merged(NamedTuple):
-    """What all ranks have together, the same on every one."""
-
-    moments: Moments
-    largest: Tensor
-    summed: Tensor
-    are_copies: Tensor
-    """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
+OPERATIONS = {"max": "MAX", "sum": "SUM"}
 
 
-def merge_over_ranks(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None) -> Merged:
-    """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
-
-    The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
-    agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds sums about it; see
-    :meth:`~lightning_module_monitor.kernels.moments.Moments.about`.
+class ProcessRanks:
+    """The ranks of the default process group, as :class:`Ranks` describes them.
 
     Args:
-        moments: This rank's, shape ``(rows,)``; a row that this rank has nothing for is the moments of an empty tensor.
-        largest: What the maximum is wanted of, shape ``(numbers,)``, float64, without NaN.
-        summed: What the sum is wanted of, shape ``(others,)``, float64.
-        ranks: Asked twice, on every rank.
-        marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
-
-    Returns:
-        The moments of the tensors of all ranks together, and the two reduced tensors.
+        same_input: The mesh of the ranks that share their input with this one, in tensor parallel training.
     """
-    has_any = moments.elements > 0
-    extremes = torch.stack([moments.maximum, -moments.minimum])
-    # Whether a maximum keeps NaN depends on who reduces it: NaN travels as a flag.
-    own_center = torch.where(has_any & moments.mean.isfinite(), moments.mean, -torch.inf)
-    is_nan = extremes.isnan()
-    of_rows = torch.cat([extremes.masked_fill(is_nan, -torch.inf), is_nan.double(), own_center.unsqueeze(0)])
-    reduced = ranks.all_reduce(torch.cat([of_rows.flatten(), largest]), "max")
-    of_rows, largest = reduced[: of_rows.numel()].view_as(of_rows), reduced[of_rows.numel() :]
-    maximum, minus_minimum = of_rows[:2].masked_fill(of_rows[2:4] > 0, torch.nan)
-    center = torch.where(of_rows[4].isfinite(), of_rows[4], 0.0)
 
-    own = moments._replace(mean=torch.where(has_any, moments.mean, center)).about(center)
-    added = torch.stack(tuple(own._replace(maximum=own.mean, minimum=own.mean)))
-    numbers = torch.cat([added.flatten(), summed])
-    if marks is None:
-        reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
-    else:
-        things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
-        reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
-    total = Moments(*reduced[: added.numel()].view_as(added))
-    together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
-    return Merged(together, largest, reduced[added.numel() :], are_copies)
+    def __init__(self, same_input: DeviceMesh | None = None) -> None:
+        self.index: int = distributed.get_rank()
+        backend = distributed.get_backend()
+        # NCCL reduces only what is on the GPU of its rank.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self.place: int = 0 if same_input is None else same_input.get_local_rank()
+        self.num_sharing: int = 1 if same_input is None else same_input.size()
+
+    def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
+        """One collective, in place."""
+        distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]))
+        return tensor
+
+    def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
+        """What every rank gives, in the order of the ranks."""
+        everything: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everything, one)
+        return everything
 
 
-def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
+def process_ranks(same_input: DeviceMesh | None = None) -> ProcessRanks | None:
+    """The ranks, where there is more than this process."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return None
+    return ProcessRanks(same_input)
 
-    Which they are is known only when the sum is there. So the numbers of first ranks and those of all others are summed apart,
-    and with them the marks: times the number of others on a first rank, times -1 on each of the others. Where all have the same
-    these add up to zero, and being integers exactly so.
+
+def is_first_process() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+@torch.no_grad()
+def share_values_of_first(tensors: Iterable[Tensor]) -> None:
+    """Give plain tensors the values that they have on rank 0, as DDP does with a model's; called on every rank."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    for tensor in tensors:
+        # As bytes: not every backend knows every dtype.
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        distributed.broadcast(values.view(-1).view(torch.uint8), 0)
+        if not torch.equal(values, tensor):  # an expanded buffer, which is alike everywhere, cannot be written to
+            tensor.copy_(values)
+
+
+def disagreement(wishes: Sequence[str], ranks: Ranks) -> str:
+    """What ranks want differently, the same sentence on each; nothing if they all want the same.
+
+    Args:
+        wishes: What this rank wants, one by one and in the order that is to be the same everywhere.
+        ranks: Asked once, and where they differ once more.
     """
-    nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
-    of_place = [numbers, nothing] if is_first else [nothing, numbers]
-    factor = ranks.num_sharing - 1 if is_first else -1
-    reduced = ranks.all_reduce(torch.cat([*of_place, (marks * factor).flatten()]), "sum")
-    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.numel()])
-    are_copies = (of_marks.view_as(marks) == 0).all(0)
-    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[things]
-    return of_first + of_others.masked_fill(is_copy, 0.0), are_copies
+    digest = hashlib.sha256("\n".join(wishes).encode()).digest()
+    if len(set(ranks.gather(digest))) == 1:
+        return ""
+    first, *others = ranks.gather(list(wishes))
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    only = [(0, one) for one in first if one not in other] + [(rank, one) for one in other if one not in first]
+    what = f"rank {only[0][0]} alone has {only[0][1]!r}" if only else "they are in another order"
+    return f"ranks 0 and {rank} do not watch the same: {what}; expected the same rules, steps and modules on every rank."

@@ -12,8 +12,8 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_ba
 from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.backward import BackwardProbe
 from lightning_module_monitor.probes.probe import WatchedModule, elements_of
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 OutputName = Callable[[str, Path], str]
 """Gives the name of a further output: from the module's site and the path to the output."""
@@ -37,7 +37,7 @@ class ActivationProbe(BackwardProbe):
     """
 
     def __init__(
-        self, watched: Sequence[WatchedModule], observation: Observation, output_name: OutputName, say: Callable[[str], None]
+        self, watched: Sequence[WatchedModule], observation: StepAccumulator, output_name: OutputName, say: Callable[[str], None]
     ) -> None:
         self._watched = watched
         self._observation = observation
@@ -62,7 +62,13 @@ class ActivationProbe(BackwardProbe):
         self._tensor_hooks.close()
 
     def _after_forward(  # torch's protocol, behind what is known of the module
-        self, watched: WatchedModule, activation: Watch | None, gradient: Watch | None, _module: nn.Module, _args: object, output: object
+        self,
+        watched: WatchedModule,
+        activation: MetricSpec | None,
+        gradient: MetricSpec | None,
+        _module: nn.Module,
+        _args: object,
+        output: object,
     ) -> None:
         if not self.is_open:
             return
@@ -89,13 +95,13 @@ class ActivationProbe(BackwardProbe):
                 if watch is not None:
                     self._observation.fail(watch, output, error)
 
-    def _await_gradient(self, watch: Watch, tensor: Tensor) -> None:
+    def _await_gradient(self, watch: MetricSpec, tensor: Tensor) -> None:
         """Take in the gradient of an output when it arrives."""
         differentiated = in_graph(tensor)
         if differentiated.requires_grad:
             self._tensor_hooks.add(differentiated.register_hook(_GradientHook(self, watch)))
 
-    def see_gradient(self, watch: Watch, gradient: Tensor) -> None:
+    def see_gradient(self, watch: MetricSpec, gradient: Tensor) -> None:
         """Take in the gradient that arrives at an output."""
         if self.takes_gradients():
             self._observation.observe(watch, elements_of(gradient, self.scale))
@@ -104,7 +110,7 @@ class ActivationProbe(BackwardProbe):
 class _GradientHook:
     """Called with the gradient of an output. Returns nothing: what a tensor hook returns replaces the gradient."""
 
-    def __init__(self, probe: ActivationProbe, watch: Watch) -> None:
+    def __init__(self, probe: ActivationProbe, watch: MetricSpec) -> None:
         self._probe = probe
         self._watch = watch
 

@@ -26,8 +26,8 @@ from lightning_module_monitor.probes.attention_calls import (
     read_scaled_dot_product_attention,
 )
 from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures, stride_of
-from lightning_module_monitor.statistics.observation import Observation
 
 FIGURES: Mapping[str, Callable[[AttentionFigures], Tensor]] = {
     "attention_entropy": lambda figures: figures.entropy,
@@ -101,7 +101,7 @@ class AttentionProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         with_heads: Sequence[WatchedModule],
-        observation: Observation,
+        observation: StepAccumulator,
         head_name: HeadName,
         say: Callable[[str], None],
         *,

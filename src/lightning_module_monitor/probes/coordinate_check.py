@@ -47,11 +47,11 @@ from lightning_module_monitor.probes.rcc_layers import (
 )
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import Observation
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.watch import BASE, OWN, Watch, Wish
+from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
 
 _NORM_OF_ALIGNMENT = {"effective": "update", "propagating": "reference"}
 """The operator norm that an alignment is relative to."""
@@ -94,7 +94,7 @@ def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
 
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
-_Observed = tuple[Difference, list[Wish]]
+_Observed = tuple[Difference, list[tuple[MetricSpec, int]]]
 """A term, and the rows of moments that it goes into."""
 
 
@@ -118,17 +118,17 @@ class CheckedLayer:
     site: str
     module: nn.Module
     twin: nn.Module
-    watches: dict[str, Watch] = field(default_factory=dict)
-    of_weight: dict[str, Watch] = field(default_factory=dict)
-    alignments: dict[str, Watch] = field(default_factory=dict)
+    watches: dict[str, MetricSpec] = field(default_factory=dict)
+    of_weight: dict[str, MetricSpec] = field(default_factory=dict)
+    alignments: dict[str, MetricSpec] = field(default_factory=dict)
 
-    def operator_norm_watch(self) -> Watch | None:
+    def operator_norm_watch(self) -> MetricSpec | None:
         """The watch of the operator norms; one that is not recorded where only alignments are."""
         watch = self.watches.get(OPERATOR_NORM)
         if watch is not None or not self.alignments:
             return watch
         other = self.watches[ALIGNMENT]
-        return other.made_of.setdefault(OPERATOR_NORM, Watch(OPERATOR_NORM, other.site, other.stage, other.prefix))
+        return other.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
 
     def operator_norm_names(self) -> tuple[set[str], set[str]]:
         """The operator norms that are recorded, and those that are computed."""
@@ -152,7 +152,7 @@ def checked_layers(watched: WatchedModule, twin: nn.Module | None) -> list[Check
         start = f".{part}" if part else ""
         layer = CheckedLayer(layer_type, part, f"{watched.site.name}{start}", module, twin)
         for kind in kinds:
-            by_site = watched.watches[kind].parts
+            by_site = watched.watches[kind].by_layer
             if start in by_site:
                 layer.watches[kind] = by_site[start]
             if f"{start}.weight" in by_site:
@@ -160,8 +160,7 @@ def checked_layers(watched: WatchedModule, twin: nn.Module | None) -> list[Check
         if ALIGNMENT in layer.watches:
             watch = layer.watches[ALIGNMENT]
             for name in watch.functions:
-                ratio = Watch(watch.kind, watch.site, watch.stage, watch.prefix, {name: _RATIO_OF_NORMS})
-                layer.alignments[name] = watch.made_of.setdefault(name, ratio)
+                layer.alignments[name] = watch.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
         found.append(layer)
     return found
 
@@ -182,10 +181,10 @@ class CoordinateCheckProbe(Probe):
     def __init__(  # noqa: PLR0917  # called by the monitor, once
         self,
         watched: Sequence[WatchedModule],
-        observation: Observation,
+        observation: StepAccumulator,
         twins: ReferenceProbe,
         operator_norms: OperatorNorms,
-        skipped_calls: Watch,
+        skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
         log: Say,
     ) -> None:
@@ -287,7 +286,7 @@ class CoordinateCheckProbe(Probe):
     def _take_operator_norms(self) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Callable[[], Tensor]] = {}
-        watches: dict[str, Watch] = {}
+        watches: dict[str, MetricSpec] = {}
         for layer in self._layers:
             watch, (_recorded, names) = layer.operator_norm_watch(), layer.operator_norm_names()
             if watch is None or not names:
@@ -378,9 +377,9 @@ def _terms_of_input(
     layer: CheckedLayer,
     own: Tensor,
     reference: Tensor,
-    watches: Mapping[str, Watch],
-    alignments: Mapping[str, Watch],
-    *more: Mapping[str, Watch],
+    watches: Mapping[str, MetricSpec],
+    alignments: Mapping[str, MetricSpec],
+    *more: Mapping[str, MetricSpec],
 ) -> Iterator[_Observed]:
     """The terms of one input, for the watches of each mapping by kind; the alignments get the norms of all vectors."""
     for term in RCC_INPUT_TERMS:
@@ -396,7 +395,7 @@ def _terms_of_input(
         yield from _with_features_last(layer, difference, rows)
 
 
-def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[Wish]) -> Iterator[_Observed]:
+def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[MetricSpec, int]]) -> Iterator[_Observed]:
     """A term, if it goes anywhere, with its features as the last dimension where that matters."""
     if any(watch.looks_at_features for watch, _row in rows):
         tensor = difference.written()
@@ -405,7 +404,7 @@ def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[
         yield difference, rows
 
 
-def _rows(watches: Mapping[str, Watch], kind: str) -> list[Wish]:
+def _rows(watches: Mapping[str, MetricSpec], kind: str) -> list[tuple[MetricSpec, int]]:
     return [(watches[kind], OWN)] if kind in watches else []
 
 

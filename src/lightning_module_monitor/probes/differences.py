@@ -13,8 +13,8 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.model.outputs import Path, is_first, named_tensors, of_all_samples
 from lightning_module_monitor.probes.probe import Probe, WatchedModule
 from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 KIND = "activation_difference"
 
@@ -32,7 +32,7 @@ class DifferenceProbe(Probe):
     def __init__(
         self,
         watched: Sequence[WatchedModule],
-        observation: Observation,
+        observation: StepAccumulator,
         twins: ReferenceProbe,
         further_name: Callable[[str, Path], str],
     ) -> None:
@@ -79,7 +79,7 @@ class DifferenceProbe(Probe):
         except Exception as error:
             self._observation.fail(watch, output, error)
 
-    def _compare(self, watch: Watch, tensor: Tensor, reference: Tensor) -> None:
+    def _compare(self, watch: MetricSpec, tensor: Tensor, reference: Tensor) -> None:
         try:
             self._observation.observe_pair(watch, tensor, reference)
         except MonitorError:

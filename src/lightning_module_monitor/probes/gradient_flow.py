@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
 from lightning_module_monitor.probes.probe import elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 KIND = "gradient_flow"
 
 
-def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> Watch:
+def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
     """The wish for a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
-    return Watch(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
+    return MetricSpec(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Chain:
     """Blocks in the order of the forward pass, and what the transitions between them are called."""
 
     blocks: Sequence[nn.Module]
-    watches: Sequence[Watch]
+    watches: Sequence[MetricSpec]
     """For the norm at each block, all of different sites. Their values go into gains and are not recorded."""
     transitions: Sequence[str]
     """Site of each transition; one fewer than there are blocks."""
@@ -63,7 +63,7 @@ class GradientFlowProbe(BlockGradientProbe):
         observation: Where gradients go.
     """
 
-    def __init__(self, chain: Chain, observation: Observation) -> None:
+    def __init__(self, chain: Chain, observation: StepAccumulator) -> None:
         super().__init__(chain.blocks)
         self._chain = chain
         self._observation = observation

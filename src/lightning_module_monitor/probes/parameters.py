@@ -20,9 +20,9 @@ from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, Paramete
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 
 @dataclass
@@ -31,7 +31,7 @@ class ParameterProbe(Probe):
 
     watched: Mapping[str, ParametersOfKind]
     """What is watched, by kind."""
-    observation: Observation
+    observation: StepAccumulator
     whole_tensors: WholeTensors
     say: Callable[[str], None]
     """Takes a sentence for the user."""
@@ -73,7 +73,7 @@ class ParameterProbe(Probe):
         of_kind = self.watched.get("update", NO_PARAMETERS)
         watches = dict(zip(of_kind.sites, of_kind.watches, strict=True))
         self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
-        seen: list[tuple[Watch, Tensor]] = []
+        seen: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
             with self._failing(watches[site], copy):
                 difference = update(site, copy, is_skipped=is_skipped)
@@ -96,21 +96,21 @@ class ParameterProbe(Probe):
         for watch, tensor in self._pairs(kind, tensors, of_kind.with_functions):
             self._call_functions(watch, tensor)
 
-    def _observe(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
+    def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
         self._measure(pairs)
         for watch, tensor in pairs:
             self._call_functions(watch, tensor)
 
-    def _measure(self, pairs: Sequence[tuple[Watch, Tensor]]) -> None:
+    def _measure(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
         if pairs:
             self.observation.measure_all(self._own(pairs))
 
-    def _call_functions(self, watch: Watch, *tensors: Tensor) -> None:
+    def _call_functions(self, watch: MetricSpec, *tensors: Tensor) -> None:
         if watch.functions:
             call = functools.partial(self.observation.call_functions, watch)
             self.whole_tensors.give(name_of(watch.kind, watch.site), tensors, call)
 
-    def _own(self, pairs: Sequence[tuple[Watch, Tensor]]) -> list[tuple[Watch, Tensor]]:
+    def _own(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
         parts = []
         for watch, tensor in pairs:
             if type(tensor) in PLAIN:
@@ -119,8 +119,9 @@ class ParameterProbe(Probe):
                     parts.append((watch, tensor))
                 continue
             if (watch.needs | watch.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
-                watch.is_one_token = tensor.dim() == 1
-                if not watch.is_one_token:
+                if tensor.dim() == 1:
+                    self.observation.count_as_one_token(watch)
+                else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
                     self.observation.fail(watch, tensor, ValueError(why))
                     continue
@@ -129,7 +130,7 @@ class ParameterProbe(Probe):
                 parts.append((watch, part))
         return parts
 
-    def _see_difference(self, watch: Watch, parameter: Tensor, twin: Tensor) -> None:
+    def _see_difference(self, watch: MetricSpec, parameter: Tensor, twin: Tensor) -> None:
         with self._failing(watch, parameter):
             own, of_twin = own_part(parameter.detach(), self.rank), own_part(twin.detach(), self.rank)
             if own is not None and of_twin is not None:
@@ -137,10 +138,10 @@ class ParameterProbe(Probe):
             if watch.functions:
                 self._call_functions(watch, parameter.detach(), twin.detach().to(parameter.device))
 
-    def _failing(self, watch: Watch, seen: Tensor) -> AbstractContextManager[None]:
+    def _failing(self, watch: MetricSpec, seen: Tensor) -> AbstractContextManager[None]:
         return failing_alone(functools.partial(self.observation.fail, watch, seen))
 
-    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Watch, Tensor]]:
+    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)
         for site, watch, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
             if parameter is not None and self._is_real(site, parameter):
@@ -151,7 +152,7 @@ class ParameterProbe(Probe):
         parameters = tensors_of(self.watched.get(kind, NO_PARAMETERS).sites)
         return parameters if among is None else [one if id(one) in among else None for one in parameters]
 
-    def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[Watch, Tensor]]:
+    def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[MetricSpec, Tensor]]:
         """What can be measured of some of the tensors, each with what is wanted of it."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
         sites, watches = of_kind.sites, of_kind.watches

@@ -18,7 +18,7 @@ from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import of_all_samples
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
 
@@ -28,7 +28,7 @@ class Watched(Generic[SiteT]):
     """A module or parameter, and what is wanted of it, by kind."""
 
     site: SiteT
-    watches: Mapping[str, Watch]
+    watches: Mapping[str, MetricSpec]
 
     @functools.cached_property
     def has_functions(self) -> bool:
@@ -46,7 +46,7 @@ class ParametersOfKind:
     """Parameters, and what is wanted of each, of one kind."""
 
     sites: Sequence[ParameterSite]
-    watches: Sequence[Watch]
+    watches: Sequence[MetricSpec]
 
     @functools.cached_property
     def with_functions(self) -> list[int]:

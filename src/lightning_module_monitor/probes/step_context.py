@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from lightning_module_monitor.distributed.exchange import Exchange
+from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.probe import Probe
 from lightning_module_monitor.probes.whole_tensors import WholeTensors
-from lightning_module_monitor.statistics.observation import Observation
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
 
 class Window:
@@ -25,7 +25,9 @@ class Window:
         whole_tensors: Puts together what is laid out over ranks.
     """
 
-    def __init__(self, step: int, stage: str, observation: Observation, exchange: Exchange | None, whole_tensors: WholeTensors) -> None:
+    def __init__(
+        self, step: int, stage: str, observation: StepAccumulator, exchange: DistributedReducer | None, whole_tensors: WholeTensors
+    ) -> None:
         self.step = step
         self.stage = stage
         self.observation = observation

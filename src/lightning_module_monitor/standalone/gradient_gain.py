@@ -13,9 +13,9 @@ from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
 from lightning_module_monitor.probes.gradient_flow import norm_watch
 from lightning_module_monitor.probes.probe import elements_of
 from lightning_module_monitor.standalone.gain_report import GainReport, gain_report
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Transition, summary, transitions
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 NOTHING_YET = (
     "No gradients recorded: no backward pass has reached any of the blocks. Call backward() on a loss of a forward pass "
@@ -159,7 +159,7 @@ class _Pass:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.observation = Observation(
+        self.observation = StepAccumulator(
             lambda watch, _name, seen, error: _warn(f"Gradient at {watch.site}, {seen}", error, "Its norm is NaN.")
         )
 
@@ -167,7 +167,7 @@ class _Pass:
 class _Probe(BlockGradientProbe):
     """Keeps, for each block, the backward pass that reached it last."""
 
-    def __init__(self, blocks: list[nn.Module], watches: list[Watch], is_strict: bool) -> None:
+    def __init__(self, blocks: list[nn.Module], watches: list[MetricSpec], is_strict: bool) -> None:
         super().__init__(blocks)
         self._watches = watches
         self._is_strict = is_strict

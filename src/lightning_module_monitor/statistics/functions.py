@@ -101,6 +101,8 @@ class Results:
     def merge(self, values: Tensor) -> float:
         """The one number, from this object's values as they arrived on the host, float64, shape ``(results,)``."""
         assert isinstance(self.aggregate, str)
+        if len(self.weights) == 1 and self.weights != [0]:  # multiplied by its weight and divided by it, a value could round
+            return float(values[0])
         return float(AGGREGATES[self.aggregate].merge(values, torch.tensor(self.weights, dtype=torch.float64, device="cpu")))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_module_monitor.distributed.processes import is_first_process
+from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts
 from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor

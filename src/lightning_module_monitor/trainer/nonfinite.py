@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_module_monitor.distributed.processes import process_ranks
+from lightning_module_monitor.distributed.ranks import process_ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.options import ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_module_monitor.distributed.processes import share_values_of_first
+from lightning_module_monitor.distributed.ranks import share_values_of_first
 from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.exchange import Directory, Exchange, message_of
+from lightning_module_monitor.distributed.reduce import DistributedReducer, message_of
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.observation import Observation
-from lightning_module_monitor.statistics.watch import Watch
+from lightning_module_monitor.statistics.spec import MetricSpec
 
 NUM_WATCHES = 5
 PLAIN = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.paired and not one.relative}
@@ -29,7 +29,7 @@ def quartiles(values: Tensor) -> dict[str, Tensor]:
     return {"low": values.quantile(0.25), "high": values.quantile(0.75)}
 
 
-def wishes() -> list[Watch]:
+def wishes() -> list[MetricSpec]:
     """The plan of a rank: every rank makes its own, alike."""
     functions = [
         UserFunction("average", torch.mean, "mean"),
@@ -39,11 +39,11 @@ def wishes() -> list[Watch]:
         UserFunction("spread", torch.flatten, quartiles),
     ]
     return [
-        Watch("activation", "a", statistics=dict(PLAIN), histograms={"hist": None}),
-        Watch("activation", "b", statistics=dict(PLAIN), functions={one.name: one for one in functions}),
-        Watch("activation", "c", functions={one.name: one for one in functions}),
-        Watch("activation_difference", "d", statistics={**PLAIN, **RELATIVE}),
-        Watch("activation", "e", statistics={"norm": STATISTICS["norm"]}, histograms={"hist": None}),  # type: ignore[dict-item]
+        MetricSpec("activation", "a", statistics=dict(PLAIN), histograms=("hist",)),
+        MetricSpec("activation", "b", statistics=dict(PLAIN), functions={one.name: one for one in functions}),
+        MetricSpec("activation", "c", functions={one.name: one for one in functions}),
+        MetricSpec("activation_difference", "d", statistics={**PLAIN, **RELATIVE}),
+        MetricSpec("activation", "e", statistics={"norm": STATISTICS["norm"]}, histograms=("hist",)),  # type: ignore[dict-item]
     ]
 
 
@@ -54,7 +54,7 @@ class Seen:
         self.watch, self.further = watch, further
         self.tensor = torch.randn(2 + seed % 4, 3, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 5 - 2)
 
-    def show(self, observation: Observation, plan: list[Watch]) -> None:
+    def show(self, observation: StepAccumulator, plan: list[MetricSpec]) -> None:
         watch = plan[self.watch]
         watch = watch if not self.further else watch.at(f"{watch.site}.output_{self.further}")
         if watch.kind == "activation_difference":
@@ -63,7 +63,7 @@ class Seen:
             observation.observe(watch, self.tensor)
 
 
-def no_trouble(watch: Watch, name: str, seen: str, error: Exception) -> None:
+def no_trouble(watch: MetricSpec, name: str, seen: str, error: Exception) -> None:
     """Nothing fails here."""
     raise AssertionError(f"{watch.kind} {watch.site} {name}, {seen}") from error
 
@@ -81,17 +81,17 @@ def test_any_shares_give_what_one_process_would_have(first: list[list[Seen]], se
     steps = [first, second[: len(first)]]
     expected = []
     for step in steps:
-        alone, plan = Observation(no_trouble), wishes()
+        alone, plan = StepAccumulator(no_trouble), wishes()
         for seen in (one for of_rank in step for one in of_rank):
             seen.show(alone, plan)
         expected.append((alone.collect(), alone.histograms))
 
     def work(rank: ThreadRank) -> list[Any]:
         plan = wishes()
-        exchange = Exchange(rank, plan)
+        exchange = DistributedReducer(rank, plan)
         found = []
         for step in steps:
-            observation = Observation(no_trouble)
+            observation = StepAccumulator(no_trouble)
             for seen in step[rank.index]:
                 seen.show(observation, plan)
             found.append((observation.collect(exchange), observation.histograms))
@@ -115,13 +115,13 @@ def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
 
     def work(rank: ThreadRank) -> dict[str, float]:
         plan = wishes()
-        observation = Observation(no_trouble)
+        observation = StepAccumulator(no_trouble)
         value = {0: 1.0, 1: float("nan"), 2: float("inf")}[rank.index]
         for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
             shown = value if name == "nan" or rank.index != 1 else 2.0
-            own = Watch("own", name)
+            own = MetricSpec("own", name)
             observation.add_result(own, UserFunction(name, float, aggregate), shown, 1)
-        return observation.collect(Exchange(rank, plan))
+        return observation.collect(DistributedReducer(rank, plan))
 
     for values in Meeting[dict[str, float]](3).run(work):
         assert np.isnan(values["own/nan/nan"])
@@ -134,13 +134,13 @@ def test_errors_and_lost_steps_are_everybodys() -> None:
     def work(rank: ThreadRank) -> tuple[dict[str, float], int, bool, bool]:
         plan = wishes()
         said: list[str] = []
-        observation = Observation(lambda watch, name, seen, error: said.append(name))
-        exchange = Exchange(rank, plan)
+        observation = StepAccumulator(lambda watch, name, seen, error: said.append(name))
+        exchange = DistributedReducer(rank, plan)
         observation.observe(plan[0], torch.ones(2, 3))
         if rank.index == 1:
             observation.fail(plan[0], torch.ones(2), ValueError("on purpose"))
         values = observation.collect(exchange)
-        lost = Observation(no_trouble)
+        lost = StepAccumulator(no_trouble)
         lost.is_lost = rank.index == 2
         lost.collect(exchange)
         return values, observation.num_errors, bool(said), lost.is_lost
@@ -155,12 +155,12 @@ def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
         said: list[str] = []
-        observation = Observation(lambda watch, name, seen, error: said.append(str(error)))
+        observation = StepAccumulator(lambda watch, name, seen, error: said.append(str(error)))
         if rank.index == 0:
             observation.add_result(
-                Watch("own", "site"), UserFunction("mine", float, lambda values: values.max()), torch.tensor([1.0, 5.0]), 2
+                MetricSpec("own", "site"), UserFunction("mine", float, lambda values: values.max()), torch.tensor([1.0, 5.0]), 2
             )
-        return observation.collect(Exchange(rank, wishes())), said
+        return observation.collect(DistributedReducer(rank, wishes())), said
 
     (first, nothing), (other, said) = Meeting[Any](2).run(work)
     assert first["own/site/mine"] == 5.0
@@ -173,11 +173,11 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
     """Each is told of when it comes."""
 
     def work(rank: ThreadRank) -> list[dict[str, float]]:
-        exchange, found = Exchange(rank, wishes()), []
+        exchange, found = DistributedReducer(rank, wishes()), []
         for step in range(3):
-            observation = Observation(no_trouble)
+            observation = StepAccumulator(no_trouble)
             for name in ("early", "late")[: 1 + (step > 0)]:
-                observation.add_result(Watch("own", "site"), UserFunction(name, float, "sum"), float(rank.index + step), 1)
+                observation.add_result(MetricSpec("own", "site"), UserFunction(name, float, "sum"), float(rank.index + step), 1)
             found.append(observation.collect(exchange))
         return found
 
@@ -191,29 +191,29 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
 
 def test_a_watch_that_cannot_be_sent_is_said_and_left_out() -> None:
     """A statistic of the user's without a name of its own; the others go."""
-    unsendable = Watch("own", "a", statistics={"odd": Statistic(0, lambda moments: moments.mean)})
+    unsendable = MetricSpec("own", "a", statistics={"odd": Statistic(0, lambda moments: moments.mean)})
     failed: list[str] = []
-    message = message_of([unsendable, Watch("own", "b")], lambda watch, error: failed.append(watch.site))
+    message = message_of([unsendable, MetricSpec("own", "b")], lambda watch, error: failed.append(watch.site))
     assert failed == ["a"]
     assert [watch.site for watch in pickle.loads(message)] == ["b"]
-    directory = Directory([])
-    directory.learn([message], [])
-    assert [watch.site for watch in directory.watches.values()] == ["b"]
+    [reducer] = Meeting[DistributedReducer](1).run(lambda rank: DistributedReducer(rank, []))
+    reducer.learn([message], [])
+    assert [watch.site for watch in reducer.specs.values()] == ["b"]
 
 
-def compared() -> list[Watch]:
+def compared() -> list[MetricSpec]:
     """What a rank of those that share their input wants: of some sites nothing that tells parts of a tensor apart."""
     positive = UserFunction("positive", lambda x: (x > 0).sum(), "sum")
     everything = UserFunction("all", torch.flatten, lambda values: {"sum": values.sum(), "count": values.numel()})
     wishes: list[dict[str, Any]] = [
-        {"histograms": {"hist": None}},
+        {"histograms": ("hist",)},
         {"functions": {"positive": positive}},
         {"functions": {"all": everything}},
         {"statistics": {"nonfinite_count": STATISTICS["nonfinite_count"]}},
-        {"statistics": dict(PLAIN), "histograms": {"hist": None}, "functions": {"positive": positive}},
+        {"statistics": dict(PLAIN), "histograms": ("hist",), "functions": {"positive": positive}},
     ]
     return [
-        Watch("activation", f"{site}_{number}", **wish, is_compared=True)
+        MetricSpec("activation", f"{site}_{number}", **wish, is_compared=True)
         for site in ("copied", "sliced")
         for number, wish in enumerate(wishes)
     ]
@@ -225,18 +225,18 @@ def test_of_ranks_that_share_their_input_copies_count_once_and_parts_all() -> No
     copies[1][2, 3] = torch.nan
     parts = [torch.tensor([[1.0 + rank / 8, 1.5 + rank / 16, torch.inf, -0.25 - rank / 64]] * 2) for rank in range(4)]
 
-    def show(observation: Observation, plan: list[Watch], copied: Tensor | None, part: Tensor) -> None:
+    def show(observation: StepAccumulator, plan: list[MetricSpec], copied: Tensor | None, part: Tensor) -> None:
         for watch in plan:
             tensor = copied if watch.site.startswith("copied") else part
             if tensor is not None:
                 observation.observe(watch, tensor)
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], dict[str, Any]]:
-        plan, observation = compared(), Observation(no_trouble)
+        plan, observation = compared(), StepAccumulator(no_trouble)
         show(observation, plan, copies[rank.index // 2], parts[rank.index])
-        return observation.collect(Exchange(rank, plan)), observation.histograms
+        return observation.collect(DistributedReducer(rank, plan)), observation.histograms
 
-    alone, plan = Observation(no_trouble), compared()
+    alone, plan = StepAccumulator(no_trouble), compared()
     for index, part in enumerate(parts):
         show(alone, plan, copies[index // 2] if index % 2 == 0 else None, part)
     expected = alone.collect()
@@ -254,12 +254,12 @@ def test_what_failed_on_one_rank_is_asked_of_none() -> None:
     """Results that an aggregate of the user's cannot have together; the ranks that have others do not wait for them."""
 
     def work(rank: ThreadRank) -> dict[str, float]:
-        plan, observation = wishes(), Observation(lambda watch, name, seen, error: None)
+        plan, observation = wishes(), StepAccumulator(lambda watch, name, seen, error: None)
         observation.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
             results = observation._results["activation/c/spread"][2]
             results.values.append("no tensor")  # type: ignore[arg-type]
-        return observation.collect(Exchange(rank, plan))
+        return observation.collect(DistributedReducer(rank, plan))
 
     first, second = Meeting[Any](2).run(work)
     assert first["activation/c/spread.low"] == 0.75
@@ -271,13 +271,13 @@ def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
     """Its error is its own, and the step is lost on all; nobody goes on to what takes more collectives."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], bool, str]:
-        plan, observation, error = wishes(), Observation(no_trouble), ""
+        plan, observation, error = wishes(), StepAccumulator(no_trouble), ""
         observation.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
             observation._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
         values: dict[str, float] = {}
         try:
-            values = observation.collect(Exchange(rank, plan))
+            values = observation.collect(DistributedReducer(rank, plan))
         except ZeroDivisionError as caught:
             error = str(caught)
         return values, observation.is_lost, error

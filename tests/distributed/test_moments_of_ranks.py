@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.ranks import Merged, merge_over_ranks
+from lightning_module_monitor.distributed.moments import Reduced, reduce_moments
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.statistics.rows import nan_where_empty
+from lightning_module_monitor.statistics.layout import nan_where_empty
 
 
 def moments_of(rows: list[list[Tensor]]) -> Moments:
@@ -31,9 +31,9 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
 
 def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     """Every rank gets, by two collectives, the textbook value of every statistic over the tensors of all."""
-    meeting: Meeting[Merged] = Meeting(len(rows_by_rank))
+    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
     mine = torch.arange(3.0, dtype=torch.float64)
-    merged = meeting.run(lambda rank: merge_over_ranks(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
+    merged = meeting.run(lambda rank: reduce_moments(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
     assert meeting.calls == ["max", "sum"]
     assert all(torch.equal(one.largest, mine * (len(merged) - 1)) and torch.equal(one.summed, mine * len(merged)) for one in merged)
     results = [one.moments for one in merged]
@@ -79,8 +79,8 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
     clean = [[numbers(4, 5)]]
     nothing = torch.empty(0, dtype=torch.float64)
     for order in ([clean, [[spoiled]]], [[[spoiled]], clean]):
-        meeting: Meeting[Merged] = Meeting(2)
-        for merged in meeting.run(lambda rank, rows=order: merge_over_ranks(moments_of(rows[rank.index]), nothing, nothing, rank)):
+        meeting: Meeting[Reduced] = Meeting(2)
+        for merged in meeting.run(lambda rank, rows=order: reduce_moments(moments_of(rows[rank.index]), nothing, nothing, rank)):
             result = merged.moments
             assert float(result.nonfinite[0]) == 1
             assert not torch.stack([result.mean, result.deviations, result.squares, result.magnitude]).isfinite().any()

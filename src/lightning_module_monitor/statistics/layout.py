@@ -1,10 +1,10 @@
-"""Which rows of the table are whose, and how they become values: the same from step to step, as long as the same is seen."""
+"""The rows of the table: which are whose, and how they become values."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,92 +13,54 @@ from torch import Tensor
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.watch import BASE, CURRENT, OWN, PRODUCT, Watch, Wish
-
-
-class Rows:
-    """Numbers of rows. A watch keeps those that it got when it was first seen.
-
-    Attributes:
-        watches: Whose each row is.
-    """
-
-    def __init__(self, seen: Sequence[Watch] = ()) -> None:
-        self.watches: list[Watch] = []
-        self._first: dict[int, int] = {}
-        """First row by the identity of a watch."""
-        self._form: tuple[list[int], Form] = [], Form(())
-        """What was seen in the last step, and how that was finished."""
-        for watch in seen:
-            self.first(watch)
-
-    def __reduce__(self) -> tuple[type[Rows], tuple[list[Watch]]]:
-        """A copy's watches have other identities."""
-        return Rows, ([self.watches[row] for row in self._first.values()],)
-
-    def first(self, watch: Watch) -> int:
-        """First row of a watch."""
-        row = self._first.get(id(watch))
-        if row is None:
-            row = self._first[id(watch)] = len(self.watches)
-            self.watches += [watch] * watch.num_rows
-        return row
-
-    def form(self, seen: list[int]) -> Form:
-        """How those watches are finished that are seen in a step, which have these first rows."""
-        if self._form[0] != seen:
-            self._form = seen, Form([(self.watches[row], row) for row in seen])
-        return self._form[1]
+from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, MetricSpec
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Watches with the same statistics, which are finished together."""
+    """Specifications with the same statistics, which are finished together."""
 
-    first: Watch
+    first: MetricSpec
     """One of them."""
     parts: Sequence[np.ndarray | slice]
-    """Of each of a watch's rows, those of all watches: int64, shape ``(watches,)``, or where they lie in a row the whole of it."""
+    """For each row of a specification those of all of them: int64, shape ``(specifications,)``, or a slice where they are adjacent."""
     keys: Sequence[str]
-    """Of every statistic of the first watch, of the second, and so on."""
+    """Of every statistic of the first specification, of the second, and so on."""
 
 
-class Form:
+class Layout:
     """How moments become statistics.
 
     Args:
-        watches: Each with its first row.
+        rows: First row of each specification.
     """
 
-    def __init__(self, watches: Sequence[Wish]) -> None:
-        self.watches = watches
-        self.counted = [row for watch, row in watches if watch.histograms]
-        """Rows that have a histogram."""
-        self._one_token = np.array([row for watch, row in watches if watch.is_one_token], dtype=np.int64)
-        alike: defaultdict[tuple[str, ...], list[Wish]] = defaultdict(list)
-        for watch, row in watches:
-            if watch.statistics:
-                alike[tuple(watch.statistics)].append((watch, row))
+    def __init__(self, rows: Sequence[tuple[MetricSpec, int]]) -> None:
+        alike: defaultdict[tuple[str, ...], list[tuple[MetricSpec, int]]] = defaultdict(list)
+        for spec, row in rows:
+            if spec.statistics:
+                alike[tuple(spec.statistics)].append((spec, row))
         self._groups = [_group(members) for members in alike.values()]
         keys = [key for group in self._groups for key in group.keys]
         self._num_keys = len(keys)
         last = {key: place for place, key in enumerate(keys)}
         self._last_places = np.array([*last.values()], dtype=np.int64)
-        """Of keys that several watches have, the last of each."""
+        """Of keys that several specifications have, the last of each."""
         self._places = {key: place for place, key in enumerate(last)}
 
-    def finish(self, table: Tensor, fail: Callable[[Watch, str, Exception], None]) -> Values:
+    def finish(self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, Exception], None]) -> Values:
         """Statistics by key.
 
         Args:
             table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
-            fail: Told of a statistic that could not be finished, by its name, and one of those that want it; its values are NaN.
+            whole_tokens: Rows that are one token each, of which several ranks have parts.
+            fail: Receives a statistic that could not be finished: a specification that has it, its name, the error. Its values are NaN.
         """
         numbers, start = np.empty(self._num_keys), 0
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
             fields = nan_where_empty(table.numpy())
-            if len(self._one_token):
-                fields = _with_whole_tokens(fields, self._one_token)
+            if whole_tokens:
+                fields = _with_whole_tokens(fields, np.array([*whole_tokens], dtype=np.int64))
             for group in self._groups:
                 end = start + len(group.keys)
                 columns = numbers[start:end].reshape(-1, len(group.first.statistics))
@@ -131,13 +93,13 @@ _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "
 """The moments that there are none of without an element."""
 
 
-def _group(members: Sequence[Wish]) -> _Group:
+def _group(members: Sequence[tuple[MetricSpec, int]]) -> _Group:
     first = members[0][0]
-    rows = [row for _watch, row in members]
+    rows = [row for _spec, row in members]
     return _Group(
         first,
         [_index([row + part for row in rows]) for part in range(first.num_rows)],
-        [*itertools.chain.from_iterable(watch.statistic_keys for watch, _row in members)],
+        [*itertools.chain.from_iterable(spec.statistic_keys for spec, _row in members)],
     )
 
 

@@ -1,0 +1,125 @@
+"""Rows of moments over several ranks: two collectives, whatever the number of rows and ranks. Copies count once.
+
+Ranks that share their input, as tensor parallel ones do, may have the same of a tensor or different parts of it. They find out by *marks*:
+two small integers for all that is known of a tensor, which all but surely differ where anything of it does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.kernels.moments import Moments
+
+BITS = 31
+"""Of each of the two. Marks of a million ranks still add up exactly in float64."""
+
+# The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), as signed integers.
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+class Marks(NamedTuple):
+    """What tells whether ranks that share their input have the same of something: a replicated activation, say, which counts once."""
+
+    marks: Tensor
+    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, things)``: all but sure to differ where anything of a thing does."""
+    of_rows: Tensor
+    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
+    of_summed: Tensor
+    """The thing that a number to be summed is of, in the same way."""
+
+
+def marks_of(numbers: Tensor, things: Tensor, num_things: int) -> Tensor:
+    """The marks of things that numbers are known of.
+
+    Args:
+        numbers: Float64, shape ``(numbers,)``, in an order that every rank has alike. Every NaN is the same, and so is every zero.
+        things: The thing that each of them is of, int64, of the same shape; ``num_things`` where it is of none.
+        num_things: How many there are.
+
+    Returns:
+        As :attr:`Marks.marks`.
+    """
+    bits = torch.where(numbers.isnan(), torch.nan, numbers + 0.0).view(torch.int64)
+    mixed = _mixed(bits + _GOLDEN * torch.arange(1, len(bits) + 1, device=bits.device))
+    of_things = _mixed(torch.zeros(num_things + 1, dtype=torch.int64, device=bits.device).index_add(0, things, mixed))[:num_things]
+    mask = (1 << BITS) - 1
+    return torch.stack([of_things & mask, (of_things >> BITS) & mask]).double()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """Integers of 64 bits, every bit of each of which depends on all bits of one that came in; what leaves the range wraps around."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        bits = (bits ^ (bits >> shift)) * factor
+    return bits ^ (bits >> 31)
+
+
+class Reduced(NamedTuple):
+    """What all ranks have together, the same on every one."""
+
+    moments: Moments
+    largest: Tensor
+    summed: Tensor
+    are_copies: Tensor
+    """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
+
+
+def reduce_moments(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None) -> Reduced:
+    """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
+
+    The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
+    agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds sums about it; see
+    :meth:`~lightning_module_monitor.kernels.moments.Moments.about`.
+
+    Args:
+        moments: This rank's, shape ``(rows,)``; a row that this rank has nothing for is the moments of an empty tensor.
+        largest: What the maximum is wanted of, shape ``(numbers,)``, float64, without NaN.
+        summed: What the sum is wanted of, shape ``(others,)``, float64.
+        ranks: Asked twice, on every rank.
+        marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
+
+    Returns:
+        The moments of the tensors of all ranks together, and the two reduced tensors.
+    """
+    has_any = moments.elements > 0
+    extremes = torch.stack([moments.maximum, -moments.minimum])
+    # Whether a maximum keeps NaN depends on who reduces it: NaN travels as a flag.
+    own_center = torch.where(has_any & moments.mean.isfinite(), moments.mean, -torch.inf)
+    is_nan = extremes.isnan()
+    of_rows = torch.cat([extremes.masked_fill(is_nan, -torch.inf), is_nan.double(), own_center.unsqueeze(0)])
+    reduced = ranks.all_reduce(torch.cat([of_rows.flatten(), largest]), "max")
+    of_rows, largest = reduced[: of_rows.numel()].view_as(of_rows), reduced[of_rows.numel() :]
+    maximum, minus_minimum = of_rows[:2].masked_fill(of_rows[2:4] > 0, torch.nan)
+    center = torch.where(of_rows[4].isfinite(), of_rows[4], 0.0)
+
+    own = moments._replace(mean=torch.where(has_any, moments.mean, center)).about(center)
+    added = torch.stack(tuple(own._replace(maximum=own.mean, minimum=own.mean)))
+    numbers = torch.cat([added.flatten(), summed])
+    if marks is None:
+        reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
+    else:
+        things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
+        reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
+    total = Moments(*reduced[: added.numel()].view_as(added))
+    together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
+    return Reduced(together, largest, reduced[added.numel() :], are_copies)
+
+
+def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
+
+    Which they are is known only when the sum is there. So the numbers of first ranks and those of all others are summed apart,
+    and with them the marks: times the number of others on a first rank, times -1 on each of the others. Where all have the same
+    these add up to zero, and being integers exactly so.
+    """
+    nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
+    of_place = [numbers, nothing] if is_first else [nothing, numbers]
+    factor = ranks.num_sharing - 1 if is_first else -1
+    reduced = ranks.all_reduce(torch.cat([*of_place, (marks * factor).flatten()]), "sum")
+    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.numel()])
+    are_copies = (of_marks.view_as(marks) == 0).all(0)
+    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[things]
+    return of_first + of_others.masked_fill(is_copy, 0.0), are_copies
