@@ -153,11 +153,11 @@ def test_a_shared_module_and_a_tied_weight_are_matched_by_either_name_and_counte
     for pattern, site in (("inner", "inner"), ("again", "inner")):
         with ModuleMonitor(rules=[Rule(kinds="activation", sites=pattern, statistics="norm")]) as monitor:
             monitor.set_module(Shared())
-            assert monitor.wishes.planned_keys() == [f"activation/{site}/norm", "monitor/errors"]
+            assert monitor.planner.planned_keys() == [f"activation/{site}/norm", "monitor/errors"]
     for pattern in ("encoder.weight", "decoder.weight"):
         with ModuleMonitor(rules=[Rule(kinds="gradient", sites=pattern, statistics="norm")]) as monitor:
             monitor.set_module(Shared())
-            assert monitor.wishes.planned_keys() == ["gradient/encoder.weight/norm", "monitor/errors"]
+            assert monitor.planner.planned_keys() == ["gradient/encoder.weight/norm", "monitor/errors"]
 
 
 def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
@@ -166,7 +166,7 @@ def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
     def planned(model: nn.Module, *rules: Rule, **options: object) -> set[str]:
         with ModuleMonitor(rules=rules, **options) as monitor:  # type: ignore[arg-type]
             monitor.set_module(model)
-            return {key.split("/")[1] for key in monitor.wishes.planned_keys() if not key.startswith("monitor/")}
+            return {key.split("/")[1] for key in monitor.planner.planned_keys() if not key.startswith("monitor/")}
 
     cnn = make("cnn")
     assert planned(cnn, Rule(kinds="activation", types=["torch.nn.Conv2d", nn.BatchNorm2d], statistics="rms")) == {
@@ -439,7 +439,7 @@ def test_names_are_fit_for_every_logger_and_without_wrappers(caplog: pytest.LogC
     model = nn.ModuleDict({"a b": nn.Linear(2, 2), "a:b": nn.Linear(2, 2), "x" * 200: nn.Linear(2, 2)})
     with caplog.at_level(logging.INFO), ModuleMonitor(rules=[Rule(kinds="parameter", sites=".*weight", statistics="norm")]) as monitor:
         monitor.set_module(model)
-        keys = monitor.wishes.planned_keys()
+        keys = monitor.planner.planned_keys()
     assert keys[:2] == ["parameter/a_b.weight/norm", "parameter/a_b.weight_2/norm"]
     assert len(keys[2].split("/")[1]) == 128
     assert any("'a:b.weight' is called 'a_b.weight_2' in keys" in message for message in caplog.messages)
@@ -451,7 +451,7 @@ def test_names_are_fit_for_every_logger_and_without_wrappers(caplog: pytest.LogC
     outer._forward_module = nn.Sequential(wrapper)
     with ModuleMonitor(rules=[Rule(kinds=["parameter", "activation"], statistics="norm")]) as monitor:
         monitor.set_module(outer)
-        sites = {key.split("/")[1] for key in monitor.wishes.planned_keys()[:-1]}
+        sites = {key.split("/")[1] for key in monitor.planner.planned_keys()[:-1]}
     assert sites == {"_root_", "0", "0.weight", "0.bias"}
 
 
@@ -642,7 +642,7 @@ def test_no_wrapper_is_in_a_name(wrapper: str) -> None:
     for root in (model, wrapped(model)):
         with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm", exclude=".*bias")) as monitor:
             monitor.set_module(root)
-            sites = {key.split("/")[1] for key in monitor.wishes.planned_keys() if not key.startswith("monitor/")}
+            sites = {key.split("/")[1] for key in monitor.planner.planned_keys() if not key.startswith("monitor/")}
         assert sites == {"_root_", "block", "block.0", "block.0.weight", f"my{wrapper}", f"my{wrapper}.weight"}
 
 

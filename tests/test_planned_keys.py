@@ -47,7 +47,7 @@ def test_every_key_that_is_planned_is_recorded() -> None:
     net = Contains()
     with ModuleMonitor(rules=RULES) as monitor:
         monitor.set_module(net)
-        planned, histograms = monitor.wishes.planned_keys(), monitor.wishes.planned_histograms()
+        planned, histograms = monitor.planner.planned_keys(), monitor.planner.planned_histograms()
         monitor.begin_step(0)
         net(torch.ones(2, 6)).sum().backward()
         monitor.monitor_gradients()
@@ -69,7 +69,7 @@ def test_a_rule_on_containers_alone_is_refused() -> None:
     (shown,) = re.findall(r"e\.g\. '([^']*)'", str(refused.value))
     with ModuleMonitor(rules=Rule(kinds="activation", sites=shown, statistics="rms")) as monitor:
         monitor.set_module(Contains())
-        assert monitor.wishes.planned_keys() == ["activation/blocks.0/rms", "monitor/errors"]
+        assert monitor.planner.planned_keys() == ["activation/blocks.0/rms", "monitor/errors"]
 
 
 def test_a_container_may_report_attention_by_hand() -> None:
@@ -84,7 +84,7 @@ def test_a_container_may_report_attention_by_hand() -> None:
     rules = [Rule(kinds="attention_entropy", statistics="mean"), Rule(kinds=["attention_sink", "activation"], statistics="mean")]
     with ModuleMonitor(rules=rules) as monitor:
         monitor.set_module(net)
-        assert monitor.wishes.planned_keys() == ["monitor/errors"]
+        assert monitor.planner.planned_keys() == ["monitor/errors"]
         monitor.begin_step(0)
         net.attend(monitor, torch.ones(1, 1, 4, 2))
         record = monitor.end_step()

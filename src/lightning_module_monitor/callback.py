@@ -192,7 +192,7 @@ class ModuleMonitorCallback(Callback):
             captures = "capture is given" if capture is not None else "capture follows an alert" if self._health.may_capture else ""
             self._check_options(progress_bar=progress_bar, captures=captures if store is False else "")
             self._sinks = SinksOfRun(
-                self.monitor.wishes,
+                self.monitor.planner,
                 [name for stage, name in STAGES.items() if stage in self._stages],
                 store=store,
                 report=report,
@@ -225,7 +225,7 @@ class ModuleMonitorCallback(Callback):
 
     def _add_reference_rules(self, rcc: bool) -> None:
         """The rules that the reference and the coordinate check stand for."""
-        source, needed_by = None if self._reference is None else self._reference.source, self.monitor.wishes.first_of_reference()
+        source, needed_by = None if self._reference is None else self._reference.source, self.monitor.planner.first_of_reference()
         if not isinstance(rcc, bool):
             raise ConfigError(f"rcc is {rcc!r}; expected true or false.")
         if source is None and needed_by is not None:
@@ -357,9 +357,9 @@ class ModuleMonitorCallback(Callback):
         if not trainer.is_global_zero:
             return
         if self._dry_run:
-            wishes = self.monitor.wishes
-            keys, histograms, captured = wishes.planned_keys(), wishes.planned_histograms(), wishes.capture_plan()
-            print(forecast(wishes.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
+            planner = self.monitor.planner
+            keys, histograms, captured = planner.planned_keys(), planner.planned_histograms(), planner.capture_plan()
+            print(forecast(planner.plan(), keys, histograms, self._cadence, trainer.max_steps, captured=captured))
         else:
             _messages.info(self._announcement())
 
@@ -513,7 +513,7 @@ class ModuleMonitorCallback(Callback):
         if not self._has_left_out and self.monitor.is_step_monitored(step):
             self._has_left_out = True
             self._say(f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once.")
-        if not self._has_left_out_capture and self.monitor.wishes.is_captured(step):
+        if not self._has_left_out_capture and self.monitor.planner.is_captured(step):
             self._has_left_out_capture = True
             apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
             self._say(f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once.", logging.WARNING)
@@ -530,7 +530,7 @@ class ModuleMonitorCallback(Callback):
         # Reached whatever has failed: other ranks wait for this one.
         record = self.monitor.end_step()
         if record is not None and self._overhead is not None:
-            self._overhead.decide(record.values.get(self.monitor.wishes.own_key(OVERHEAD_FRACTION), math.nan))
+            self._overhead.decide(record.values.get(self.monitor.planner.own_key(OVERHEAD_FRACTION), math.nan))
         if self._nonfinite is not None:
             self._health_of_run.note(self._nonfinite.end_step(_step(trainer), record))
         self._emit(trainer, pl_module, self._health_of_run.examined(_step(trainer), record))
@@ -567,7 +567,7 @@ class ModuleMonitorCallback(Callback):
         if self._uses_reference() and self._module_name is None:
             remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
             raise ConfigError(f"{model} uses manual optimization, and no reference can run its training_step; {remedy}.")
-        wish = self.monitor.wishes.first_of_kind("gradient_before_clip", without="gradient")
+        wish = self.monitor.planner.first_of_kind("gradient_before_clip", without="gradient")
         if wish is not None:
             why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
             raise ConfigError(f"{wish}: {why}; expected 'gradient', what the optimizer uses.")
@@ -584,11 +584,11 @@ class ModuleMonitorCallback(Callback):
         self.monitor.set_module(pl_module)
         if trainer.strategy.root_device.type == "cpu":
             numba_kernel.loops()  # compiled here, and not within the first monitored step
-        if not self.monitor.wishes.has_any():
+        if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: _scaler(trainer) is not None, OVERHEAD_FRACTION: self._max_overhead is not None}
         self._sinks_of_run.expect([name for name, is_measured in measured.items() if is_measured])
-        modules = [site.module for site in self.monitor.wishes.sites.modules]
+        modules = [site.module for site in self.monitor.planner.index.modules]
         if self._has_rcc and not any(layer_parts(module) for module in modules):
             what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
             self._say(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
@@ -614,12 +614,12 @@ class ModuleMonitorCallback(Callback):
         return self._reference is not None and TRAIN in self._stages and not self._dry_run
 
     def _announcement(self) -> str:
-        wishes = self.monitor.wishes
-        plan = wishes.plan()
-        num_keys = len(wishes.planned_keys()) + len(wishes.planned_histograms())
+        planner = self.monitor.planner
+        plan = planner.plan()
+        num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
         keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
         blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
-        captured = wishes.capture_plan()
+        captured = planner.capture_plan()
         num_modules = sum(one.site.runs for one in plan.modules)
         return (
             f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}: {keys} a step, {self._cadence}."

@@ -28,7 +28,7 @@ from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
-from lightning_module_monitor.plan import Plan
+from lightning_module_monitor.plan import DETAIL, ActiveRules, Plan, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
@@ -64,7 +64,6 @@ from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.results import SeriesState
 from lightning_module_monitor.statistics.spec import MetricSpec
-from lightning_module_monitor.wishes import DETAIL, Due, Wishes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +157,7 @@ class ModuleMonitor:
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._cpu_offload = cpu_offload
         self.distributed: bool | DeviceMesh = distributed
-        self.wishes = Wishes(
+        self.planner = Planner(
             parse_schedule(monitor_step_fn, "every_n_steps"),
             default_rules() if rules is None else as_tuple(rules),
             gradient_flow,
@@ -180,7 +179,7 @@ class ModuleMonitor:
         """Its place among the monitors that have a module."""
         self._module: nn.Module | None = None
         self._watched: frozenset[nn.Module] = frozenset()
-        self._states: dict[tuple[str, Due], tuple[SeriesState, DistributedReducer | None]] = {}
+        self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
@@ -239,7 +238,7 @@ class ModuleMonitor:
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
-        sites = self.wishes.read_names(module, shares_input=shares_input)
+        sites = self.planner.read_names(module, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
         self._number = next(_numbers)
         _monitors[self._number] = self
@@ -272,7 +271,7 @@ class ModuleMonitor:
             raise ValueError("There is no module that this could be the reference of; call set_module(module) first.")
         self.remove_reference_module()
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
-        live = self._module if is_of_whole else self.wishes.sites.within
+        live = self._module if is_of_whole else self.planner.index.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
         self._operator_norms.clear()
 
@@ -395,7 +394,7 @@ class ModuleMonitor:
         Returns:
             Whether there is such a module or parameter.
         """
-        sites, chain = self.wishes.sites, self.wishes.plan().chain
+        sites, chain = self.planner.index, self.planner.plan().chain
         of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.watches[1:], strict=True))
         name = of_transitions[site].site if site in of_transitions else site
         while sites.module_site(name) is None and "." in name:
@@ -407,7 +406,7 @@ class ModuleMonitor:
         plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
         self._add_rule(rule, DETAIL, is_optional=True)
-        self.wishes.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        self.planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
         return True
 
     def has_module(self) -> bool:
@@ -424,7 +423,7 @@ class ModuleMonitor:
         Raises:
             ValueError: If no module was set.
         """
-        return self.wishes.sites.within
+        return self.planner.index.within
 
     def agree(self) -> None:
         """Make sure that all ranks watch the same: one collective, of every rank. Without it the first step that is monitored begins so.
@@ -435,7 +434,7 @@ class ModuleMonitor:
         ranks = None if self._has_agreed else self._ranks()
         if ranks is None or self._module is None:
             return
-        differences = disagreement(self.wishes.one_by_one(), ranks)
+        differences = disagreement(self.planner.one_by_one(), ranks)
         if differences:
             raise ConfigError(differences)
         self._has_agreed = True
@@ -468,7 +467,7 @@ class ModuleMonitor:
         self._begun = step
         due = self._due(step)
         if due is not None:
-            self._open(due, step, TRAIN, self.wishes.capture_plan(step))
+            self._open(due, step, TRAIN, self.planner.capture_plan(step))
         return due is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
@@ -550,10 +549,10 @@ class ModuleMonitor:
         """
         if self._window is None or self._module is None or not self.is_monitoring():
             return
-        sites = self.wishes.sites
+        sites = self.planner.index
         site, attention = sites.module_site(module), self._window.attention
         if site is not None and attention is not None:
-            watched = self.wishes.told_attention(attention.watched(site), self._window.stage)
+            watched = self.planner.told_attention(attention.watched(site), self._window.stage)
             attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
         elif all(module is not one for one in self._module.modules()):
             raise ValueError(_none_of(module, "that are watched", [one.name for one in sites.modules]))
@@ -570,7 +569,7 @@ class ModuleMonitor:
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
         if self._window is None:
             return
-        sites = self.wishes.sites
+        sites = self.planner.index
         live = module if isinstance(module, str) else self._reference.model_of(module)
         site, attention = None if live is None else sites.module_site(live), self._window.attention
         if site is not None and attention is not None:
@@ -624,8 +623,8 @@ class ModuleMonitor:
         if self._window is not None and self.is_in_stage():
             self._window.lose()
             self.end_stage()
-        everything = self.wishes.everything()
-        plan = self.wishes.plan(everything, stage)
+        everything = self.planner.everything()
+        plan = self.planner.plan(everything, stage)
         if self._window is not None:
             self._window.set_open(False)
             self._window.set_suspended(True)
@@ -692,7 +691,7 @@ class ModuleMonitor:
         self.abandon()
         _monitors.pop(self._number, None)
         self._forget_module()
-        self.wishes.forget_names()
+        self.planner.forget_names()
         self._complaints.forget()
 
     def __enter__(self) -> ModuleMonitor:
@@ -763,7 +762,7 @@ class ModuleMonitor:
         self._metrics.add((kinds[0], name))
 
     def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
-        self.wishes.add(rule, label, is_optional=is_optional)
+        self.planner.add(rule, label, is_optional=is_optional)
         self._states.clear()
         self._has_agreed = False
         if self._module is not None:
@@ -771,24 +770,24 @@ class ModuleMonitor:
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model."""
-        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.wishes.renamed().items()]
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.planner.renamed().items()]
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
             self._complaints.say_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
-    def _due(self, step: int) -> Due | None:
+    def _due(self, step: int) -> ActiveRules | None:
         """What is due in a step, if it is monitored; where a function of the user's fails, raw tensors alone are captured."""
         try:
-            return self.wishes.due(step)
+            return self.planner.due(step)
         except Exception as error:
             self._complaints.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return Due((), gradient_flow=False) if self.wishes.is_captured(step) else None
+            return ActiveRules((), gradient_flow=False) if self.planner.is_captured(step) else None
 
-    def _open(self, due: Due, step: int, stage: str, captured: Plan | None = None) -> None:
+    def _open(self, due: ActiveRules, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
         self._leave_out_what_is_gone()
-        plan, sites = self.wishes.plan(due, stage), self.wishes.sites
+        plan, sites = self.planner.plan(due, stage), self.planner.index
         state, exchange = self._lasting(due, stage)
         observation = StepAccumulator(self._complaints.of_watch, state)
         failed = functools.partial(self._not_captured, observation)
@@ -812,13 +811,13 @@ class ModuleMonitor:
             observation,
             sites.head_name,
             self._complaints.say_once,
-            is_asked_for=self.wishes.asks_for_attention(due),
+            is_asked_for=self.planner.asks_for_attention(due),
         )
         self._window.attach(attention, probes)
         self._set_open()
 
     def _leave_out_what_is_gone(self) -> None:
-        gone = self.wishes.leave_out_what_is_gone()
+        gone = self.planner.leave_out_what_is_gone()
         if gone:
             self._states.clear()
             why = "what took its place is not watched, and there are no more values of it before the next fit"
@@ -829,17 +828,17 @@ class ModuleMonitor:
         same_input = None if isinstance(self.distributed, bool) else self.distributed
         return None if self.distributed is False else process_ranks(same_input)
 
-    def _lasting(self, due: Due, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
+    def _lasting(self, due: ActiveRules, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
         """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
         if (stage, due) not in self._states:
             ranks = self._ranks()
-            reducer = None if ranks is None else DistributedReducer(ranks, self.wishes.plan(due, stage).all_watches())
+            reducer = None if ranks is None else DistributedReducer(ranks, self.planner.plan(due, stage).all_specs())
             self._states[stage, due] = SeriesState(), reducer
         return self._states[stage, due]
 
     def _reference_probes(self, plan: Plan, observation: StepAccumulator, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
-        name, say = self.wishes.sites.further_name, self._complaints.say_once
+        name, say = self.planner.index.further_name, self._complaints.say_once
         twins = ReferenceProbe(reference, self._reference_failed, say)
         probes = [
             DifferenceProbe(plan.modules, observation, twins, name),
@@ -884,7 +883,7 @@ class ModuleMonitor:
         if window.observation.is_lost:
             return None
         self._check_attention(window)
-        values[self.wishes.own_key("errors", window.stage)] = float(window.observation.num_errors)
+        values[self.planner.own_key("errors", window.stage)] = float(window.observation.num_errors)
         record = Record(window.step, values, window.observation.histograms, tensors)
         self.storage.add(record)
         return record
@@ -921,7 +920,7 @@ class ModuleMonitor:
         key = parts._replace(stage=stage, prefix=self._prefix).format()
         if key in self._free_keys or self._module is None:
             return
-        if self.wishes.is_taken(key, stage):
+        if self.planner.is_taken(key, stage):
             raise ValueError(f"key {key!r} is one that the monitor records itself; expected one of your own, e.g. 'own/{parts.statistic}'.")
         self._free_keys.add(key)
 

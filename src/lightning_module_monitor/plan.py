@@ -1,28 +1,41 @@
-"""From the rules and the model's names to what is watched in a step."""
+"""From the rules and the model's names to what is recorded of which site in which step."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_module_monitor.config import ParsedGradientFlow, ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.blocks import find_blocks
-from lightning_module_monitor.model.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
-from lightning_module_monitor.model.outputs import Path, suffix
+from lightning_module_monitor.model.index import ModelIndex
+from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
 from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.probe import ParametersOfKind, SiteT, Watched, WatchedModule, WatchedParameter
-from lightning_module_monitor.record import TRAIN
-from lightning_module_monitor.schedule import Listed
+from lightning_module_monitor.probes.matching import can_occur, check_tensor_parallel, idle_kinds, is_picked, matching
+from lightning_module_monitor.probes.probe import ParametersOfKind, Say, SiteT, Watched, WatchedModule, WatchedParameter
+from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
+from lightning_module_monitor.schedule import Listed, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
+
+DETAIL = "detail"
+"""The label of rules that last as long as the model."""
+
+
+class ActiveRules(NamedTuple):
+    """What is due in a monitored step; nothing of it where only values that modules log themselves are recorded."""
+
+    rules: tuple[int, ...]
+    """Numbers of the rules."""
+    gradient_flow: bool
 
 
 @dataclass(frozen=True)
@@ -61,29 +74,29 @@ class Plan:
             for kind, members in by_kind.items()
         }
 
-    def watches(self) -> list[MetricSpec]:
-        """Every watch of a rule, modules first, in the model's order."""
+    def specs(self) -> list[MetricSpec]:
+        """Every specification of a rule, modules first, in the model's order."""
         of_modules = [watch for one in self.modules for watch in one.watches.values()]
         of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
         return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
 
-    def all_watches(self) -> list[MetricSpec]:
+    def all_specs(self) -> list[MetricSpec]:
         """Those of the rules, and of the gradient flow."""
-        return self.watches() + ([] if self.chain is None else list(self.chain.watches))
+        return self.specs() + ([] if self.chain is None else list(self.chain.watches))
 
     def knows_all_keys(self, kind: str = "") -> bool:
         """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
-        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.watches() if kind in ("", watch.kind))
+        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.specs() if kind in ("", watch.kind))
 
     def has_coordinate_check(self) -> bool:
         """Whether anything of the refined coordinate check is watched."""
-        return any(watch.kind in rcc_layers.KINDS for watch in self.watches())
+        return any(watch.kind in rcc_layers.KINDS for watch in self.specs())
 
     def has_heads(self) -> bool:
         """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
-        return any(KINDS[watch.kind].of_heads for watch in self.watches())
+        return any(KINDS[watch.kind].of_heads for watch in self.specs())
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
@@ -95,242 +108,317 @@ class Plan:
         return [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.histogram_keys]
 
     def expected(self) -> list[MetricSpec]:
-        """The watches that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if _can_occur(watched.site, kind)]
+        """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if can_occur(watched.site, kind)]
         of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
         of_parameters = [one for watched in self.parameters for kind, one in watched.watches.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda watch: order[watch.kind])
 
 
-class Sites:
-    """The names of a model, and which of them the rules pick.
+class Planner:
+    """What one monitor records: rules, gradient flow and raw tensors; in which steps, and where in the model.
 
     Args:
-        root: The model; names are from here.
+        schedule: When a rule is due that has no cadence of its own, and the gradient flow.
+        rules: What to record.
+        gradient_flow: Blocks between which the gain of the gradient is recorded.
+        capture: Which raw tensors the records of which steps hold.
         within: Name of the submodule outside of which nothing is watched; ``None`` for all.
-        exclude: Names that are never watched, with what is inside of such a module.
+        exclude: Names that are never watched, with what is inside.
         format_name: Makes a name of what ``named_modules`` gives.
+        prefix: Put before every key.
+        say: Reports a rule that matches nothing.
 
     Raises:
-        ConfigError: If there is no submodule of the name ``within``.
+        ConfigError: If an option is wrong; with what was expected, and the nearest right name.
     """
 
-    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
-        self._namer = Namer(format_name)
-        self._format_name = format_name
-        modules, parameters = self._namer.module_sites(root), self._namer.parameter_sites(root)
-        if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
-            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, _names(modules))}")
-        self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
-        """Outside of this nothing is watched."""
-        self.modules = [site for site in modules if _is_within(site, within) and not _is_excluded(site, exclude)]
-        self.parameters = [site for site in parameters if _is_within(site, within) and not _is_excluded(site, exclude)]
-        if modules and not self.modules:
-            patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
-            raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
-        by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
-        names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
-        self._module_by_name = {name: by_alias[name] for name in names if name in by_alias}
-        """Every module by every name that it has, in the model's order."""
-        self._root = root
-        self._note_parts()
-        self._further_names: dict[tuple[str, Path, str], str] = {}
-        self._head_names: dict[tuple[str, str], str] = {}
+    def __init__(
+        self,
+        schedule: ParsedSchedule,
+        rules: Sequence[Rule | Mapping[str, Any]],
+        gradient_flow: GradientFlow | Mapping[str, Any] | None,
+        capture: Capture | Mapping[str, Any] | None,
+        *,
+        within: str | None,
+        exclude: Sequence[re.Pattern[str]],
+        format_name: NameFormat,
+        prefix: str,
+        say: Say,
+    ) -> None:
+        self._schedule = schedule
+        self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
+        self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
+        self._captures = [] if capture is None else [parse_capture(capture)]
+        self._within, self._exclude, self._format_name = within, exclude, format_name
+        self.prefix = prefix
+        self._say = say
+        self._shares_input = False
+        """Whether other ranks have the same input as this one."""
+        self._index: ModelIndex | None = None
+        self._chain: Chain | None = None
+        self._plans: dict[object, Plan] = {}
+        """By stage and active rules; under a stage alone what is recorded of attention that the model reports by hand."""
 
-    @property
-    def renamed(self) -> dict[str, str]:
-        """New name by old name, of what loggers would not have taken."""
-        return self._namer.changed
+    # The model
 
-    def leave_out_what_is_gone(self) -> list[str]:
-        """Forget modules that were taken out of the model since its names were read, and their parameters: nobody trains these any more.
-
-        Returns:
-            The names of such modules.
-        """
-        if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
-            return []
-        there = set(self._root.modules())
-        gone = [site.name for site in self.modules if site.module not in there]
-        self.modules = [site for site in self.modules if site.module in there]
-        self.parameters = [site for site in self.parameters if site.owner in there]
-        self._note_parts()
-        return gone
-
-    def _note_parts(self) -> None:
-        """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
-        around = (module._modules for module in self._root.modules() if not isinstance(module, UNWATCHED))
-        self._parts = [(parts.get, name, part) for parts in around for name, part in parts.items()]
-
-    def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
-        """Every module that has the name of a site: the site's own, and what that wraps."""
-        names = {alias for site in self.modules for alias in site.aliases}
-        return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
-
-    def further_name(self, site: str, path: Path, of: str = "output") -> str:
-        """The name of a further output, or input, of a module, always the same for the same one."""
-        key = (site, path, of)
-        if key not in self._further_names:
-            self._further_names[key] = self._namer.name(f"{site}.{suffix(path, of)}")
-        return self._further_names[key]
-
-    def chain(self, flow: ParsedGradientFlow, prefix: str = "", *, is_compared: bool = False) -> Chain:
-        """The blocks whose gradient flow is asked for. To be called once, for names must differ. As for :meth:`plan`.
-
-        Raises:
-            ConfigError: If the model has no such blocks; names the nearest right name.
-        """
-        names = find_blocks(flow.blocks, self._module_by_name, "gradient_flow.blocks")
-        of_norms = Namer()  # apart from the sites': a block's norm has no key that anybody sees
-        return Chain(
-            blocks=[self._module_by_name[name] for name in names],
-            watches=[norm_watch(of_norms.name(name), flow.norm, is_compared=is_compared) for name in names],
-            transitions=[self._namer.name(f"{one}-{other}") for one, other in pairwise(names)],
-            thresholds=flow.thresholds,
-            prefix=prefix,
-        )
-
-    def head_name(self, site: str, head: str) -> str:
-        """The name of a head of a module's attention, or of a tensor of it: ``head_0``, ``head_0.query``. Always the same for the same."""
-        key = (site, head)
-        if key not in self._head_names:
-            self._head_names[key] = self._namer.name(f"{site}.{head}")
-        return self._head_names[key]
-
-    def module_site(self, module: nn.Module | str) -> ModuleSite | None:
-        """The site of a module, which may be given by any of its names; ``None`` if it is not watched."""
-        return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
-
-    def matching(self, rule: ParsedRule, kind: str) -> list[ModuleSite] | list[ParameterSite]:
-        """The sites that a rule picks for a kind."""
-        if KINDS[kind].site == "module":
-            return [site for site in self.modules if self._has_kind(site, kind) and _is_picked(site, site.module, rule)]
-        return [site for site in self.parameters if _is_picked(site, site.owner, rule)]
-
-    def _has_kind(self, site: ModuleSite, kind: str) -> bool:
-        return kind not in rcc_layers.KINDS or bool(rcc_layers.layer_sites(site.module, kind))
-
-    def left_out_of_coordinate_check(self, rule: ParsedRule) -> list[str]:
-        """The modules that a rule picks and that own weights, but are of no type that the coordinate check knows: name and type."""
-        if rcc_layers.OUTPUT not in rule.kinds:
-            return []
-        unchecked = rcc_layers.unchecked_modules(self.within)
-        picked = [site for site in self.modules if site.module in unchecked and _is_picked(site, site.module, rule)]
-        return [f"{site.name} ({type(site.module).__name__})" for site in picked]
-
-    def check(self, rule: ParsedRule) -> list[str]:
-        """Check that a rule picks anything.
-
-        Returns:
-            The kinds for which it picks nothing, if it picks something for others.
-
-        Raises:
-            ConfigError: If it picks nothing at all; names the nearest right name.
-        """
-        matching = {kind: self.matching(rule, kind) for kind in rule.kinds}
-        idle = [kind for kind, found in matching.items() if not any(_can_occur(site, kind) for site in found)]
-        if len(idle) < len(rule.kinds):
-            return idle
-        never_run = [site.name for found in matching.values() for site in found]
-        if never_run:
-            expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
-            raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
-        what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
-        sites: Sequence[ModuleSite | ParameterSite] = self.modules if what == "module" else self.parameters
-        if not any(matches(site.aliases, rule.sites) for site in sites):
-            patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
-            raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, _names(sites))}")
-        options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
-        limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
-        limits += ["leaf_modules"] if rule.leaf_modules else []
-        if not limits:
-            why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
-            raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
-        expected = "expected at least one site; loosen one of them"
-        raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
-
-    def wishes(self, rules: Iterable[ParsedRule], chain: Chain | None) -> Iterator[str]:
-        """All that is wanted, and when, one by one: what has to be alike wherever this is monitored by several ranks."""
-        for rule in rules:
-            when = f"at steps {sorted(rule.schedule.steps)}" if isinstance(rule.schedule, Listed) else str(rule.schedule)
-            for watch in self.plan([rule]).watches():
-                yield f"{_one_by_one(watch)} {when}"
-        for watch in [] if chain is None else chain.watches:
-            yield _one_by_one(watch)
-
-    def plan(
-        self, rules: Iterable[ParsedRule], chain: Chain | None = None, stage: str = TRAIN, prefix: str = "", *, is_compared: bool = False
-    ) -> Plan:
-        """What is watched when these rules, and the gradient flow of a chain, are due. Outside of training there are only activations.
+    def read_names(self, module: nn.Module, *, shares_input: bool = False) -> ModelIndex:
+        """Read a model's names, and check the rules against them.
 
         Args:
-            rules: Those that are due.
-            chain: Where gradient flow is due.
-            stage: ``train``, ``validation``, ``test`` or ``predict``.
-            prefix: Put before every key.
-            is_compared: Whether ranks share their input, and may have the same of a module.
+            module: The model.
+            shares_input: Whether other ranks have the same input as this one, as in tensor parallel training.
+
+        Raises:
+            ConfigError: If a rule matches nothing in it, or asks for what parts of tensors do not show, or it has no such blocks
+                as ``gradient_flow`` names.
         """
+        self._shares_input = shares_input
+        index = ModelIndex(module, self._within, self._exclude, self._format_name)
+        for rule in self.rules:
+            self._check(rule, index)
+        if self._gradient_flow is not None:
+            names = find_blocks(self._gradient_flow.blocks, index.module_by_name, "gradient_flow.blocks")
+            of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
+            self._chain = Chain(
+                blocks=[index.module_by_name[name] for name in names],
+                watches=[norm_watch(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
+                transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
+                thresholds=self._gradient_flow.thresholds,
+                prefix=self.prefix,
+            )
+        for capture in self._captures:
+            idle_kinds(capture, index)
+        self._index = index
+        return index
+
+    def forget_names(self) -> None:
+        """Forget the model, and rules that are about its details."""
+        self._index = self._chain = None
+        self.rules = [rule for rule in self.rules if rule.label != DETAIL]
+        self._captures = [capture for capture in self._captures if not capture.is_optional]
+        self._plans = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no model."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.forget_names()
+        return vars(copied)
+
+    def leave_out_what_is_gone(self) -> list[str]:
+        """Forget modules that are no longer in the model, and what was planned with them; returns their names."""
+        gone = self.index.leave_out_what_is_gone()
+        if gone:
+            self._plans.clear()
+        return gone
+
+    @property
+    def index(self) -> ModelIndex:
+        """The names of the model.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._index is None:
+            raise ValueError("There is no module to monitor; call set_module(module) first.")
+        return self._index
+
+    # What is recorded
+
+    def add(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
+        """Add a rule; from the next plan on it counts.
+
+        Args:
+            rule: The rule.
+            label: What it is called in messages.
+            is_optional: Whether it may match nothing.
+
+        Raises:
+            ConfigError: If it is wrong, or matches nothing in the model.
+        """
+        parsed = parse_rule(rule, f"{label}[{len(self.rules)}]" if label == "rules" else label, self._schedule)
+        parsed = replace(parsed, is_optional=is_optional)
+        if self._index is not None:
+            self._check(parsed, self._index)
+        self.rules.append(parsed)
+        self._plans.clear()
+
+    def add_capture(self, capture: Capture) -> None:
+        """Capture more, of what the model has of it."""
+        self._captures.append(replace(parse_capture(capture), is_optional=True))
+
+    def has_any(self) -> bool:
+        """Whether anything is recorded."""
+        return bool(self.rules) or self._gradient_flow is not None or bool(self._captures)
+
+    def first_of_reference(self, *, running: bool = False) -> str | None:
+        """The first rule with a kind that needs a reference, and that kind; ``None`` if no rule has one.
+
+        Args:
+            running: Whether only kinds count for which the reference has to run.
+        """
+        found = (
+            f"{rule.label}.kinds {kind!r}"
+            for rule in self.rules
+            for kind in rule.kinds
+            if KINDS[kind].needs_reference and (KINDS[kind].site == "module" or not running)
+        )
+        return next(found, None)
+
+    def first_of_kind(self, kind: str, *, without: str) -> str | None:
+        """The first rule, or capture, of a kind that is not of another kind as well; ``None`` if there is none."""
+        found = (f"{one.label}.kinds {kind!r}" for one in (*self.rules, *self._captures) if kind in one.kinds and without not in one.kinds)
+        return next(found, None)
+
+    def one_by_one(self) -> list[str]:
+        """All that is recorded of the model, and when: what has to be the same on all ranks that monitor it together."""
+        asked = [f"gradient_flow {self._schedule}"]
+        for rule in (*self.rules, *self._captures):
+            when = f"at steps {sorted(rule.schedule.steps)}" if isinstance(rule.schedule, Listed) else str(rule.schedule)
+            asked += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
+        return asked + [_path(spec) for spec in (self._chain.watches if self._chain is not None else ())]
+
+    # When
+
+    def due(self, step: int) -> ActiveRules | None:
+        """What is due in a step; ``None`` if the step is not monitored. An error is one of a function of the user's.
+
+        A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
+        """
+        is_picked = self._schedule(step)
+        rules = tuple(i for i, rule in enumerate(self.rules) if rule.schedule(step))
+        is_monitored = is_picked or rules or self.is_captured(step)
+        return ActiveRules(rules, self._gradient_flow is not None and is_picked) if is_monitored else None
+
+    def asks_for_attention(self, due: ActiveRules) -> bool:
+        """Whether a rule that is due, other than an optional one, is about attention."""
+        return any(KINDS[kind].of_heads for i in due.rules if not self.rules[i].is_optional for kind in self.rules[i].kinds)
+
+    def everything(self) -> ActiveRules:
+        """What is recorded when every rule is due."""
+        return ActiveRules(tuple(range(len(self.rules))), self._gradient_flow is not None)
+
+    def is_captured(self, step: int) -> bool:
+        """Whether the record of a step holds raw tensors."""
+        return any(capture.schedule(step) for capture in self._captures)
+
+    # Where
+
+    def plan(self, due: ActiveRules | None = None, stage: str = TRAIN) -> Plan:
+        """What of the model is recorded; without ``due`` when every rule is.
+
+        Raises:
+            ValueError: If there is no model.
+        """
+        due = self.everything() if due is None else due
+        if (stage, due) not in self._plans:
+            chain = self._chain if due.gradient_flow and stage == TRAIN else None
+            self._plans[stage, due] = self._plan([self.rules[i] for i in due.rules], stage, chain)
+        return self._plans[stage, due]
+
+    def capture_plan(self, step: int | None = None) -> Plan | None:
+        """Where raw tensors are captured, in a step or in any; ``None`` if none are."""
+        captures = [capture for capture in self._captures if step is None or capture.schedule(step)]
+        return self._plan(captures) if captures and self._index is not None else None
+
+    def told_attention(self, watched: WatchedModule, stage: str) -> WatchedModule:
+        """What is recorded of a call of attention that the model reports by hand: by default the mean entropy."""
+        if any(KINDS[kind].of_heads for rule in self.rules for kind in rule.kinds):
+            return watched
+        if stage not in self._plans:
+            rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
+            self._plans[stage] = self._plan([rule], stage)
+        by_hand = next(one for one in self._plans[stage].modules if one.site is watched.site)
+        return Watched(watched.site, {**by_hand.watches, **watched.watches})
+
+    def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None) -> Plan:
+        """What some rules record together. Outside of training there are only activations."""
         asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
             for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
-                for site in self.matching(rule, kind):
+                for site in matching(rule, kind, self.index):
                     asked[site.name][kind].append(rule)
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            specs = {kind: _spec(site, kind, of_kind, stage, prefix, is_compared=is_compared) for kind, of_kind in asked[site.name].items()}
-            return Watched(site, specs)
+            return Watched(site, {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in asked[site.name].items()})
 
         return Plan(
-            [watched(site) for site in self.modules if site.name in asked],
-            [watched(site) for site in self.parameters if site.name in asked],
-            chain if stage == TRAIN else None,
+            [watched(site) for site in self.index.modules if site.name in asked],
+            [watched(site) for site in self.index.parameters if site.name in asked],
+            chain,
         )
 
+    def _spec(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> MetricSpec:
+        """What rules record of a kind at a site, together."""
+        return MetricSpec(
+            kind,
+            site.name,
+            stage,
+            self.prefix,
+            statistics={name: one for rule in rules for name, one in rule.statistics.items()},
+            histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
+            functions={function.name: function for rule in rules for function in rule.functions},
+            units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
+            is_compared=self._shares_input and isinstance(site, ModuleSite),
+            layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
+        )
 
-def _spec(
-    site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, prefix: str, *, is_compared: bool
-) -> MetricSpec:
-    """What rules record of a kind at a site, together."""
-    return MetricSpec(
-        kind,
-        site.name,
-        stage,
-        prefix,
-        statistics={name: one for rule in rules for name, one in rule.statistics.items()},
-        histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
-        functions={function.name: function for rule in rules for function in rule.functions},
-        units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
-        is_compared=is_compared and KINDS[kind].site == "module",
-        layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
-    )
+    # Keys
+
+    def renamed(self) -> dict[str, str]:
+        """New name by old name of what is watched, where loggers would not take the old one."""
+        changed = self.index.renamed
+        if not changed:
+            return {}
+        plan = self.plan()
+        used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
+        return {old: new for old, new in changed.items() if new in used}
+
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
+        """Every key of a number that is known before the first step, those of all rules together.
+
+        Args:
+            stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
+            figures: The monitor's own figures that are recorded of training besides.
+        """
+        names = [*stages]
+        keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
+        more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
+        return keys + ([self.own_key(name) for name in (*figures, *more)] if TRAIN in names else [])
+
+    def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
+        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
+        return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
+
+    def is_taken(self, key: str, stage: str) -> bool:
+        """Whether a key is one of the monitor's own, as far as they are known: of its figures, or of what a rule records."""
+        if Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES:
+            return True
+        plan = self.plan(stage=stage)
+        of_rules = (one for spec in plan.all_specs() for one in (*spec.keys(), *spec.histogram_keys))
+        return key in of_rules or key in plan.keys()  # noqa: SIM118  # a plan is no dict
+
+    def own_key(self, name: str, stage: str = TRAIN) -> str:
+        """The key of a figure of the monitor's own."""
+        return Key(OWN_KIND, "", name, stage, self.prefix).format()
+
+    def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
+        if self._shares_input:
+            check_tensor_parallel(rule)
+        for kind in () if rule.is_optional else idle_kinds(rule, index):
+            self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        if rcc_layers.OUTPUT not in rule.kinds:
+            return
+        unchecked = rcc_layers.unchecked_modules(index.within)
+        picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
+        left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
+        if left_out:
+            shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+            self._say(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
 
 
-def _can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
-    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
-    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
-
-
-def _one_by_one(watch: MetricSpec) -> str:
-    return "/".join(filter(None, watch.identity))
-
-
-def _names(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:
-    return [site.name for site in sites]
-
-
-def _is_within(site: ModuleSite | ParameterSite, within: str | None) -> bool:
-    return within is None or any(within in and_insides([alias]) for alias in site.aliases)
-
-
-def _is_excluded(site: ModuleSite | ParameterSite, patterns: Sequence[re.Pattern[str]]) -> bool:
-    return matches(and_insides(site.aliases), patterns)
-
-
-def _is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
-    if rule.types is not None and not isinstance(module, rule.types):
-        return False
-    if rule.leaf_modules and next(module.children(), None) is not None:
-        return False
-    return matches((site.name, *site.aliases), rule.sites) and not _is_excluded(site, rule.exclude)
+def _path(spec: MetricSpec) -> str:
+    return "/".join(filter(None, spec.identity))

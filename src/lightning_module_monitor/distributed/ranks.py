@@ -95,17 +95,17 @@ def share_values_of_first(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(values)
 
 
-def disagreement(wishes: Sequence[str], ranks: Ranks) -> str:
+def disagreement(asked: Sequence[str], ranks: Ranks) -> str:
     """What ranks want differently, the same sentence on each; nothing if they all want the same.
 
     Args:
-        wishes: What this rank wants, one by one and in the order that is to be the same everywhere.
+        asked: What this rank records, item by item, in an order that is to be the same everywhere.
         ranks: Asked once, and where they differ once more.
     """
-    digest = hashlib.sha256("\n".join(wishes).encode()).digest()
+    digest = hashlib.sha256("\n".join(asked).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:
         return ""
-    first, *others = ranks.gather(list(wishes))
+    first, *others = ranks.gather(list(asked))
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     only = [(0, one) for one in first if one not in other] + [(rank, one) for one in other if one not in first]
     what = f"rank {only[0][0]} alone has {only[0][1]!r}" if only else "they are in another order"

@@ -61,7 +61,7 @@ def forecast(
     else:
         lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({cadence}; max_steps is not set)")
     if captured is not None:
-        kinds = Counter(watch.kind for watch in captured.watches())
+        kinds = Counter(watch.kind for watch in captured.specs())
         wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
         size = _in_bytes(sum(_num_bytes(one) * len(one.watches) for one in captured.parameters))
         lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")

@@ -17,6 +17,7 @@ from lightning_module_monitor.health.alerts import Action, Alerts
 from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
+from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteOfRun
 
 
@@ -89,11 +90,13 @@ class HealthOfRun:
         Raises:
             ConfigError: If an alert is about none that there can be.
         """
-        check = self._monitor.wishes.check_keys
-        self._awaited = [(label, one) for label, one in self._options.patterns if not check(one, label, planned_keys, histograms)]
+        planner = self._monitor.planner
+        self._awaited = [
+            (label, one) for label, one in self._options.patterns if not check_keys(planner, one, label, planned_keys, histograms)
+        ]
         self._is_fit = is_fit
         self.findings = []
-        parameters = {site.name: site for site in self._monitor.wishes.sites.parameters}
+        parameters = {site.name: site for site in self._monitor.planner.index.parameters}
 
         def is_trained(name: str) -> bool:
             parameter = parameters[name].tensor() if name in parameters else None

@@ -47,13 +47,13 @@ class NonfiniteOfRun:
         self._monitor = monitor
         self._on_error = on_error
         self._messages = messages
-        self._probe = NonfiniteProbe(monitor.wishes.sites.modules, self._hook_failed)
+        self._probe = NonfiniteProbe(monitor.planner.index.modules, self._hook_failed)
         self._finite: FiniteStep | None = None
         """Says before the optimizer's step whether all is finite. Of several ranks all have to know that, which takes a collective of its
         own: in monitored steps alone, their record tells, and the probe has to have looked at all of them."""
         self._again = StepAgain()
         if options.is_at_every_step or monitor.distributed is False:
-            self._finite = FiniteStep(monitor.wishes.sites.modules)
+            self._finite = FiniteStep(monitor.planner.index.modules)
         self._is_looking = False
         """Whether the step is one to look at."""
         self._is_watching = False
@@ -180,7 +180,7 @@ class NonfiniteOfRun:
         """
         if self.is_told:
             return None
-        sites, own, why = self._monitor.wishes.sites.modules, None, "all was finite when the step was run again"
+        sites, own, why = self._monitor.planner.index.modules, None, "all was finite when the step was run again"
         try:
             if self._is_watching:
                 seen = self._probe.seen()

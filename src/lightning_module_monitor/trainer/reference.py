@@ -157,7 +157,7 @@ class ReferenceOfRun:
         why = "the model is laid out over ranks"
         if self.source != INIT:
             raise ConfigError(f"reference is {self._name()!r}, and {why}; expected reference: init.")
-        needed_by = monitor.wishes.first_of_reference(running=True)
+        needed_by = monitor.planner.first_of_reference(running=True)
         if needed_by is not None:
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; expected no kind but parameter_difference.")
         return parameter_copy(live)

@@ -12,20 +12,21 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.errors import ConfigError, require
+from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import is_name_of
-from lightning_module_monitor.wishes import Wishes
+from lightning_module_monitor.trainer.keys import check_keys
 
 
 class SinksOfRun:
     """Opens what a run writes to when its first record comes, and gives every record to all of it.
 
     Args:
-        wishes: What is asked for.
+        planner: What is recorded.
         stages: Of which stages, as keys name them.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         report: Whether to write a page about the run beside its store when it ends.
@@ -41,7 +42,7 @@ class SinksOfRun:
 
     def __init__(
         self,
-        wishes: Wishes,
+        planner: Planner,
         stages: Sequence[str],
         *,
         store: bool | str,
@@ -59,7 +60,7 @@ class SinksOfRun:
             raise ConfigError(f"max_logged_keys is {max_logged_keys!r}; expected a number >= 1.")
         _check_store(store)
         _check_report(report, has_store=store is not False)
-        self._wishes, self._stages = wishes, stages
+        self._planner, self._stages = planner, stages
         self._store_option = store
         self._report = report
         self._progress_bar = progress_bar
@@ -147,15 +148,15 @@ class SinksOfRun:
         self._figures = figures
         keys, histograms = self.planned_keys(), self.planned_histograms()
         for pattern in self._patterns:
-            self._wishes.check_keys(pattern, "callback_metrics", keys, histograms)
+            check_keys(self._planner, pattern, "callback_metrics", keys, histograms)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
-        return self._wishes.planned_keys(self._stages, figures=self._figures)
+        return self._planner.planned_keys(self._stages, figures=self._figures)
 
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is."""
-        return self._wishes.planned_histograms(self._stages)
+        return self._planner.planned_histograms(self._stages)
 
     def all_planned(self) -> set[str]:
         """Both together."""
@@ -168,7 +169,7 @@ class SinksOfRun:
     def _rolls_up(self) -> bool:
         """Whether loggers get roll-ups: by the plan and not by the record, so that a logger's columns are the same at every step."""
         return any(
-            len(self._wishes.planned_keys([stage])) + len(self._wishes.planned_histograms([stage])) > self._max_logged_keys
+            len(self._planner.planned_keys([stage])) + len(self._planner.planned_histograms([stage])) > self._max_logged_keys
             for stage in self._stages
         )
 

@@ -1,0 +1,82 @@
+"""Which sites of a model a rule picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_module_monitor.config import ParsedRule
+from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.model.index import ModelIndex, is_excluded, names_of
+from lightning_module_monitor.model.names import ModuleSite, ParameterSite, matches
+from lightning_module_monitor.probes import rcc_layers
+
+
+def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[ModuleSite | ParameterSite]:
+    """The sites that a rule picks for a kind."""
+    if KINDS[kind].site == "parameter":
+        return [site for site in index.parameters if is_picked(site, site.owner, rule)]
+    is_rcc = kind in rcc_layers.KINDS
+    there = [site for site in index.modules if not is_rcc or rcc_layers.layer_sites(site.module, kind)]
+    return [site for site in there if is_picked(site, site.module, rule)]
+
+
+def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
+    """The kinds for which a rule picks nothing, if it picks something for others.
+
+    Raises:
+        ConfigError: If it picks nothing at all; names the nearest right name.
+    """
+    matching = {kind: matching(rule, kind, index) for kind in rule.kinds}
+    idle = [kind for kind, found in matching.items() if not any(can_occur(site, kind) for site in found)]
+    if len(idle) < len(rule.kinds):
+        return idle
+    never_run = [site.name for found in matching.values() for site in found]
+    if never_run:
+        expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
+        raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
+    what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
+    sites: Sequence[ModuleSite | ParameterSite] = index.modules if what == "module" else index.parameters
+    if not any(matches(site.aliases, rule.sites) for site in sites):
+        patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
+        raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, names_of(sites))}")
+    options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
+    limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
+    limits += ["leaf_modules"] if rule.leaf_modules else []
+    if not limits:
+        why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
+    expected = "expected at least one site; loosen one of them"
+    raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
+
+
+def can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
+    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
+    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
+
+
+def is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
+    if rule.types is not None and not isinstance(module, rule.types):
+        return False
+    if rule.leaf_modules and next(module.children(), None) is not None:
+        return False
+    return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
+
+
+def check_tensor_parallel(rule: ParsedRule) -> None:
+    """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
+
+    Raises:
+        ConfigError: Names the rule.
+    """
+    names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+    if names:
+        why = "in tensor parallel training a rank may have parts of the tokens"
+        raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+    of_heads = [kind for kind in rule.kinds if KINDS[kind].of_heads]
+    if of_heads:
+        why = "in tensor parallel training a rank may have some of the heads, and does not know which"
+        raise ConfigError(f"{rule.label}.kinds {of_heads[0]!r}: {why}; expected kinds of whole modules, or of parameters.")
