@@ -426,7 +426,7 @@ def test_a_value_of_the_users_own_that_turns_out_to_be_ours_is_said(caplog: pyte
         for step in range(2):
             monitor.begin_step(step)
             monitor.log_scalar("activation/two.output_1/max", 7.0)
-            monitor.watched_module()(torch.ones(2))
+            monitor.planner.index.within(torch.ones(2))
             record = monitor.end_step()
             assert record is not None
             assert record.values["activation/two.output_1/max"] == 2.0

@@ -343,7 +343,7 @@ class ModuleMonitorCallback(Callback):
         """All layers exist now; parameters are those that will be trained."""
         if not self._is_wanted("fit"):
             return
-        if not self.monitor.has_module():
+        if self.monitor.module is None:
             _refuse_unsupported(
                 trainer, pl_module, at_every_step=self._health_of_run.is_at_every_step
             )  # what was made since may be compiled
@@ -603,7 +603,7 @@ class ModuleMonitorCallback(Callback):
         """
         mine = self._sinks_of_run.all_planned()
         for other in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
-            if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.has_module():
+            if isinstance(other, ModuleMonitorCallback) and other is not self and other.monitor.module is not None:
                 common = mine & other._sinks_of_run.all_planned()
                 if common:
                     raise ConfigError(
@@ -630,7 +630,7 @@ class ModuleMonitorCallback(Callback):
     def _begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Silence training's hooks, and, if the loop is to be monitored, begin to."""
         if stage in self._stages and not (trainer.sanity_checking or self._dry_run):
-            if not self.monitor.has_module():
+            if self.monitor.module is None:
                 # Outside of fit this is the first event after `configure_model`.
                 self._set_module(trainer, pl_module)
             self.monitor.begin_stage(STAGES[stage], _step(trainer))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.kinds import CAPTURED, KINDS
-from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.record import CAPTURED, KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds

@@ -38,7 +38,7 @@ from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonito
 from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.probes.step_context import Window
+from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.trainer.optimizers import OptimizerSteps
 from lightning_module_monitor.trainer.overhead import HostClock
@@ -477,13 +477,13 @@ def limited(folder: Path) -> dict[str, Any]:
     On the last rank the hooks of the first step cannot be put on.
     """
     count, time = Count(), [0.0]
-    now, attach = HostClock.now, Window.attach
+    now, attach = HostClock.now, StepContext.attach
 
     def metric(x: Tensor) -> Tensor:
         time[0] += 0.5 * (RANK + 1)
         return x.mean()
 
-    def breaks(window: Window, *args: Any) -> None:
+    def breaks(window: StepContext, *args: Any) -> None:
         if RANK == WORLD - 1 > 0 and count.step == 0:
             raise RuntimeError("attach is broken, on purpose")
         attach(window, *args)
@@ -497,11 +497,11 @@ def limited(folder: Path) -> dict[str, Any]:
     module = Timed("mlp", torch.optim.SGD, lr=0.1)
     rules = [Rule(kinds="activation", functions={"slow": metric}, sites="model.layers.0")]
     callback = ModuleMonitorCallback(1, rules=rules, max_overhead=0.1, store=False)
-    HostClock.now, Window.attach = lambda _clock: time[0], breaks  # type: ignore[method-assign]
+    HostClock.now, StepContext.attach = lambda _clock: time[0], breaks  # type: ignore[method-assign]
     try:
         return fit(folder, module, callback, data(RANK, WORLD, steps=36, micro_batches=1), more=[count], limit_val_batches=0)
     finally:
-        HostClock.now, Window.attach = now, attach  # type: ignore[method-assign]
+        HostClock.now, StepContext.attach = now, attach  # type: ignore[method-assign]
 
 
 class OnPurposeError(Exception):

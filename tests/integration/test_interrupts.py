@@ -30,8 +30,8 @@ from lightning_module_monitor.config import attention_rules, coordinate_check_ru
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (
     "probes/step_context.py",
-    "monitor.py",
-    "complaints.py",
+    "engine.py",
+    "probes/reporting.py",
     "model/eager_mode.py",
     "model/hooks.py",
     hooks_of_torch.__file__,

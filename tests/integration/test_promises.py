@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kernels import numba_kernel, transfer
-from lightning_module_monitor.kinds import CAPTURED, KINDS
+from lightning_module_monitor.record import CAPTURED, KINDS
 
 STATISTICS = ["mean", "std", "kurtosis", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
@@ -26,6 +25,7 @@ from lightning_module_monitor.probes.attention_calls import (
     read_scaled_dot_product_attention,
 )
 from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
+from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures, stride_of
 

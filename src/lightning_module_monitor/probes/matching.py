@@ -9,10 +9,10 @@ from torch import nn
 from lightning_module_monitor.config import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.index import ModelIndex, is_excluded, names_of
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite, matches
 from lightning_module_monitor.probes import rcc_layers
+from lightning_module_monitor.record import KINDS
 
 
 def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[ModuleSite | ParameterSite]:
@@ -30,11 +30,11 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     Raises:
         ConfigError: If it picks nothing at all; names the nearest right name.
     """
-    matching = {kind: matching(rule, kind, index) for kind in rule.kinds}
-    idle = [kind for kind, found in matching.items() if not any(can_occur(site, kind) for site in found)]
+    sites_of = {kind: matching(rule, kind, index) for kind in rule.kinds}
+    idle = [kind for kind, found in sites_of.items() if not any(can_occur(site, kind) for site in found)]
     if len(idle) < len(rule.kinds):
         return idle
-    never_run = [site.name for found in matching.values() for site in found]
+    never_run = [site.name for found in sites_of.values() for site in found]
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
@@ -59,6 +59,7 @@ def can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
 
 
 def is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
+    """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
     if rule.types is not None and not isinstance(module, rule.types):
         return False
     if rule.leaf_modules and next(module.children(), None) is not None:

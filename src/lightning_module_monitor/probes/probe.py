@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import of_all_samples
-from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.record import KINDS, RawTensor
 from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 

@@ -1,8 +1,8 @@
-"""The time in which one step, or one validation loop, is observed."""
+"""One step, or one validation loop, while it is observed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
@@ -10,31 +10,42 @@ from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.whole_tensors import WholeTensors
+from lightning_module_monitor.record import RawTensor, Values
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
 
-class Window:
-    """One step, or one loop of another stage, while it is observed: its probes and what they saw.
+class StepContext:
+    """One step, or one loop of another stage, while it is observed: its probes and what they observe.
 
     Args:
         step: What its record is plotted against.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
-        observation: What its probes fill.
-        exchange: Brings what all ranks have seen together; ``None`` where there is one.
+        accumulator: Receives what its probes observe.
+        reducer: Reduces over all ranks; ``None`` where there is one.
         whole_tensors: Puts together what is laid out over ranks.
+        reporter: Reports errors.
     """
 
     def __init__(
-        self, step: int, stage: str, observation: StepAccumulator, exchange: DistributedReducer | None, whole_tensors: WholeTensors
+        self,
+        step: int,
+        stage: str,
+        accumulator: StepAccumulator,
+        reducer: DistributedReducer | None,
+        *,
+        whole_tensors: WholeTensors,
+        reporter: ErrorReporter,
     ) -> None:
         self.step = step
         self.stage = stage
-        self.observation = observation
-        self.exchange = exchange
+        self.accumulator = accumulator
+        self.reducer = reducer
         self.whole_tensors = whole_tensors
+        self._reporter = reporter
         self.attention: AttentionProbe | None = None
-        """The one of the probes that can be told of attention by hand."""
+        """The probe that the model can report attention to by hand."""
         self.probes: Sequence[Probe] = ()
         self._uncompiled = Uncompiled()
         self._num_unobserved = Unobserved.number
@@ -73,4 +84,34 @@ class Window:
         self.close()
         self.attention, self.probes = None, ()
         self.whole_tensors.forget()
-        self.observation.is_lost = True
+        self.accumulator.is_lost = True
+
+    def notify(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Call a method of ``Probe`` on every probe that overrides it; an error in one keeps it from no other."""
+        with unchanged_grad_mode():
+            for probe in self.probes:
+                if probe.overrides(moment):
+                    with self._reporter.guard(what, self.accumulator):
+                        getattr(probe, moment.__name__)(*args, **kwargs)
+
+    def finish_probes(self) -> list[RawTensor]:
+        """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
+        with self._reporter.guard("whole tensors", self.accumulator):
+            self.whole_tensors.put_together()
+        self.notify("what has waited", Probe.finish)
+        tensors: list[RawTensor] = []
+        for probe in self.probes:
+            if probe.overrides(Probe.tensors):
+                with self._reporter.guard("raw tensors", self.accumulator):
+                    tensors += probe.tensors()
+        return tensors
+
+    def with_derived(self, values: Values) -> Values | dict[str, float]:
+        """The values, with what some probes derive from them in their place."""
+        deriving = [probe for probe in self.probes if probe.overrides(Probe.derive)]
+        if not deriving:
+            return values
+        derived = dict(values.items())
+        for probe in deriving:
+            probe.derive(derived)
+        return derived

@@ -46,7 +46,7 @@ class RefinedCoordinateCheck:
     """
 
     def __init__(self, monitor: ModuleMonitor, statistics: Sequence[str] = ("rms",)) -> None:
-        if not monitor.has_module():
+        if monitor.module is None:
             raise ValueError("The monitor has no module; call monitor.set_module(module) first.")
         if not monitor.has_reference_module():
             raise ValueError("The monitor has no reference; call monitor.set_reference_module(module) first.")

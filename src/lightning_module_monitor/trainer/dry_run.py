@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.probe import WatchedParameter
-from lightning_module_monitor.record import NUM_COUNTS
+from lightning_module_monitor.record import KINDS, NUM_COUNTS
 from lightning_module_monitor.schedule import ParsedSchedule
 
 BYTES_PER_VALUE = 8

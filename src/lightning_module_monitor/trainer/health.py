@@ -17,6 +17,7 @@ from lightning_module_monitor.health.alerts import Action, Alerts
 from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
+from lightning_module_monitor.trainer.detail import raise_detail
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteOfRun
 
@@ -219,5 +220,5 @@ class HealthOfRun:
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
         self._details[site] = steps
-        if not self._monitor.raise_detail(site, steps) and is_first_process():
+        if not raise_detail(self._monitor, site, steps) and is_first_process():
             self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)

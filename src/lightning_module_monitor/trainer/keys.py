@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 
 from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
-from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
+from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:

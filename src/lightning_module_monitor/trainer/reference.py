@@ -125,7 +125,7 @@ class ReferenceOfRun:
     def _values_now(self, pl_module: LightningModule, monitor: ModuleMonitor) -> Mapping[str, Tensor] | None:
         """A copy of what the reference would be a copy of; ``None`` where that is still to be made."""
         try:
-            live = monitor.watched_module() if monitor.has_module() else pl_module.get_submodule(self._within or "")
+            live = monitor.planner.index.within if monitor.module is not None else pl_module.get_submodule(self._within or "")
         except AttributeError:
             return None
         if lazy_tensors(live):
@@ -135,7 +135,7 @@ class ReferenceOfRun:
 
     def _made(self, monitor: ModuleMonitor) -> nn.Module:
         """A sibling of what is watched."""
-        live = monitor.watched_module()
+        live = monitor.planner.index.within
         if any(is_sharded(one) for one in live.parameters()):
             return self._made_of_parts(live, monitor)
         if isinstance(self.source, nn.Module):

@@ -1,0 +1,106 @@
+"""Errors of the monitor, reported once and counted; and what else is logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.spec import MetricSpec
+
+
+@contextmanager
+def unchanged_grad_mode() -> Iterator[None]:
+    """After the block the grad mode is as before. Around guards: Ctrl-C may come when one is about to restore it."""
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
+class Guard:
+    """A block as :meth:`ErrorReporter.guard` has it. No generator: a monitored step has ten of them, each cold."""
+
+    def __init__(self, reporter: ErrorReporter, what: str, observation: StepAccumulator) -> None:
+        self._reporter = reporter
+        self._what = what
+        self._observation = observation
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.set_grad_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        self._grad_mode.__exit__(kind, error, traceback)
+        if not isinstance(error, Exception) or isinstance(error, MonitorError):
+            return False
+        self._observation.num_errors += 1
+        self._reporter.report(f"The {self._what} of this step could not be taken ({type(error).__name__}: {error}).", error)
+        return True
+
+
+class ErrorReporter:
+    """Reports everything once. An error of the monitor never ends a run.
+
+    Args:
+        logger: Receives the messages.
+        on_error: ``warn``: an error is logged and counted. ``raise``: it is raised as a ``MonitorError``.
+        is_first: Whether this is the process, of several with the same message, that logs it.
+    """
+
+    def __init__(self, logger: logging.Logger, on_error: str, is_first: Callable[[], bool]) -> None:
+        self._logger = logger
+        self._raises = on_error == "raise"
+        self._is_first = is_first
+        self._reported: set[str] = set()
+
+    def guard(self, what: str, observation: StepAccumulator) -> Guard:
+        """Within the block an error is reported and counted; tensors made there have no graph.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        return Guard(self, what, observation)
+
+    def of_spec(self, spec: MetricSpec, name: str, seen: str, error: Exception) -> None:
+        """Report a statistic or function that failed; ``seen`` describes the tensor."""
+        message = f"{spec.kind} {spec.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
+        self.report(f"{message}. It is recorded as NaN.", error, f"{spec.kind} {name} {type(error).__name__}")
+
+    def report(self, message: str, error: Exception, once: str = "") -> None:
+        """Report an error that is counted elsewhere.
+
+        Args:
+            message: A sentence.
+            error: Its cause.
+            once: What is reported once; by default the sentence itself.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        if self._raises:
+            raise MonitorError(message) from error
+        if (once or message) not in self._reported:
+            self._reported.add(once or message)
+            self._logger.warning("%s Said once; monitor/errors counts them.", message)
+
+    def log_once(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+        """Log a fact once; one that is no problem is logged by one of several ranks.
+
+        Args:
+            message: A sentence.
+            level: Of the logger.
+            once: What is reported once; by default the sentence itself.
+        """
+        if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
+            self._reported.add(once or message)
+            self._logger.log(level, message)
+
+    def forget(self) -> None:
+        """Allow everything to be reported again."""
+        self._reported.clear()
