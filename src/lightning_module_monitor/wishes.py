@@ -198,8 +198,10 @@ class Wishes:
         A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
         """
         is_picked = self._schedule(step)
-        due = Due(tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step)), self._gradient_flow is not None and is_picked)
-        return due if is_picked or due.rules or self.is_captured(step) else None
+        rules = tuple(i for i, rule in enumerate(self._rules) if rule.schedule(step))
+        if not (is_picked or rules or self.is_captured(step)):
+            return None
+        return Due(rules, self._gradient_flow is not None and is_picked)
 
     def asks_for_attention(self, due: Due) -> bool:
         """Whether a rule that is due, other than an optional one, is about attention."""
