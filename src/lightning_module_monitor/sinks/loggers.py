@@ -113,7 +113,7 @@ def _log_to_tensorboard(
 ) -> None:
     """Write all numbers in one event: ``log_metrics`` writes one each, which takes 0.1 to 0.2 ms."""
     prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
-    writer = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
+    writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
     is_of_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has its own Summary
     if is_of_torch and type(logger).log_metrics is TensorBoardLogger.log_metrics:
         summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary()
