@@ -245,7 +245,10 @@ class ModuleMonitorCallback(Callback):
         """Keeps the monitor silent in a loop without training."""
         self._redirected: list[RedirectedCalls] = []
         """Of the step, and of the loop that interrupts it."""
-        self._in_step = False
+        self._step: int | None = None
+        """The step of the latest training batch; ``None`` when it is over."""
+        self._is_idle = True
+        """Whether nothing is left to do in that step."""
         self._overhead: Overhead | None = None
         self._has_left_out = False
         """Whether it was said that steps are left out."""
@@ -313,7 +316,7 @@ class ModuleMonitorCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Without what Lightning binds to a callback, which would drag the whole model along, and without the run: its hooks and files."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return state | {"_optimizers": None, "_silence": ExitStack(), "_redirected": [], "_in_step": False, "_overhead": None}
+        return state | {"_optimizers": None, "_silence": ExitStack(), "_redirected": [], "_step": None, "_is_idle": True, "_overhead": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -379,17 +382,24 @@ class ModuleMonitorCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins it; the hooks go on."""
         step = _step(trainer)
-        self._sinks_of_run.note_step(step)
-        if TRAIN not in self._stages or self._dry_run:
+        # The number grows after the last micro-batch of a step.
+        is_first = step != self._step
+        if is_first:
+            self._step = step
+            self._sinks_of_run.note_step(step)
+            # An error below must not prevent the end of the step: other ranks wait for it.
+            self._is_idle = TRAIN not in self._stages or self._dry_run
+        if self._is_idle:
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
-        is_first = not self._in_step
         if is_first:
-            self._in_step = True
             if self._begin_step(step):
                 self._watch_redirected_calls(trainer, pl_module)
                 self._watch_optimizers(trainer, pl_module)
+            elif self._overhead is None and not self._health_of_run.is_at_every_step:
+                self._is_idle = True
+                return
         # Until Lightning says that it begins, a backward pass is an inner one of the user's.
         self.monitor.end_backward()
         if self._reference is not None and self.monitor.awaits_reference():
@@ -401,6 +411,8 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The gradients that arrive at outputs from now on are those of the loss."""
+        if self._is_idle:
+            return
         if self._nonfinite is not None:
             self._nonfinite.begin_backward(loss, is_scaled=_scaler(trainer) is not None)
         if self._optimizers is not None:
@@ -409,6 +421,8 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
+        if self._is_idle:
+            return
         self.monitor.end_backward()
         if self._nonfinite is not None:
             self._nonfinite.end_backward(is_scaled=_scaler(trainer) is not None)
@@ -416,6 +430,8 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Gradients are complete, unscaled (unless by the optimizer itself) and not clipped; parameters have not moved."""
+        if self._is_idle:
+            return
         if self._nonfinite is not None:
             self._look_before_update(self._nonfinite, trainer, pl_module)
         if self._optimizers is not None:
@@ -434,10 +450,12 @@ class ModuleMonitorCallback(Callback):
     @_never_fatal
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
+        if self._is_idle:
+            return
         if self._nonfinite is not None:
             self._nonfinite.end_micro_batch()
         self.monitor.after_micro_batch()
-        ends_step = self._in_step and not trainer.fit_loop._should_accumulate()
+        ends_step = not trainer.fit_loop._should_accumulate()
         if ends_step:
             self._end_step(trainer, pl_module)
         if self._overhead is not None:
@@ -524,8 +542,8 @@ class ModuleMonitorCallback(Callback):
             _messages.log(level, message)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With this batch the step is over."""
-        self._in_step = False
+        """With this batch the step is over. Under manual optimization the next batch may be of the same step: it begins it anew."""
+        self._step, self._is_idle = None, True
         self._before_end_of_step()
         # Reached whatever has failed: other ranks wait for this one.
         record = self.monitor.end_step()
@@ -692,7 +710,7 @@ class ModuleMonitorCallback(Callback):
         """Take every hook off and close the sinks; a second call does no harm."""
         if self._refusal is not None:
             return
-        self._in_step = False
+        self._step, self._is_idle = None, True
         with ExitStack() as stack:
             stack.callback(self._sinks_of_run.close)
             stack.callback(self.monitor.close)

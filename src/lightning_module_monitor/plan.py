@@ -288,8 +288,9 @@ class Planner:
         """
         is_picked = self._schedule(step)
         rules = tuple(i for i, rule in enumerate(self.rules) if rule.schedule(step))
-        is_monitored = is_picked or rules or self.is_captured(step)
-        return ActiveRules(rules, self._gradient_flow is not None and is_picked) if is_monitored else None
+        if not (is_picked or rules or self.is_captured(step)):
+            return None
+        return ActiveRules(rules, self._gradient_flow is not None and is_picked)
 
     def asks_for_attention(self, due: ActiveRules) -> bool:
         """Whether a rule that is due, other than an optional one, is about attention."""

@@ -7,14 +7,14 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.offline_wandb import history
-from helpers.tiny import KeepRecords, Tiny, fit
+from helpers.tiny import KeepRecords, Tiny, fit, loader
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
@@ -127,6 +127,48 @@ def test_real_loggers_side_by_side_hold_the_same(tmp_path: Path) -> None:
     expected = train(tmp_path, [make(tmp_path) for make in MAKE.values()]).series()
     for name, read in READ.items():
         assert_holds(name, read(tmp_path), expected)
+
+
+def tags_by_event(root: Path) -> list[tuple[int, list[str]]]:
+    """Step and tags of every event in the files of a TensorBoardLogger that holds numbers of the callback's, as they lie there."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events = (event for path in sorted((root / "tensorboard").glob("events*")) for event in LegacyEventFileLoader(str(path)).Load())
+    tags = [(event.step, [value.tag for value in event.summary.value if "/" in value.tag]) for event in events]
+    return [(step, one) for step, one in tags if one]
+
+
+def test_tensorboard_gets_one_event_for_each_record(tmp_path: Path) -> None:
+    """The event holds every number of the record: an event for each number would take most of the time of a monitored step."""
+    logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", prefix="run")
+    kept = train(tmp_path, [logger], stages=["train"])
+    assert tags_by_event(tmp_path) == [(record.step, [f"run-{key}" for key in record.values]) for record in kept.records]
+    assert len(kept.records) == 3
+
+
+def test_tensorboard_holds_the_records_of_every_loop_of_a_trainer(tmp_path: Path) -> None:
+    """Lightning closes the event file when ``fit`` ends; the record of a validation loop after that opens the next file."""
+    callback = ModuleMonitorCallback(1, rules=RULES, stages=["train", "validate"], store=False)
+    kept = KeepRecords(callback)
+    run = fit(tmp_path, [callback, kept], logger=MAKE["tensorboard"](tmp_path))
+    for _ in range(2):
+        run.validate(run.lightning_module, loader(2), verbose=False)
+    assert [record.step for record in kept.records] == [0, 1, 2, 3, 4, 5, 5, 6, 6]
+    found = [(step, tag) for step, tags in tags_by_event(tmp_path) for tag in tags]
+    assert found == [(record.step, key) for record in kept.records for key in record.values]
+
+
+class Renaming(TensorBoardLogger):
+    """A logger of the user's, with names of its own."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics({key.replace("model.", "net."): value for key, value in metrics.items()}, step)
+
+
+def test_a_tensorboard_logger_of_the_users_keeps_its_own_log_metrics(tmp_path: Path) -> None:
+    """A subclass that overrides ``log_metrics`` gets the numbers through it."""
+    expected = train(tmp_path, [Renaming(tmp_path, name="", version="tensorboard")]).series()
+    assert_holds("tensorboard", read_tensorboard(tmp_path), {key.replace("model.", "net."): one for key, one in expected.items()})
 
 
 @pytest.mark.parametrize("name", MAKE)

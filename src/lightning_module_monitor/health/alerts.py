@@ -157,6 +157,8 @@ class Alerts:
 
         A value that is NaN meets no condition, and counts for none.
         """
+        if not self._rules:
+            return []
         was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
         of_rules: list[dict[str, float]] = [{} for _rule in self._rules]
         for key, value in record.values.items():

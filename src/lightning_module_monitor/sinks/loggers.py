@@ -97,14 +97,34 @@ def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[s
         own = {key: of_wandb(np_histogram=(counts.tolist(), edges.tolist())) for key, (counts, edges) in trimmed.items() if of_wandb}
         logger.log_metrics({**values, **own}, step=step)
         return
-    logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # all loggers call it so; the first argument has many names
     if isinstance(logger, TensorBoardLogger):
-        for key, (counts, edges) in trimmed.items():
-            tag = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{key}" if logger._prefix else key
-            # Its own charts take neither of the sums, and bins do not tell them.
-            unknown = {"sum": math.nan, "sum_squares": math.nan}
-            limits = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
-            logger.experiment.add_histogram_raw(tag, num=int(counts.sum()), **unknown, **limits, global_step=step)
+        _log_to_tensorboard(logger, values, trimmed, step)
+        return
+    logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # all loggers call it so; the first argument has many names
+
+
+def _log_to_tensorboard(
+    logger: TensorBoardLogger,
+    values: Mapping[str, float],
+    histograms: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
+    step: int,
+) -> None:
+    """Write all numbers in one event: ``log_metrics`` writes one each, which takes 0.1 to 0.2 ms."""
+    prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+    writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
+    is_of_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has its own Summary
+    if is_of_torch and type(logger).log_metrics is TensorBoardLogger.log_metrics:
+        summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary()
+        for key, value in values.items():
+            summary.value.add(tag=prefix + key, simple_value=value)
+        writer.add_summary(summary, step)
+    else:
+        logger.log_metrics(dict(values), step=step)
+    for key, (counts, edges) in histograms.items():
+        # TensorBoard's charts use neither of the sums, and bins do not determine them.
+        unknown = {"sum": math.nan, "sum_squares": math.nan}
+        limits = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
+        logger.experiment.add_histogram_raw(prefix + key, num=int(counts.sum()), **unknown, **limits, global_step=step)
 
 
 def tell(logger: object, findings: Sequence[Finding]) -> None:
