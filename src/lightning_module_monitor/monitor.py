@@ -34,13 +34,13 @@ from lightning_module_monitor.plan import Plan
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
+from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.probes.step_context import Window
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
@@ -843,7 +843,7 @@ class ModuleMonitor:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.wishes.sites.further_name, self._complaints.say_once
         twins = ReferenceProbe(reference, self._reference_failed, say)
-        probes = [
+        probes: list[Probe] = [
             DifferenceProbe(plan.modules, observation, twins, name),
             CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]

@@ -18,8 +18,8 @@ from lightning_module_monitor.model.blocks import find_blocks
 from lightning_module_monitor.model.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
 from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.probes import activations, rcc_layers
+from lightning_module_monitor.probes.base import ParametersOfKind, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.probe import ParametersOfKind, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import Listed
 from lightning_module_monitor.statistics.rows import Rows

@@ -17,9 +17,9 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.names import NameFormat
 from lightning_module_monitor.plan import Plan, Sites
+from lightning_module_monitor.probes.base import Say, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.probe import Say, Watched, WatchedModule
 from lightning_module_monitor.record import OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, ROLL_UP_SITES, STAGES, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
 
