@@ -18,13 +18,13 @@ from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Plan, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
+from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.probe import Among, Probe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
@@ -356,7 +356,7 @@ class StepEngine:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.planner.index.further_name, self._reporter.log_once
         twins = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
-        probes = [
+        probes: list[Probe] = [
             DifferenceProbe(plan.modules, observation, twins, name),
             CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]

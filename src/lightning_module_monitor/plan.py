@@ -18,9 +18,9 @@ from lightning_module_monitor.model.blocks import find_blocks
 from lightning_module_monitor.model.index import ModelIndex
 from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
 from lightning_module_monitor.probes import activations, rcc_layers
+from lightning_module_monitor.probes.base import ParametersOfKind, Say, SiteT, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.matching import can_occur, check_tensor_parallel, idle_kinds, is_picked, matching
-from lightning_module_monitor.probes.probe import ParametersOfKind, Say, SiteT, Watched, WatchedModule, WatchedParameter
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
 from lightning_module_monitor.schedule import Listed, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec

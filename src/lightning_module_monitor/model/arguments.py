@@ -1,4 +1,4 @@
-"""Copies of the arguments of a call, made without a line of code of the classes that they are of."""
+"""Copies of the arguments of a call, made without code of their classes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from lightning_module_monitor.model.outputs import same_layout
 
 _OF_PYTHON = (type(None), numbers.Number, str, bytes, slice, range, type(...), enum.Enum)
 _CONSTANTS = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types whose values nothing can be written into."""
+"""Immutable types."""
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class NotPlainError(TypeError):
-    """An argument that cannot be copied without code of its own class."""
+    """Raised for an argument that cannot be copied without code of its own class."""
 
     def __init__(self, value: object) -> None:
         super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
 
 
 def plain_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:  # noqa: ANN401  # of the same structure as the value
-    """A copy of plain data: what is written into it reaches nothing of the model.
+    """A copy of plain data, which shares no memory with the original.
 
     Args:
         value: Tensors, numbers, strings and other constants, numpy arrays, and tuples, named tuples, lists, dicts and dataclasses of
             such. Tensors have the ``requires_grad`` flag and the strides of the original, by which torch selects kernels.
-        memo: Copies by the identity of what was copied. What is there twice is there twice in the copy: attention checks
+        memo: Copies by the identity of the original, so that a tensor that occurs twice occurs twice in the copy: attention checks
             whether its query is its key.
 
     Raises:
-        NotPlainError: If there is anything else in it; names its type.
+        NotPlainError: If it contains anything else; names its type.
     """
     memo = {} if memo is None else memo
     if isinstance(value, _CONSTANTS):
@@ -61,9 +61,9 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  # as above
         return _sequence_copy(value, memo)
     if not _is_plain_dataclass(kind):
         raise NotPlainError(value)
-    twin = object.__new__(kind)
-    vars(twin).update({name: plain_copy(one, memo) for name, one in vars(value).items()})
-    return twin
+    clone = object.__new__(kind)
+    vars(clone).update({name: plain_copy(one, memo) for name, one in vars(value).items()})
+    return clone
 
 
 def _sequence_copy(value: tuple[Any, ...] | list[Any], memo: dict[int, Any]) -> tuple[Any, ...] | list[Any]:
@@ -71,14 +71,14 @@ def _sequence_copy(value: tuple[Any, ...] | list[Any], memo: dict[int, Any]) -> 
     if isinstance(value, list):
         return members
     if all(one is other for one, other in zip(members, value, strict=True)):
-        return value  # constants alone, a shape for example
+        return value  # constants alone, e.g. a shape
     if type(value) is tuple or hasattr(type(value), "_fields"):
         return tuple.__new__(type(value), members)
     raise NotPlainError(value)
 
 
 def _is_plain_dataclass(kind: type) -> bool:
-    """Whether values of a class hold all that they have in attributes, and can be made without code of the class."""
+    """Whether values of a class are their attributes, and can be made without code of the class."""
     has_slots = any(vars(one).get("__slots__") for one in kind.__mro__)
     return dataclasses.is_dataclass(kind) and kind.__new__ is object.__new__ and not has_slots and not issubclass(kind, nn.Module)
 

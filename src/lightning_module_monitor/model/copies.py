@@ -1,4 +1,4 @@
-"""A frozen copy of a module, and the weights of one that were saved."""
+"""A frozen copy of a module, and loading of saved weights."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Tensors = Mapping[str, Tensor]
 
 
 def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
-    """A deep copy of a module that needs no gradients and that tells nobody of what it does.
+    """A deep copy of a module without gradients.
 
-    Hooks that the module's own methods are, or torch's (spectral norm), are part of what it computes and stay. Those that
-    anybody else has put on would write down the copy's values as the module's, and go.
+    Hooks that are methods of the module, or torch's own (spectral norm), are part of its computation and are copied. All others are
+    left out: they would report the copy's values as those of the module.
 
     Args:
         module: The module.
-        name: What it is called in the model, for errors.
+        name: Its name in the model, for errors.
 
     Raises:
-        ConfigError: If it cannot be copied; names the attribute. If it has tensors that are made with the first batch.
+        ConfigError: If it cannot be copied, names the attribute; or if it has tensors that are created with the first batch.
     """
     lazy = lazy_tensors(module)
     if lazy:
@@ -42,9 +42,9 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
     memo = copies_without_graph(module)
     try:
-        # A copy of what is in TorchScript is a computed tensor, and cannot be frozen, where there is a graph.
+        # With a graph, copies of tensors in TorchScript are computed tensors, which cannot be frozen.
         with torch.no_grad():
-            twin = copy.deepcopy(module, memo)
+            clone = copy.deepcopy(module, memo)
         for part in module.modules():
             for attribute, value in vars(part).items():
                 if isinstance(value, types.FunctionType) and value.__closure__:
@@ -55,20 +55,20 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         cause = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
         raise ConfigError(message) from error
-    own = set(twin.modules())
+    own = set(clone.modules())
     for part in own:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if not _belongs(hook, own)]:
                 del hooks[key]
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    return twin.requires_grad_(False)
+    return clone.requires_grad_(False)
 
 
 def copies_without_graph(module: nn.Module) -> dict[int, Any]:
-    """What ``deepcopy`` is to take for the computed tensors that modules keep, of which torch copies none.
+    """A memo for ``deepcopy`` with copies of the computed tensors that modules keep, which torch does not copy.
 
-    A forward pass has left them there, in an attribute or in an object's, or they are a weight that ``weight_norm`` makes of its factors.
+    A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
     """
     memo: dict[int, Any] = {}
     seen: dict[int, object] = {}
@@ -77,7 +77,7 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
         one = waiting.pop()
         if id(one) in seen or issubclass(type(one), _NEVER_COPIED):
             continue
-        seen[id(one)] = one  # kept, for its place in memory would be another's
+        seen[id(one)] = one  # kept, because its id could be reused
         if issubclass(type(one), nn.Module):
             waiting.append(_state(one))  # type: ignore[arg-type]
         elif isinstance(one, Tensor):
@@ -88,38 +88,36 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
 
 
 def _is_copied_by_parts(kind: type) -> bool:
-    """Whether ``deepcopy`` copies what an object of a class holds: one with code of its own for that may hold the whole program."""
+    """Whether ``deepcopy`` copies the attributes of a class; one with copying code of its own may refer to the whole program."""
     own = (getattr(kind, name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
     return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
 
 
 _OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 _NEVER_COPIED = (*_OF_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
-"""What ``deepcopy`` leaves as it is, or refuses."""
+"""Types that ``deepcopy`` does not copy, or refuses."""
 
 
 def _state(module: nn.Module) -> object:
-    """What a copy is made of: a LightningModule leaves its trainer out."""
+    """The state that is copied: a LightningModule leaves its trainer out."""
     try:
         return module.__getstate__()
     except Exception:
-        return vars(module)  # a parametrized module, and TorchScript, refuse; and Python 3.10 has no such method of every object
+        return vars(module)  # a parametrized module and TorchScript refuse; Python 3.10 has no such method
 
 
 def parameter_copy(module: nn.Module) -> nn.Module:
-    """A module of the same names with copies of the parameters, and nothing else: it cannot run.
+    """A module of the same names with copies of the parameters alone: it cannot run.
 
     For parameters that are laid out over ranks, whose module cannot be copied: each rank copies its part.
     """
-    copies: dict[nn.Module, nn.Module] = {}
-    for part in module.modules():
-        copies[part] = nn.Module()
-    for part, twin in copies.items():
+    copies = {part: nn.Module() for part in module.modules()}
+    for part, clone in copies.items():
         for name, parameter in part._parameters.items():
             kept = None if parameter is None else nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            twin.register_parameter(name, kept)
+            clone.register_parameter(name, kept)
         for name, child in part._modules.items():
-            twin.add_module(name, None if child is None else copies[child])
+            clone.add_module(name, None if child is None else copies[child])
     return copies[module]
 
 
@@ -129,12 +127,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def lazy_tensors(module: nn.Module) -> list[str]:
-    """Names of parameters and buffers that lazy modules make with the first batch."""
+    """Names of parameters and buffers that lazy modules create with the first batch."""
     return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(tensor)]
 
 
 def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
-    """Which tensors are not in both, or not of one shape, which that of a parameter alone has to be: a forward pass may resize a buffer."""
+    """Tensors that are not in both, and parameters of different shapes. A forward pass may resize a buffer."""
     own = tensors_of(module)
     fixed = dict(module.named_parameters())
     shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in fixed and fixed[name].shape != one.shape]
@@ -143,7 +141,7 @@ def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
 
 @torch.no_grad()
 def set_tensors(module: nn.Module, tensors: Tensors) -> None:
-    """Give a module the values of tensors of the same names.
+    """Load tensors into a module by name.
 
     Raises:
         ValueError: If names or shapes differ; lists them.
@@ -160,22 +158,22 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
 
 
 def load_weights(module: nn.Module, path: str, within: str | None) -> None:
-    """Give a module the weights of a checkpoint.
+    """Load the weights of a checkpoint into a module.
 
     Args:
         module: The module.
-        path: A Lightning checkpoint, or a file that ``torch.save`` made of a ``state_dict``.
-        within: Name of the module in the model that the checkpoint is of; ``None`` if it is the model.
+        path: A Lightning checkpoint, or a ``state_dict`` saved by ``torch.save``.
+        within: Name of the module in the checkpoint's model; ``None`` for the model itself.
 
     Raises:
-        ConfigError: If there is none, or its weights are not those of the module.
+        ConfigError: If there is no such file, or its weights are not those of the module.
     """
     if not Path(path).is_file():
         raise ConfigError(f"reference is {path!r}, and there is no such file; expected 'init', or the path of a checkpoint.")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Of a checkpoint with more than tensors in it torch says how to load it all the same, in many lines.
+        # torch's own message is many lines on how to load other objects than tensors.
         cure = "expected a Lightning checkpoint, or a state_dict saved with torch.save"
         raise ConfigError(f"reference {path!r} cannot be read ({type(error).__name__}); {cure}.") from error
     weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
@@ -191,9 +189,9 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
 
 
 def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
-    """A function that holds in its closure the copies of modules, and of their methods, where one holds the modules.
+    """A copy of a function whose closure refers to copies of modules, and of their methods, in place of the modules.
 
-    A copied module has the functions of the original among its attributes, a ``forward`` that was patched, say: it would run the original.
+    A copied module keeps functions of the original in its attributes, e.g. a patched ``forward``, which would run the original.
     """
     if id(function) in memo and memo[id(function)] is not function:
         return memo[id(function)]  # type: ignore[no-any-return]
@@ -202,7 +200,7 @@ def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[i
     new.__kwdefaults__ = function.__kwdefaults__
     memo[id(function)] = functools.update_wrapper(new, function)
     for cell, original in zip(cells, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # of a name that has no value yet
+        with suppress(ValueError):  # an unassigned name
             held = original.cell_contents
             owner = getattr(held, "__self__", held)
             if isinstance(held, types.FunctionType) and held.__closure__:
@@ -214,14 +212,14 @@ def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[i
 
 
 def _belongs(hook: object, own: set[nn.Module]) -> bool:
-    """Whether a copied hook is part of what the copied modules compute."""
+    """Whether a copied hook is part of the computation of the copied modules."""
     if isinstance(hook, types.MethodType) and hook.__self__ in own:
         return True
     return (type(hook).__module__ or "").startswith("torch.nn.")
 
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
-    """Where the attribute is that cannot be copied."""
+    """The name of an attribute that cannot be copied."""
     known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
     for name, part in module.named_modules():
         state = _state(part)

@@ -1,4 +1,4 @@
-"""Every hook handle has an owner that takes it off again."""
+"""Hooks, their owner, which removes them, and the states of torch in which they observe nothing."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ class Handle(Protocol):
     """What torch returns for a registered hook."""
 
     def remove(self) -> None:
-        """Take the hook off; a second call does nothing."""
+        """Remove the hook; a second call does nothing."""
+
+
+NO_BACKWARD = -1
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that runs, or ``NO_BACKWARD``. torch has no public function for it."""
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs: a forward pass within it is the recomputation of a checkpointed one, which was seen before."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a backward pass runs: a forward pass within it is the recomputation of a checkpointed one, which was observed before."""
+    return backward_pass() != NO_BACKWARD
 
 
 def is_tracing() -> bool:
-    """Whether torch records the operations that run now, or runs them on stand-ins for tensors: nothing is observed then.
+    """Whether torch records the operations that run now, or runs them on tensors without data: nothing is observed then.
 
-    The trace would contain what the observation computes, and a stand-in has no elements in memory. So it is in ``torch.export`` and
-    ``torch.jit.trace``, in ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``,
-    ``aot_function``, selective activation checkpointing, counters of operations.
+    The trace would contain the operations of the observation. This holds in ``torch.export`` and ``torch.jit.trace``, in
+    ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
+    activation checkpointing, counters of operations.
     """
     if _is_exporting() or is_in_torch_dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
-    # No public function tells of these two: torch.jit.trace also runs a module outside of its tracing, to check the trace; and of the
-    # transforms of torch.func only this one records operations.
+    # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
+    # transforms of torch.func only functionalize records operations.
     if jit._trace_module_map is not None or (_transforms() is not None and _functionalizes()):
         _note_unobserved()
         return True
@@ -54,7 +60,7 @@ def _functionalizes() -> bool:
 
 
 class Unobserved:
-    """What was not observed in this process because :func:`is_tracing` was true. Where it grows, the message is to be reported."""
+    """Number of times that :func:`is_tracing` was true in this process, and the message for the user."""
 
     number = 0
     message = (
@@ -68,15 +74,15 @@ def _note_unobserved() -> None:
     Unobserved.number += 1
 
 
-# ``torch.compiler.assume_constant_result`` sets this, and loads the compiler. A compiler that traces a hook then calls the function
+# As set by ``torch.compiler.assume_constant_result``, which also loads the compiler: a compiler that traces a hook calls the function
 # at once, and compiles nothing of it.
 _note_unobserved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class HookSet:
-    """Owns hook handles; :meth:`close` removes every one, also after an error, and may be called again.
+    """Owns hook handles; :meth:`close` removes them.
 
-    A hook is owned until it is removed: where ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
+    If ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
     """
 
     def __init__(self) -> None:
@@ -86,16 +92,16 @@ class HookSet:
         return len(self._handles)
 
     def add(self, handle: Handle) -> None:
-        """Own a handle from now on."""
+        """Own a handle."""
         self._handles.append(handle)
 
     def add_forward(self, module: nn.Module, hook: ForwardHook, *, with_kwargs: bool = False) -> None:
-        """Put a hook on that is called with a module, its arguments and its output, after its forward.
+        """Register a hook that gets a module, its arguments and its output, after its forward.
 
         Args:
             module: Any.
-            hook: What is called.
-            with_kwargs: Whether it is called with the keyword arguments too, before the output.
+            hook: The hook.
+            with_kwargs: Whether it gets the keyword arguments too, before the output.
         """
         # A class of the user's may override the method without the keyword.
         self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
@@ -108,7 +114,7 @@ class HookSet:
 
 
 class ForwardHook:
-    """A hook on a module, before or after its forward. It does nothing while torch traces, and nothing in a copy of the module."""
+    """A hook on a module, before or after its forward. It does nothing while torch traces, and nothing on a copy of the module."""
 
     def __call__(self, *args: Any) -> object:
         """Observe a call of the module, unless torch traces it."""
@@ -118,11 +124,11 @@ class ForwardHook:
         """Observe a call of the module.
 
         Args:
-            args: What torch gives to the hook. There are no keyword arguments; they let a subclass name the positional ones.
-            kwargs: Empty.
+            args: The arguments of the hook.
+            kwargs: Empty; lets a subclass name the positional ones.
 
         Returns:
-            What takes the place of the module's arguments or output; ``None``: they stay.
+            A replacement of the module's arguments or output; ``None``: they stay.
         """
         raise NotImplementedError
 
@@ -131,33 +137,17 @@ class ForwardHook:
 
 
 class _CopiedHook:
-    """Stands in the copy of a watched module where the original has its hook, and does nothing."""
+    """Does nothing: the hook of a copied module."""
 
     def __call__(self, *_args: object) -> None:
         pass
 
 
 class UncopiedHook(ForwardHook):
-    """Calls a function, and returns nothing: what a module's hook returns replaces the module's arguments or output.
+    """Calls a function.
 
     Args:
-        function: Gets what torch gives to the hook.
-    """
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Call the function, unless torch traces the module. No hook is called as often: there is no call in between."""
-        if not is_tracing():
-            self._function(*args)
-
-
-class ReplacingHook(ForwardHook):
-    """Calls a function, and gives torch what it returns: ``None``, or what is to take the place of a module's output.
-
-    Args:
-        function: Gets what torch gives to the hook.
+        function: Gets the arguments of the hook. What it returns replaces the module's arguments or output; ``None``: they stay.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:

@@ -17,19 +17,16 @@ Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 
 MAIN_NAMES = ("hidden_states", "last_hidden_state")
-"""What the main part of an output is called by convention."""
+"""Conventional names of the main part of an output."""
 
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in an output, with the path to it.
 
     Args:
-        output: What a module returned: a tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested
-            at will. Anything else in it is passed over.
+        output: What a module returned: a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors.
+            Anything else in it is skipped.
         path: The path to ``output`` itself.
-
-    Yields:
-        Path and tensor.
     """
     if isinstance(output, Tensor):
         yield path, output
@@ -55,33 +52,53 @@ def main_tensor(output: object) -> Tensor | None:
     return next((tensor for _path, tensor in named_tensors(output) if tensor.is_floating_point()), None)
 
 
-def map_leaves(output: object, function: Callable[[Any], object]) -> Any:  # noqa: ANN401  # of the same structure as the output
+def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappings: bool = False) -> Any:  # noqa: ANN401  # of its structure
     """An output of the same structure, with a function's results in the places of its leaves.
 
     Args:
         output: As for :func:`named_tensors`.
         function: Gets every leaf: a tensor, and whatever else is no container.
+        keeps_mappings: Whether a dict stays one of its class, and any other mapping is a leaf. Otherwise each becomes a plain dict.
 
     Returns:
-        Containers of the same types, but a plain dict for every mapping, and a plain tuple or list where its class is not made
-        from elements. A dataclass and a named tuple are not initialized again: they hold what the function returned, whatever it is.
+        Containers of the same types, but a plain tuple or list where its class is not made from elements. A dataclass and a named
+        tuple are not initialized again: they hold what the function returned.
     """
-    if isinstance(output, Mapping):
-        return {name: map_leaves(part, function) for name, part in output.items()}
+
+    def mapped(part: object) -> Any:  # noqa: ANN401  # as above
+        return map_leaves(part, function, keeps_mappings=keeps_mappings)
+
+    if isinstance(output, Mapping) and not keeps_mappings:
+        return {name: mapped(part) for name, part in output.items()}
+    if isinstance(output, dict | UserDict):
+        clone = copy.copy(output)
+        for name, part in output.items():
+            clone[name] = mapped(part)  # Hugging Face's outputs refuse `update`
+        return clone
     if isinstance(output, tuple) and hasattr(output, "_make"):
-        return output._make(map_leaves(part, function) for part in output)
+        return output._make(map(mapped, output))
     if isinstance(output, tuple | list):
-        return _of_class(type(output), [map_leaves(part, function) for part in output])
+        return _of_class(type(output), [mapped(part) for part in output])
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        mapped = copy.copy(output)
+        twin = copy.copy(output)
         for name, part in parts(output):
-            object.__setattr__(mapped, str(name), map_leaves(part, function))  # also of a frozen one
-        return mapped
+            object.__setattr__(twin, str(name), mapped(part))  # also of a frozen one
+        return twin
     return function(output)
 
 
+def with_tensors(value: object, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
+    """A value with other tensors in it, in containers of the same types; anything else in it stays the same object.
+
+    Args:
+        value: As for :func:`named_tensors`.
+        replace: Gets every tensor.
+    """
+    return map_leaves(value, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, keeps_mappings=True)
+
+
 def of_all_samples(tensor: Tensor) -> Tensor:
-    """What :func:`unwrapped` gives of a tensor that ``vmap`` maps over, which looks like that of one sample; any other as it is."""
+    """The tensor of all samples, see :func:`unwrapped`, of one that ``vmap`` maps over; any other tensor as it is."""
     functorch = torch._C._functorch
     inside = tensor
     while functorch.is_functorch_wrapped_tensor(inside):
@@ -99,39 +116,12 @@ def in_graph(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def with_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
-    """A value with other tensors in it, in containers of the same types.
-
-    Args:
-        value: A tensor, or tuples, lists, mappings, named tuples and dataclasses of such, nested at will. Anything else in
-            it stays the same object.
-        replace: Gets every tensor.
-    """
-    if isinstance(value, Tensor):
-        return replace(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(with_tensors(part, replace) for part in value))
-    if isinstance(value, tuple | list):
-        return _of_class(type(value), [with_tensors(part, replace) for part in value])
-    if isinstance(value, dict | UserDict):
-        clone = copy.copy(value)
-        for name, part in value.items():
-            clone[name] = with_tensors(part, replace)  # Hugging Face's outputs refuse `update`
-        return clone
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for name, part in parts(value):
-            object.__setattr__(twin, str(name), with_tensors(part, replace))
-        return twin
-    return value
-
-
 def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies in the place of their tensors, outside of any graph.
+    """A module's arguments with copies of their tensors, without a graph.
 
     Args:
         value: As :func:`with_tensors` takes it.
-        memo: Copies by the identity of the tensor. A tensor that is there twice is there twice in the copy: attention looks
+        memo: Copies by the identity of the tensor, so that a tensor that occurs twice occurs twice in the copy: attention checks
             whether its query is its key.
     """
     known = {} if memo is None else memo
@@ -167,7 +157,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def _written_once(tensor: Tensor) -> tuple[slice, ...]:
-    """The index of the part of a tensor that has memory of its own: of one that was expanded the first of each repeated slice."""
+    """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
@@ -177,7 +167,7 @@ def is_first(path: Path) -> bool:
 
 
 def suffix(path: Path, of: str = "output") -> str:
-    """What is put behind the module's name: ``output_1`` for the second element, ``output_hidden_states`` for that entry.
+    """The suffix of the module's name: ``output_1`` for the second element, ``output_hidden_states`` for that entry.
 
     >>> suffix((1, 0)), suffix((("key", 3),)), suffix(("mask",), "input")
     ('output_1_0', 'output_3', 'input_mask')
@@ -195,11 +185,11 @@ def parts(output: object) -> Iterator[tuple[Hashable, object]]:
         yield from enumerate(output)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
-        yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # one may have been left unset
+        yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # a field may be unset
 
 
 def _of_class(wanted: type[tuple[Any, ...]] | type[list[Any]], elements: list[Any]) -> tuple[Any, ...] | list[Any]:
-    """A tuple or list of a class; a plain one where the class is made from something else than its elements."""
+    """A tuple or list of a class; a plain one if the class is not made from its elements."""
     try:
         return wanted(elements)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Contexts for a run of a module that leaves no trace: flags, buffers and attributes are as before, and no graph is left."""
+"""Contexts that run a module without side effects: flags, buffers and attributes are as before, and no graph is left."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
         pairs: A module of the model, and the module of the same parameters that gets its flags.
     """
     pairs = list(pairs)
-    before = [(twin, twin.training, _flags(twin)) for _live, twin in pairs]
+    before = [(sibling, sibling.training, _flags(sibling)) for _live, sibling in pairs]
     try:
-        for live, twin in pairs:
-            if twin.training != live.training:
-                twin.training = live.training
-            for name, parameter in twin._parameters.items():
+        for live, sibling in pairs:
+            if sibling.training != live.training:
+                sibling.training = live.training
+            for name, parameter in sibling._parameters.items():
                 other = live._parameters.get(name)
                 if parameter is not None and other is not None and not parameter.is_inference():
                     _set_flag(parameter, other.requires_grad)
         yield
     finally:
-        for twin, is_training, flags in before:
-            if twin.training != is_training:
-                twin.training = is_training
+        for sibling, is_training, flags in before:
+            if sibling.training != is_training:
+                sibling.training = is_training
             for tensor, flag in flags:
                 if tensor.grad_fn is not None:
                     tensor.detach_()
@@ -60,7 +60,7 @@ def _set_flag(parameter: Tensor, flag: bool) -> None:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """After the block every buffer is the tensor that it was, with the shape and the values that it had."""
+    """After the block every buffer is the same tensor as before, with the same shape and values."""
     before = [(part, dict(part._buffers.items())) for part in module.modules()]
     tensors = {id(tensor): tensor for _part, buffers in before for tensor in buffers.values() if tensor is not None}
     saved = [(tensor, same_layout(tensor.detach())) for tensor in tensors.values()]
@@ -79,7 +79,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _restore(tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor its shape and values back, in its own memory where it still has that."""
+    """Restore a tensor's shape and values, in its own memory if the shape is unchanged."""
     if tensor.is_inference():
         return  # nothing can be written into it
     if tensor.grad_fn is not None:
@@ -92,7 +92,7 @@ def _restore(tensor: Tensor, values: Tensor) -> None:
 
 @contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Within the block autocast keeps no cast weights: it would keep them, and their graph, until the model's own autocast ends."""
+    """Within the block autocast does not cache cast weights: the cache, with their graph, lives until the model's own autocast ends."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -118,23 +118,19 @@ def no_warning_of_checkpoints() -> Iterator[None]:
 
 
 def saving_nothing() -> saved_tensors_hooks:
-    """Within the block no tensor is kept for a backward pass, which cannot be run then."""
-    return saved_tensors_hooks(_keep_nothing, _not_kept)
+    """Within the block no tensor is saved for a backward pass, which then cannot be run."""
+    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
 
 
-def _keep_nothing(_tensor: Tensor) -> None:
-    return None
-
-
-def _not_kept(_nothing: None) -> Tensor:
+def _not_saved(_nothing: None) -> Tensor:
     raise RuntimeError("no tensors are kept for a backward pass")
 
 
 def drop_graphs(module: nn.Module) -> None:
-    """Detach the tensors that a run has left in attributes of a module and its parts, with which its graph would live on."""
+    """Detach the tensors that a run has left in attributes of a module and its parts: they keep its graph alive."""
     for part in module.modules():
         for name, value in vars(part).items():
             if name not in _OF_TORCH and type(value) not in _PLAIN:
-                with suppress(Exception):  # a value that cannot be taken apart, as it holds itself
+                with suppress(Exception):  # a value that contains itself
                     if any(tensor.grad_fn is not None for _path, tensor in named_tensors(value)):
                         vars(part)[name] = with_tensors(value, Tensor.detach)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.model.hooks import ForwardHook, HookSet, is_in_backward, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
@@ -24,7 +25,7 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.probe import Probe, Watched, WatchedModule
+from lightning_module_monitor.probes.base import Probe, Watched, WatchedModule
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures, stride_of
@@ -35,62 +36,61 @@ FIGURES: Mapping[str, Callable[[AttentionFigures], Tensor]] = {
     "attention_max_logit": lambda figures: figures.max_logit,
     "attention_sink": lambda figures: figures.sink,
 }
-"""What is taken of a call's figures, by kind."""
+"""The figure of a call that each kind records."""
 
 NEEDED_KEYS = {"attention_relative_entropy": 2}
-"""How many keys a token must see to count, where it is not one: of one key there is nothing to choose."""
+"""The number of keys that a token must attend to, where it is not one: with a single key there is nothing to choose."""
 
 KINDS_OF_TENSORS = ("activation", "activation_difference")
-"""The kinds that the tensors of heads are of."""
+"""The kinds that record the tensors of heads."""
 
 READERS: Mapping[Callable[..., Any], Reader] = {
     F.scaled_dot_product_attention: read_scaled_dot_product_attention,
     F.multi_head_attention_forward: read_multi_head_attention_forward,
 }
-"""The functions whose calls are seen."""
+"""The functions whose calls are observed."""
 
 HeadName = Callable[[str, str], str]
-"""Gives the name of a head or of a tensor of it: from the module's site and what is put behind it."""
+"""Gives the name of a head or of a tensor of it: from the module's site and a suffix."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Watching:
-    """A watched module, and how attention within it is seen."""
+    """A watched module, and how attention within it is observed."""
 
     watched: WatchedModule
     is_of_torch: bool
-    """Whether its forward is torch's own, which calls no attention but in ``nn.MultiheadAttention``.
+    """Whether its forward is torch's own, which calls attention only in ``nn.MultiheadAttention``.
 
-    It may look whether a mode is there, and take another path then, which rounds otherwise; so there is none meanwhile."""
+    Such a forward may take another path, with other rounding, where a mode is on; so no mode is on while it runs."""
     is_attention: bool
-    """Whether its forward is that of ``nn.MultiheadAttention``, whose call is seen by the hook."""
-
-    def can_attend(self) -> bool:
-        """Whether there can be attention within it: not in a layer of torch's own without children."""
-        return self.is_attention or not self.is_of_torch or next(self.watched.site.module.children(), None) is not None
+    """Whether its forward is that of ``nn.MultiheadAttention``, which the hook observes."""
 
     @classmethod
     def of(cls, watched: WatchedModule) -> _Watching:
         forward = getattr(watched.site.module.forward, "__func__", None)
         defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
-        of_torch = defined_in.startswith("torch.nn.modules.")
-        return cls(watched, of_torch, forward is nn.MultiheadAttention.forward)
+        return cls(watched, defined_in.startswith("torch.nn.modules."), forward is nn.MultiheadAttention.forward)
+
+    def can_attend(self) -> bool:
+        """Whether there can be attention within it: not in a layer of torch's own without children."""
+        return self.is_attention or not self.is_of_torch or next(self.watched.site.module.children(), None) is not None
 
 
 class AttentionProbe(Probe):
-    """Sees every call of attention within the watched modules, and measures it head by head.
+    """Observes every call of attention within the watched modules, head by head.
 
-    A call belongs to the innermost watched module that is running: hooks before and after each module's forward tell which.
-    While one runs that is not of torch's own, a ``TorchFunctionMode`` is on, which sees ``F.scaled_dot_product_attention`` and
+    A call belongs to the innermost watched module that is running, which hooks before and after each module's forward find. While a
+    module runs that is not torch's own, a ``TorchFunctionMode`` is on, which gets the calls of ``F.scaled_dot_product_attention`` and
     ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no watched module runs.
 
     Args:
         watched: The modules.
-        with_heads: Those of them of which a kind of heads is wanted.
-        observation: Where figures go.
+        with_heads: Those of them of which a kind of heads is recorded.
+        observation: Takes figures and tensors.
         head_name: Names heads.
-        say: Takes a sentence for the user.
-        is_asked_for: Whether a rule of the user's is about attention, and not only one of a built-in watch.
+        say: Logs a message once.
+        is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
 
     Attributes:
         is_asked_for: As above.
@@ -120,42 +120,43 @@ class AttentionProbe(Probe):
         """The watched modules whose forward is running, outermost first."""
         self._is_on = False
         self._num_above = 0
-        """How many modes lay above ours when it was taken off."""
-        self._last: _Seen | None = None
+        """The number of modes above ours in torch's stack of modes when ours was removed."""
+        self._last: tuple[ModuleSite, list[weakref.ref[Tensor]], bool] | None = None
+        """The last call: its module, its query and key, and whether the model reported it."""
         self._of_reference: defaultdict[str, deque[dict[str, Tensor]]] = defaultdict(deque)
-        """Tensors of heads by name, of calls of the reference's that the model has not come to, by site."""
+        """By site, the tensors of heads by name, of calls of the reference that the model has not made yet."""
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         for one in self._watched:
-            module = one.watched.site.module
-            self._hooks.add(module.register_forward_pre_hook(_EnterHook(self, one)))
-            self._hooks.add(module.register_forward_hook(_LeaveHook(self, one), with_kwargs=True, always_call=True))
+            module, enter, leave = one.watched.site.module, functools.partial(self._enter, one), functools.partial(self._leave, one)
+            self._hooks.add(module.register_forward_pre_hook(UncopiedHook(enter)))
+            self._hooks.add(module.register_forward_hook(UncopiedHook(leave), with_kwargs=True, always_call=True))
 
     def end_micro_batch(self) -> None:
-        """Forget the call that was seen last, and what the model did not come to."""
+        """Forget the last call, and calls of the reference that the model has not made."""
         self._last = None
         self._of_reference.clear()
 
     def close(self) -> None:
-        """Take every hook off, and the mode, which Ctrl-C in a forward leaves on."""
+        """Remove every hook, and the mode, which Ctrl-C in a forward leaves on."""
         self._hooks.close()
         self._running.clear()
         self.end_micro_batch()
         self._switch()
 
     def watched(self, site: ModuleSite) -> WatchedModule:
-        """What is wanted of a module, of all kinds."""
+        """What is recorded of a module, of all kinds."""
         return next((one for one in self._all if one.site is site), Watched(site, {}))
 
     def see(self, watched: WatchedModule, read: Reader, call: RawCall, *, by_hand: bool = False) -> None:
-        """Take a call in.
+        """Observe a call.
 
         Args:
             watched: The module that it belongs to.
-            read: Makes heads of it.
-            call: What was called, and what came of it.
-            by_hand: Whether the model itself tells of it; a call that it tells of and that is seen as well counts once.
+            read: Splits it into heads.
+            call: The function's arguments and output.
+            by_hand: Whether the model itself reports it; a call that is reported and found counts once.
         """
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
         if not self.is_open or is_in_backward() or is_tracing():
@@ -164,21 +165,21 @@ class AttentionProbe(Probe):
         try:
             with torch.no_grad():
                 heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))
-                if not self._was_seen(watched, heads, by_hand):
-                    self._measure(watched, heads)
-                    self._see_heads(watched, heads)
+                if not self._is_repeated(watched, heads, by_hand):
+                    self._observe_figures(watched, heads)
+                    self._observe_heads(watched, heads)
         except MonitorError:
             raise
         except Exception as error:
             self._fail(watched, call, error)
 
     def see_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
-        """Keep the tensors of the heads of a call of the reference's until the model comes to it, if that is wanted.
+        """Keep the tensors of the heads of a call of the reference until the model makes it, if they are compared.
 
         Args:
             watched: The module of the model whose sibling it belongs to.
-            read: Makes heads of it.
-            call: What was called, and what came of it.
+            read: Splits it into heads.
+            call: The function's arguments and output.
             to_host: Whether they wait in the memory of the host.
         """
         if "activation_difference" not in watched.watches or self.is_suspended:
@@ -186,34 +187,36 @@ class AttentionProbe(Probe):
         try:
             with torch.no_grad():
                 tensors = self._tensors(watched, read(call, True))
-                self._of_reference[watched.site.name].append(
-                    {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
-                )
+                kept = {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
+                self._of_reference[watched.site.name].append(kept)
         except Exception as error:
             self._fail(watched, call, error)
 
     def see_innermost(self, read: Reader, call: RawCall) -> None:
-        """Take in a call of the watched module that is running."""
+        """Observe a call within the innermost watched module that is running."""
         if self._running:
             self.see(self._running[-1].watched, read, call)
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
-        """What cannot be read (a tensor of a functorch transform, say) is no reason for training to end."""
+        """Record NaN for a call that cannot be read, e.g. tensors of a functorch transform."""
         for kind, watch in watched.watches.items():
             if KINDS[kind].of_heads:
                 self._observation.fail(watch, call.output, error)
 
-    def _was_seen(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
-        """Whether the call that came last was this one, told by hand and seen, or seen and told by hand."""
+    def _is_repeated(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
+        """Whether the last call was this one: found first and then reported by the model, or the other way round."""
         last, self._last = self._last, None
-        if call.given and last is not None and last.is_other_side_of(watched, call, by_hand):
-            return True
-        if call.given:
-            self._last = _Seen(watched, tuple(weakref.ref(one) for one in call.given), by_hand)
+        if not call.given:
+            return False
+        if last is not None:
+            site, given, was_by_hand = last
+            if site is watched.site and was_by_hand != by_hand and all(one() is two for one, two in zip(given, call.given, strict=True)):
+                return True
+        self._last = watched.site, [weakref.ref(one) for one in call.given], by_hand
         return False
 
-    def _measure(self, watched: WatchedModule, call: AttentionCall) -> None:
-        """Take in the figures of every query token, by head."""
+    def _observe_figures(self, watched: WatchedModule, call: AttentionCall) -> None:
+        """Observe the figures of every query token, by head."""
         wanted = [(kind, watched.watches[kind]) for kind in FIGURES if kind in watched.watches]
         query, key = call.query, call.key
         if not wanted or not (query.numel() and key.numel()):
@@ -225,15 +228,14 @@ class AttentionProbe(Probe):
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([FIGURES[kind](figures) for kind, _watch in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _watch in wanted])
-        num_heads = query.shape[1]
-        names = [self._head_name(watched.site.name, f"head_{head}") for head in range(num_heads)]
+        names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         watches = [watch.at(name) for _kind, watch in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
         rows, counting = (one.transpose(1, 2).reshape(len(watches), -1) for one in (values, counts))
         self._observation.observe_rows(watches, rows, counting)
 
-    def _see_heads(self, watched: WatchedModule, call: AttentionCall) -> None:
-        """Take in the tensors of every head, as activations, and their differences from the reference's."""
+    def _observe_heads(self, watched: WatchedModule, call: AttentionCall) -> None:
+        """Observe the tensors of every head, as activations, and their differences from the reference's."""
         activation, difference = (watched.watches.get(kind) for kind in KINDS_OF_TENSORS)
         if activation is not None:
             self._observation.observe_all((activation.at(name), one) for name, one in self._tensors(watched, call))
@@ -251,73 +253,39 @@ class AttentionProbe(Probe):
             for head, of_head in enumerate(() if tensor is None else tensor.detach().unbind(1)):
                 yield self._head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
-    def enter(self, one: _Watching) -> None:
+    def _enter(self, one: _Watching, *_call: object) -> None:
         """The forward of a watched module begins."""
+        if not self.is_open:
+            return
         if not self._running:
             self._num_above = 0
         self._running.append(one)
         self._switch()
 
-    def leave(self, one: _Watching, call: RawCall) -> None:
-        """The forward of a watched module is over, by an exception if its output is ``None``."""
-        # The last time that it is there, and what is above: a module that Ctrl-C ended was not left.
+    def _leave(self, one: _Watching, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """The forward of a watched module is over; its output is ``None`` after an exception."""
+        # Modules above it in the list were ended by Ctrl-C, and did not get here.
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]
         self._switch()
-        if one.is_attention and call.output is not None:
-            self.see(one.watched, read_multihead_attention, call)
+        if one.is_attention and output is not None:
+            self.see(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
 
     def _switch(self) -> None:
-        """Put the mode on or take it off, as the innermost module that is running wants it."""
+        """Turn the mode on or off, as the innermost running module requires."""
         is_wanted = bool(self._running) and not self._running[-1].is_of_torch
         if is_wanted and not self._is_on:
-            # Set before it is on, and below after it is off: where Ctrl-C comes in between, `close` takes it off.
+            # The flag is set before the mode is on, and cleared after it is off: if Ctrl-C comes in between, `close` turns it off.
             self._is_on = True
-            # In its old place: a mode of the model's that lies above ours will be taken off by who has put it there.
-            _put_on(self._mode, self._num_above)
+            # The mode returns to its old position: the model removes its own modes from the top of the stack, in its own order.
+            _insert(self._mode, self._num_above)
         elif self._is_on and not is_wanted:
-            self._num_above = _take_off(self._mode)
+            self._num_above = _remove(self._mode)
             self._is_on = False
 
 
-class _EnterHook(ForwardHook):
-    """Called before a watched module's forward. Returns nothing, like the next one."""
-
-    def __init__(self, probe: AttentionProbe, one: _Watching) -> None:
-        self._probe = probe
-        self._one = one
-
-    def see(self, _module: nn.Module, _args: object) -> None:
-        if self._probe.is_open:
-            self._probe.enter(self._one)
-
-
-class _LeaveHook(ForwardHook):
-    """Called after a watched module's forward, also if it raises."""
-
-    def __init__(self, probe: AttentionProbe, one: _Watching) -> None:
-        self._probe = probe
-        self._one = one
-
-    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        self._probe.leave(self._one, RawCall((module, *args), kwargs, output))
-
-
-class _Seen(NamedTuple):
-    """A call that was taken in, and which way it came."""
-
-    watched: WatchedModule
-    given: tuple[weakref.ref[Tensor], ...]
-    by_hand: bool
-
-    def is_other_side_of(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
-        """Whether a call is this one, and came the other way."""
-        same = self.watched.site is watched.site and all(one() is other for one, other in zip(self.given, call.given, strict=True))
-        return same and self.by_hand != by_hand
-
-
 class _AttentionMode(TorchFunctionMode):
-    """Told of every call of a torch function; does what the function does, and tells the probe of attention."""
+    """Gets every call of a torch function, and gives calls of attention to the probe."""
 
     def __init__(self, probe: AttentionProbe) -> None:
         super().__init__()
@@ -334,8 +302,8 @@ class _AttentionMode(TorchFunctionMode):
         return output
 
 
-def _take_off(mode: TorchFunctionMode) -> int:
-    """Take a mode off, wherever it lies; returns how many lay above it."""
+def _remove(mode: TorchFunctionMode) -> int:
+    """Remove a mode from torch's stack of modes, at any position; returns the number of modes above it."""
     above: list[TorchFunctionMode] = []
     try:
         while torch._C._len_torch_function_stack():
@@ -349,8 +317,8 @@ def _take_off(mode: TorchFunctionMode) -> int:
     return len(above)
 
 
-def _put_on(mode: TorchFunctionMode, num_above: int) -> None:
-    """Put a mode on, with so many of those that are on above it."""
+def _insert(mode: TorchFunctionMode, num_above: int) -> None:
+    """Insert a mode into torch's stack of modes, below the ``num_above`` topmost ones."""
     above = [_pop_mode() for _ in range(min(num_above, torch._C._len_torch_function_stack()))]
     for one in (mode, *reversed(above)):
         _push_mode(one)

@@ -1,4 +1,4 @@
-"""From the arguments of a call of attention to its heads: for torch's two functions and for its module."""
+"""Splits a call of attention into heads: of torch's two functions and of its module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention.bias import CausalBias
 
 
 class RawCall(NamedTuple):
-    """A call as it was made."""
+    """Arguments and output of a call."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -29,21 +29,21 @@ class AttentionCall:
     query: Tensor
     """Shape ``(batch, heads, queries, features)``."""
     key: Tensor
-    """Shape ``(batch, heads, keys, features)``; where several query heads share a key head, it is there for each of them."""
+    """Shape ``(batch, heads, keys, features)``; a key head that several query heads share is repeated for each."""
     value: Tensor | None
-    """Shape ``(batch, heads, keys, value_features)``; ``None`` if it was not asked for."""
+    """Shape ``(batch, heads, keys, value_features)``; ``None`` if it is not recorded."""
     masks: tuple[Tensor, ...] = ()
-    """Each of four dimensions, which broadcast to ``(batch, heads, queries, keys)``: true of what is seen, or to be added."""
+    """Each of four dimensions, which broadcast to ``(batch, heads, queries, keys)``: true for visible keys, or to be added."""
     is_causal: bool = False
     scale: float | None = None
     output: Tensor | None = None
-    """Shape ``(batch, heads, queries, value_features)``; ``None`` if there is none head by head."""
+    """Shape ``(batch, heads, queries, value_features)``; ``None`` if the function has none head by head."""
     given: tuple[Tensor, ...] = ()
-    """The very tensors that were given as query and key, where the model could tell of them by hand."""
+    """The arguments query and key themselves, of a function whose calls the model may also report."""
 
 
 Reader = Callable[[RawCall, bool], AttentionCall]
-"""Takes a call, and whether the values are wanted."""
+"""Takes a call, and whether the values are recorded."""
 
 
 def read_scaled_dot_product_attention(call: RawCall, _has_value: bool) -> AttentionCall:
@@ -66,7 +66,7 @@ def _heads_of(  # noqa: PLR0917  # torch's own, in its order
     if enable_gqa:
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], dim=-3) for one in (key, value))
     if isinstance(attn_mask, CausalBias):
-        attn_mask = attn_mask._materialize(query.device)  # it stands for a mask, and refuses all but attention
+        attn_mask = attn_mask._materialize(query.device)  # it supports no operation but attention
     masks = () if attn_mask is None else (torch.atleast_2d(attn_mask),)
     leading = torch.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value, *masks)))
 
@@ -99,22 +99,19 @@ _MODULE = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def read_multi_head_attention_forward(call: RawCall, has_value: bool) -> AttentionCall:
-    """Heads of a call of ``F.multi_head_attention_forward``: projected again, for its own are not to be had.
-
-    Nor is the output of a single head.
-    """
+    """Heads of a call of ``F.multi_head_attention_forward``, projected again: the function returns none, nor the output of a head."""
     bound = _FUNCTION.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return _projected(SimpleNamespace(**bound.arguments), has_value)
 
 
 def read_multihead_attention(call: RawCall, has_value: bool) -> AttentionCall:
-    """Heads of a call of ``nn.MultiheadAttention.forward``, which computes them by one function or another."""
+    """Heads of a call of ``nn.MultiheadAttention.forward``, whichever function computes them."""
     bound = _MODULE.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     module, is_there = given.self, None
-    if given.query.is_nested:  # torch's TransformerEncoder leaves padding out like this, in self-attention
+    if given.query.is_nested:  # torch's TransformerEncoder removes padding so, in self-attention
         given.query, is_there = _padded(given.query)
         given.key = given.value = given.query
         given.key_padding_mask = ~is_there
@@ -129,7 +126,7 @@ def read_multihead_attention(call: RawCall, has_value: bool) -> AttentionCall:
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """A nested tensor of shape ``(batch, *, features)`` filled up with zeros, and which of its tokens are there."""
+    """A nested tensor of shape ``(batch, *, features)`` padded with zeros, and a mask of its tokens."""
     padded = torch.nested.to_padded_tensor(nested, 0.0)
     lengths = torch.tensor([len(one) for one in nested.unbind()], device=padded.device)
     return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
@@ -158,7 +155,7 @@ def _projected(call: SimpleNamespace, has_value: bool) -> AttentionCall:
 
     query, key = projected(0), projected(1, call.static_k, call.bias_k)
     value = projected(2, call.static_v, call.bias_v) if has_value else None
-    # As the function has it: a hint is taken where there is nothing else to be masked, and else the mask that it hints at.
+    # As in the function: the hint is used where nothing else is masked, and otherwise the mask itself.
     is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
     masks = []
     if call.attn_mask is not None and not is_causal:
@@ -170,6 +167,6 @@ def _projected(call: SimpleNamespace, has_value: bool) -> AttentionCall:
 
 
 def _of_all_keys(mask: Tensor, num_added: int) -> Tensor:
-    """A mask of ``nn.MultiheadAttention``, true of what is hidden, as attention itself has it; keys that were added are seen."""
-    seen = ~mask if mask.dtype == torch.bool else mask
-    return F.pad(seen, (0, num_added), value=seen.dtype == torch.bool) if num_added else seen
+    """A mask of ``nn.MultiheadAttention``, true for hidden keys, as one that is true for visible keys; added keys are visible."""
+    visible = ~mask if mask.dtype == torch.bool else mask
+    return F.pad(visible, (0, num_added), value=visible.dtype == torch.bool) if num_added else visible

@@ -16,19 +16,18 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
+from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import Path, named_tensors
+from lightning_module_monitor.probes.base import CallHook, ModuleProbe, Say, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
-from lightning_module_monitor.probes.probe import Probe, Say, WatchedModule
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
     EFFECTIVE,
@@ -61,7 +60,7 @@ _NO_ALIGNMENT = -1.0
 
 
 class Term(NamedTuple):
-    """A term of the check: ``tensor - minus``, of the parts of a call."""
+    """A term of the check, ``tensor - minus``, by the names of parts of a call."""
 
     kind: str
     tensor: str
@@ -69,7 +68,7 @@ class Term(NamedTuple):
     bias: str | None = None
     """The bias in the term, which the site of the weight alone leaves out."""
     alignment: str = ""
-    """The alignment that the norm of the term, without the bias, belongs to."""
+    """The alignment that is computed from the norm of the term, without the bias."""
 
 
 RCC_TERMS = (
@@ -85,7 +84,7 @@ RCC_INPUT_TERMS = (
     Term(INPUT, "input", alignment="effective"),
     Term(INPUT_CHANGE, "input", "reference_input", alignment="propagating"),
 )
-"""The terms of inputs, and of what the weight is applied to."""
+"""The terms of inputs, and of the tensor that the weight is applied to."""
 
 
 def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
@@ -98,7 +97,7 @@ _Observed = tuple[Difference, list[tuple[MetricSpec, int]]]
 """A term, and the rows of moments that it goes into."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CheckedLayer:
     """A linear map of a module, and the same map of the reference.
 
@@ -107,71 +106,63 @@ class CheckedLayer:
         part: Its name in the module, ``""`` for the module itself.
         site: Its name in keys.
         module: The model's module.
-        twin: The reference's module.
+        reference: The reference's module.
         watches: What is recorded at the layer's site, by kind.
         of_weight: What is recorded at the site of the weight alone, by kind.
         alignments: The ratio of the norms of term and input, by the name of the alignment.
+        norms: The operator norms, which are not recorded where only alignments are; ``None`` without either.
+        recorded_norms: Names of the operator norms that are recorded.
+        computed_norms: Names of those, and of the operator norms that alignments are relative to.
     """
 
     type: LayerType
     part: str
     site: str
     module: nn.Module
-    twin: nn.Module
-    watches: dict[str, MetricSpec] = field(default_factory=dict)
-    of_weight: dict[str, MetricSpec] = field(default_factory=dict)
-    alignments: dict[str, MetricSpec] = field(default_factory=dict)
-
-    def operator_norm_watch(self) -> MetricSpec | None:
-        """The watch of the operator norms; one that is not recorded where only alignments are."""
-        watch = self.watches.get(OPERATOR_NORM)
-        if watch is not None or not self.alignments:
-            return watch
-        other = self.watches[ALIGNMENT]
-        return other.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
-
-    def operator_norm_names(self) -> tuple[set[str], set[str]]:
-        """The operator norms that are recorded, and those that are computed."""
-        watch = self.watches.get(OPERATOR_NORM)
-        recorded = set() if watch is None else set(watch.functions)
-        return recorded, recorded | {_NORM_OF_ALIGNMENT[name] for name in self.alignments}
+    reference: nn.Module
+    watches: dict[str, MetricSpec]
+    of_weight: dict[str, MetricSpec]
+    alignments: dict[str, MetricSpec]
+    norms: MetricSpec | None
+    recorded_norms: frozenset[str]
+    computed_norms: frozenset[str]
 
 
-def checked_layers(watched: WatchedModule, twin: nn.Module | None) -> list[CheckedLayer]:
+def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
     """The linear maps of a module that the check observes.
 
     Args:
         watched: The module, and what is recorded of it.
-        twin: The reference's module.
+        reference: The reference's module.
     """
     module, found = watched.site.module, []
-    kinds = [kind for kind in KINDS if kind in watched.watches]
-    parts = layer_parts(module) if kinds and twin is not None and layer_parts(twin).keys() == layer_parts(module).keys() else {}
-    for part, layer_type in parts.items():
-        assert twin is not None
+    by_kind = {kind: watched.watches[kind].by_layer for kind in KINDS if kind in watched.watches}
+    if not by_kind or reference is None:
+        return []
+    parts = layer_parts(module)
+    for part, layer_type in parts.items() if layer_parts(reference).keys() == parts.keys() else ():
         start = f".{part}" if part else ""
-        layer = CheckedLayer(layer_type, part, f"{watched.site.name}{start}", module, twin)
-        for kind in kinds:
-            by_site = watched.watches[kind].by_layer
-            if start in by_site:
-                layer.watches[kind] = by_site[start]
-            if f"{start}.weight" in by_site:
-                layer.of_weight[kind] = by_site[f"{start}.weight"]
-        if ALIGNMENT in layer.watches:
-            watch = layer.watches[ALIGNMENT]
+        watches = {kind: by_site[start] for kind, by_site in by_kind.items() if start in by_site}
+        of_weight = {kind: by_site[f"{start}.weight"] for kind, by_site in by_kind.items() if f"{start}.weight" in by_site}
+        alignments, norms = {}, watches.get(OPERATOR_NORM)
+        if (watch := watches.get(ALIGNMENT)) is not None:
             for name in watch.functions:
-                layer.alignments[name] = watch.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
-        found.append(layer)
+                alignments[name] = watch.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
+            norms = norms or watch.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
+        recorded = frozenset(watches[OPERATOR_NORM].functions if OPERATOR_NORM in watches else ())
+        computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
+        site, maps = f"{watched.site.name}{start}", (watches, of_weight, alignments)
+        found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
     return found
 
 
-class CoordinateCheckProbe(Probe):
-    """Takes the terms of the check as the model's modules run.
+class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
+    """Observes the terms of the check as the model's modules run.
 
     Args:
         watched: The modules.
         observation: Takes the terms.
-        twins: Keeps what the reference's modules got and gave.
+        reference: Keeps the tensors of the reference's modules.
         operator_norms: Those of the reference, which live from step to step.
         skipped_calls: Takes the number of calls that are left out.
         further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
@@ -182,123 +173,103 @@ class CoordinateCheckProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         observation: StepAccumulator,
-        twins: ReferenceProbe,
+        reference: ReferenceProbe,
         operator_norms: OperatorNorms,
         skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
         log: Say,
     ) -> None:
         self._observation = observation
-        self._twins = twins
+        self._reference = reference
         self._operator_norms = operator_norms
         self._skipped_calls = skipped_calls
         self._further_name = further_name
         self._log = log
-        self._device = twins.reference.device()
-        self._hooks = HookSet()
-        self._layers = [layer for one in watched for layer in checked_layers(one, twins.reference.twin(one.site.module))]
+        self._device = reference.reference.device()
+        self._layers = [layer for one in watched for layer in checked_layers(one, reference.reference.sibling(one.site.module))]
         self._num_skipped = 0
-        for layer in self._layers:
-            if layer.type.is_called:
-                twins.want(layer.twin, _wanted_by(layer), functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+        super().__init__((layer.module, layer) for layer in self._layers if layer.type.is_called)
+        for _module, layer in self._targets:
+            reference.want(layer.reference, _wanted_by(layer), functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
-        """Put the hooks on, and take the operator norms of the weights that the step's forward passes will use."""
-        for layer in self._layers:
-            if layer.type.is_called:
-                hook = UncopiedHook(functools.partial(self._after_forward, layer))
-                # Before other hooks, which may replace the output: the terms are those of the layer itself.
-                self._hooks.add(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
+        for module, layer in self._targets:
+            # Before other hooks, which may replace the output: the terms are those of the layer itself.
+            self._module_hooks.add(module.register_forward_hook(CallHook(self, layer), with_kwargs=True, prepend=True))
         if not is_tracing():
             with torch.no_grad(), _full_precision(self._device):
-                self._take_operator_norms()
+                self._observe_operator_norms()
 
     def finish(self) -> None:
         """Record how many calls were left out."""
         if self._layers:
             self._observation.add_result(self._skipped_calls, UserFunction(RCC_SKIPPED_CALLS, float, "sum"), float(self._num_skipped), 1)
 
-    def close(self) -> None:
-        """Take every hook off."""
-        self._hooks.close()
-
     def derive(self, values: dict[str, float]) -> None:
         """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
         for layer in self._layers:
-            norms = layer.operator_norm_watch()
-            recorded, _computed = layer.operator_norm_names()
             for name, watch in layer.alignments.items():
-                assert norms is not None
-                key, norm_key = watch.statistic_keys[0], norms.key(_NORM_OF_ALIGNMENT[name])
+                assert layer.norms is not None
+                key, norm_key = watch.statistic_keys[0], layer.norms.key(_NORM_OF_ALIGNMENT[name])
                 if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
                     # No ratio is above the norm: where it is, the norm was found a little too small, or the ratio is of rounding alone.
                     values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
-                if _NORM_OF_ALIGNMENT[name] not in recorded:
+                if _NORM_OF_ALIGNMENT[name] not in layer.recorded_norms:
                     values.pop(norm_key, None)
 
-    def _after_forward(
-        self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
-    ) -> None:
-        # A forward pass within a backward pass recomputes a checkpointed one, which was counted.
-        if not self.is_open or is_in_backward():
-            return
-        try:
-            # Modes of torch functions are foreign code, and no public function turns them off.
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._observe(layer, args, kwargs, output)
-        except MonitorError:
-            raise
-        except Exception as error:
-            for watch in layer.watches.values():
-                self._observation.fail(watch, output, error)
+    def see_call(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Observe the terms of one call; count it where it cannot be compared."""
+        if is_in_backward():
+            return  # a recomputation, which was counted
+        # Modes of torch functions are foreign code, and no public function turns them off.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            call = self._reference.take(layer.reference, _wanted_by(layer))
+            if call is None:
+                self._num_skipped += 1  # the probe of the reference logs that it has not run as often
+                return
+            inputs = layer.type.bind(layer.module, args, kwargs)
+            tensors = None if inputs is None else _tensors(layer, inputs, output, call)
+            if tensors is None:
+                self._num_skipped += 1
+                self._log(SKIPPED)
+                return
+            with _full_precision(self._device):
+                self._observation.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
-    def _observe(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Take the terms of one call; count it where it cannot be compared."""
-        call = self._twins.take(layer.twin, _wanted_by(layer))
-        if call is None:
-            self._num_skipped += 1  # the probe of the reference logs that it has not run as often
-            return
-        inputs = layer.type.bind(layer.module, args, kwargs)
-        tensors = None if inputs is None else _tensors(layer, inputs, output, call)
-        if tensors is None:
-            self._num_skipped += 1
-            self._log(SKIPPED)
-            return
-        with _full_precision(self._device):
-            self._observation.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
+    def fail(self, layer: CheckedLayer, output: object, error: Exception) -> None:
+        """Record NaN for a call whose terms cannot be computed."""
+        for watch in layer.watches.values():
+            self._observation.fail(watch, output, error)
 
     def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
-        """The terms of the inputs, and of what the weight is applied to."""
+        """The terms of the inputs, and of the tensor that the weight is applied to."""
         own, reference = tensors.inputs[0], tensors.reference_inputs[0]
         if layer.type.normalizes:
-            yield from _terms_of_input(layer, own, reference, layer.watches, {})
+            yield from _terms_of_input(layer, own, reference, {}, layer.watches)
             own, reference = (layer.type.function(x, None, None, layer.module) for x in (own, reference))
-            yield from _terms_of_input(layer, own, reference, layer.of_weight, layer.alignments)
+            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.of_weight)
             return
         if layer.type.has_tensor_input:
-            yield from _terms_of_input(layer, own, reference, layer.watches, layer.alignments, layer.of_weight)
+            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.watches, layer.of_weight)
         for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
             site = self._further_name(layer.site, (index,), "input")
-            yield from _terms_of_input(layer, one, other, {kind: watch.at(site) for kind, watch in layer.watches.items()}, {})
+            yield from _terms_of_input(layer, one, other, {}, {kind: watch.at(site) for kind, watch in layer.watches.items()})
 
-    def _take_operator_norms(self) -> None:
+    def _observe_operator_norms(self) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Callable[[], Tensor]] = {}
-        watches: dict[str, MetricSpec] = {}
+        watches = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
         for layer in self._layers:
-            watch, (_recorded, names) = layer.operator_norm_watch(), layer.operator_norm_names()
-            if watch is None or not names:
+            if layer.norms is None:
                 continue
-            try:
-                if "update" in names:
-                    updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.twin))
-                if "reference" in names:
-                    references[layer.site] = functools.partial(_matrices, layer, layer.twin)
-                watches[layer.site] = watch
-            except Exception as error:
-                self._observation.fail(watch, layer.module, error)
+            with failing_alone(functools.partial(self._observation.fail, layer.norms, layer.module)):
+                if "update" in layer.computed_norms:
+                    updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
+                if "reference" in layer.computed_norms:
+                    references[layer.site] = functools.partial(_matrices, layer, layer.reference)
         for name, norms in (("update", operator_norms(updates)), ("reference", self._operator_norms.of_reference(references))):
             for site, norm in norms.items():
                 self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
@@ -326,7 +297,7 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
     if [x.shape for x in reference_inputs] != [x.shape for x in inputs]:
         return None
     weight, bias = weight_and_bias(layer.type, layer.module)
-    reference_weight, reference_bias = weight_and_bias(layer.type, layer.twin)
+    reference_weight, reference_bias = weight_and_bias(layer.type, layer.reference)
     function, module = layer.type.function, layer.module
     own: object
     if layer.type.gives_output:
@@ -351,7 +322,7 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
     """The inputs and then the output of a call of the reference's layer; nothing where the call cannot be compared."""
-    inputs = layer.type.bind(layer.twin, args, kwargs)
+    inputs = layer.type.bind(layer.reference, args, kwargs)
     if inputs is None or (layer.type.gives_output and not is_plain(output)):
         return []
     return [*named_tensors(inputs), *(named_tensors(output) if layer.type.gives_output else ())]
@@ -362,29 +333,23 @@ def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observ
     for term in RCC_TERMS:
         tensor, other = parts[term.tensor], None if term.minus is None else parts[term.minus]
         assert tensor is not None
-        bias = None if term.bias is None else parts[term.bias]
-        wishes, of_weight = _rows(layer.watches, term.kind), _rows(layer.of_weight, term.kind)
+        rows, of_weight = _rows(term, layer.watches), _rows(term, layer.of_weight)
         if term.alignment in layer.alignments:
             of_weight.append((layer.alignments[term.alignment], OWN))
+        bias = None if term.bias is None else parts[term.bias]
         if bias is None:
-            yield from _with_features_last(layer, Difference(tensor, other), wishes + of_weight)
-            continue
-        yield from _with_features_last(layer, Difference(tensor, other), wishes)
+            rows, of_weight = rows + of_weight, []
+        yield from _with_features_last(layer, Difference(tensor, other), rows)
         yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
 
 
 def _terms_of_input(
-    layer: CheckedLayer,
-    own: Tensor,
-    reference: Tensor,
-    watches: Mapping[str, MetricSpec],
-    alignments: Mapping[str, MetricSpec],
-    *more: Mapping[str, MetricSpec],
+    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *watches: Mapping[str, MetricSpec]
 ) -> Iterator[_Observed]:
     """The terms of one input, for the watches of each mapping by kind; the alignments get the norms of all vectors."""
     for term in RCC_INPUT_TERMS:
         difference = Difference(own, None if term.minus is None else reference)
-        rows = [row for by_kind in (watches, *more) for row in _rows(by_kind, term.kind)]
+        rows = _rows(term, *watches)
         aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
         if layer.type.vectors is every_vector_once:
             rows += aligned
@@ -404,8 +369,8 @@ def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[
         yield difference, rows
 
 
-def _rows(watches: Mapping[str, MetricSpec], kind: str) -> list[tuple[MetricSpec, int]]:
-    return [(watches[kind], OWN)] if kind in watches else []
+def _rows(term: Term, *watches: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
+    return [(by_kind[term.kind], OWN) for by_kind in watches if term.kind in by_kind]
 
 
 def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:

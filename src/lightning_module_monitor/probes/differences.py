@@ -1,31 +1,32 @@
-"""Differences of the model's activations from those that the reference has for the same input."""
+"""Differences of the model's activations from those of the reference for the same input."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.outputs import Path, is_first, named_tensors, of_all_samples
-from lightning_module_monitor.probes.probe import Probe, WatchedModule
+from lightning_module_monitor.probes.base import ModuleProbe, WatchedModule, failing_alone
 from lightning_module_monitor.probes.reference import ReferenceProbe, named_outputs
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 KIND = "activation_difference"
 
+_Target = tuple[MetricSpec, nn.Module]
+"""What is recorded of a module, and its sibling in the reference."""
 
-class DifferenceProbe(Probe):
-    """Compares every output of a module with what its sibling in the reference gave at the same call.
+
+class DifferenceProbe(ModuleProbe[_Target]):
+    """Compares every output of a module with the output of its sibling in the reference at the same call.
 
     Args:
         watched: The modules.
-        observation: Where pairs of tensors go.
-        twins: What the reference gave.
+        observation: Takes pairs of tensors.
+        reference: Keeps the reference's outputs.
         further_name: Names further outputs, from the module's site and the path.
     """
 
@@ -33,56 +34,34 @@ class DifferenceProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         observation: StepAccumulator,
-        twins: ReferenceProbe,
+        reference: ReferenceProbe,
         further_name: Callable[[str, Path], str],
     ) -> None:
         self._observation = observation
-        self._twins = twins
+        self._reference = reference
         self._further_name = further_name
-        self._hooks = HookSet()
-        pairs = ((one, twins.reference.twin(one.site.module)) for one in watched if KIND in one.watches)
-        self._watched = [(one, twin) for one, twin in pairs if twin is not None]
-        for _one, twin in self._watched:
-            twins.want(twin, KIND, lambda _args, _kwargs, output: named_outputs(output))
+        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if KIND in one.watches]
+        super().__init__((one.site.module, (one.watches[KIND], sibling)) for one, sibling in siblings if sibling is not None)
+        for _module, (_watch, sibling) in self._targets:
+            reference.want(sibling, KIND, lambda _args, _kwargs, output: named_outputs(output))
 
-    def attach(self) -> None:
-        """Put the hooks on."""
-        for watched, twin in self._watched:
-            hook = UncopiedHook(functools.partial(self._after_forward, watched, twin))
-            self._hooks.add_forward(watched.site.module, hook)
+    def see_call(self, target: _Target, _args: object, output: object) -> None:
+        """Compare every output."""
+        if is_in_backward():
+            return  # a recomputation, which was compared
+        watch, sibling = target
+        references = dict(self._reference.take(sibling, KIND) or ())
+        for path, tensor in named_tensors(output):
+            if path not in references or not tensor.is_floating_point():
+                continue
+            elements = of_all_samples(tensor.detach())
+            if elements.shape != references[path].shape:
+                self._reference.note_other_shape(sibling)
+                continue
+            own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
+            with failing_alone(functools.partial(self._observation.fail, own, elements)):
+                self._observation.observe_pair(own, elements, references[path])
 
-    def close(self) -> None:
-        """Take every hook off."""
-        self._hooks.close()
-
-    def _after_forward(self, watched: WatchedModule, twin: nn.Module, _module: nn.Module, _args: object, output: object) -> None:
-        # A forward pass within a backward pass is the recomputation of a checkpointed one, which was compared.
-        if not self.is_open or torch._C._current_graph_task_id() != -1:
-            return
-        watch = watched.watches[KIND]
-        try:
-            call = self._twins.take(twin, KIND)
-            if call is None:
-                return
-            references = dict(call)
-            for path, tensor in named_tensors(output):
-                if path not in references or not tensor.is_floating_point():
-                    continue
-                elements = of_all_samples(tensor.detach())
-                if elements.shape != references[path].shape:
-                    self._twins.note_other_shape(twin)
-                    continue
-                own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
-                self._compare(own, elements, references[path])
-        except MonitorError:
-            raise
-        except Exception as error:
-            self._observation.fail(watch, output, error)
-
-    def _compare(self, watch: MetricSpec, tensor: Tensor, reference: Tensor) -> None:
-        try:
-            self._observation.observe_pair(watch, tensor, reference)
-        except MonitorError:
-            raise
-        except Exception as error:
-            self._observation.fail(watch, tensor, error)
+    def fail(self, target: _Target, output: object, error: Exception) -> None:
+        """Record NaN for an output that cannot be taken apart."""
+        self._observation.fail(target[0], output, error)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
-from lightning_module_monitor.probes.probe import elements_of
+from lightning_module_monitor.model.hooks import is_in_backward
+from lightning_module_monitor.model.outputs import main_tensor
+from lightning_module_monitor.probes.base import GradientHook, GradientProbe, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
@@ -18,13 +21,13 @@ KIND = "gradient_flow"
 
 
 def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
-    """The wish for a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
+    """The watch of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
     return MetricSpec(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks in the order of the forward pass, and what the transitions between them are called."""
+    """Blocks in the order of the forward pass, and the names of the transitions between them."""
 
     blocks: Sequence[nn.Module]
     watches: Sequence[MetricSpec]
@@ -36,31 +39,87 @@ class Chain:
 
     def keys(self) -> list[str]:
         """Every key of a step."""
-        of_transitions = [self._key(site, name) for site in self.transitions for name in ("gain", "log_gain")]
-        return of_transitions + [self._key(SUMMARY_SITE, name) for name in SUMMARY]
+        names = [(site, name) for site in self.transitions for name in ("gain", "log_gain")] + [(SUMMARY_SITE, name) for name in SUMMARY]
+        return [Key(KIND, site, name, prefix=self.prefix).format() for site, name in names]
 
     def values(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Value by key; what there is none of, because a block got no gradient, is absent.
+        """Value by key; a value that needs the gradient of a block without one is absent.
 
         Args:
             norms: Norm at each block, ``None`` where no gradient arrived.
         """
         found = transitions(norms, EPS, self.thresholds)
-        sums = summary(found)
-        of_transitions = [value for one in found for value in (one.gain, one.log_gain)]
-        by_key = zip(self.keys(), [*of_transitions, *(sums[name] for name in SUMMARY)], strict=True)
-        return {key: float(value) for key, value in by_key if value is not None}
+        values = [value for one in found for value in (one.gain, one.log_gain)] + [*summary(found).values()]
+        return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
-    def _key(self, site: str, name: str) -> str:
-        return Key(KIND, site, name, prefix=self.prefix).format()
+
+class _Places:
+    """The places of one module in a chain of blocks."""
+
+    def __init__(self, places: list[int]) -> None:
+        self._places = places
+        self.num_calls = 0
+        self.latest = places[0]
+        """The place of the latest call."""
+
+    def begin_call(self) -> int:
+        self.latest = self._places[self.num_calls % len(self._places)]
+        self.num_calls += 1
+        return self.latest
+
+
+class BlockGradientProbe(GradientProbe[_Places]):
+    """Gives the gradient that arrives at each block to :meth:`see_gradient`, with the block's place.
+
+    A module that stands at two places of ``blocks`` is called twice in a forward pass: its first call is the block at the
+    first place, its second call the one at the second, and so in turn.
+
+    Args:
+        blocks: The modules, in the order of the forward pass.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__((block, _Places([i for i, other in enumerate(blocks) if other is block])) for block in dict.fromkeys(blocks))
+        self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, torch.utils.hooks.RemovableHandle] = weakref.WeakKeyDictionary()
+        """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
+
+    def see_call(self, places: _Places, _args: object, output: object) -> None:
+        """Wait for the gradient of a block's output."""
+        place = None if is_in_backward() else places.begin_call()
+        self.follow(places, main_tensor(output), place)
+
+    def fail(self, places: _Places, output: object, error: Exception) -> None:
+        """Report an output that cannot be taken apart, once for a call and its recomputation."""
+        if not is_in_backward():
+            self.fail_block(places.latest, output, error)
+
+    def fail_block(self, place: int, output: object, error: Exception) -> None:
+        """Report that the output of the block at a place cannot be taken apart."""
+        raise NotImplementedError
+
+    def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
+        """Register a hook on an output."""
+        self._gradient_hooks[hook] = tensor.register_hook(hook)
+
+    def end_micro_batch(self) -> None:
+        """Release the outputs of the micro-batch."""
+        for handle in list(self._gradient_hooks.values()):
+            handle.remove()
+        super().end_micro_batch()
+
+    def forget_calls(self) -> None:
+        """The next call of every module is the one at its first place."""
+        for _block, places in self._targets:
+            places.num_calls = 0
+        super().forget_calls()
 
 
 class GradientFlowProbe(BlockGradientProbe):
-    """Watches the blocks of a chain for the length of one step; all of its micro-batches count, as one.
+    """Observes the blocks of a chain for one step; all of its micro-batches count, as one.
 
     Args:
         chain: The blocks.
-        observation: Where gradients go.
+        observation: Takes gradients.
     """
 
     def __init__(self, chain: Chain, observation: StepAccumulator) -> None:
@@ -68,15 +127,19 @@ class GradientFlowProbe(BlockGradientProbe):
         self._chain = chain
         self._observation = observation
 
-    def receive(self, place: int, gradient: Tensor, backward_pass: int) -> None:
-        """Take the gradient at a block in."""
+    def see_gradient(self, place: int, gradient: Tensor) -> None:
+        """Observe the gradient at a block."""
         self._observation.observe(self._chain.watches[place], elements_of(gradient, self.scale))
 
-    def fail(self, place: int, output: object, error: Exception) -> None:
-        """Take note of an output that could not be taken apart."""
+    def fail_block(self, place: int, output: object, error: Exception) -> None:
+        """Record NaN for an output that cannot be taken apart."""
         self._observation.fail(self._chain.watches[place], output, error)
 
+    def fail_gradient(self, place: int, gradient: Tensor, error: Exception) -> None:
+        """Record NaN for a gradient that cannot be read."""
+        self.fail_block(place, gradient, error)
+
     def derive(self, values: dict[str, float]) -> None:
-        """Put gains in the place of norms."""
+        """Replace norms by gains."""
         norms = [values.pop(key, None) for watch in self._chain.watches for key in watch.statistic_keys]
         values.update(self._chain.values(norms))

@@ -1,9 +1,9 @@
 """Operator norms of weights: their largest singular values, by Lanczos's method.
 
 G. Golub and W. Kahan, "Calculating the Singular Values and Pseudo-Inverse of a Matrix", 1965: with as many products as a
-power iteration, a small bidiagonal matrix whose norm is closer to the sought one than any power's. From a random start it
-needs six steps for what power iteration has after some thirty. So it needs no start from the step before: that misses a direction
-which takes the lead anew (measured: norms that were a quarter too small), and a run that is resumed would not have it.
+power iteration, a small bidiagonal matrix whose norm is closer to the true one. Six steps from a random start reach the accuracy of
+some thirty power iterations. A start from the step before is not used: it misses a direction that becomes the leading one (measured:
+norms a quarter too small), and a resumed run would not have it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ NUM_STEPS = 6
 """Products with the matrix, and with its transpose, from a random start."""
 
 NUM_SQUARINGS = 8
-"""Of the small matrix, whose power 256 is that of its leading direction, near enough."""
+"""Of the small matrix, whose power 256 has nearly its leading direction alone."""
 
 ROUNDING = 1e-4
-"""What is left of a vector when the known directions are taken out is rounding if it is this small a share of the first."""
+"""The rest of a vector without the known directions is rounding if it is less than this share of the first."""
 
 TOLERANCE = 0.1
-"""How much too small a norm can be. Of a matrix with a leading direction, as an update has, next to nothing; of a random one, which
-has none, 2 % (the median of 300 of 512 x 256 and less) to 7 % (the worst of them); where rows differ in size by powers of
-ten, too, 4 of 1800 were beyond it, by up to 14 %. Too large it is never, but for rounding."""
+"""Share by which a norm can be too small. Measured: nearly 0 for a matrix with a leading direction, as an update has; for random ones 2 %
+(the median of 300 of 512 x 256 and less) to 7 % (the largest); where rows also differ in size by powers of ten, 4 of 1800 were beyond it,
+by up to 14 %. It is never too large, except for rounding."""
 
 
 SMALL_ELEMENTS = 1 << 14
-"""Elements of a matrix that is worked on together with others. A batched product of larger ones takes ten times as long on a CPU."""
+"""Elements of a matrix that is batched with others. A batched product of larger ones takes ten times as long on a CPU."""
 
 MAX_ELEMENTS = 1 << 18
-"""Elements of the matrices that are worked on together: 1 MiB of float32."""
+"""Elements of a batch: 1 MiB of float32."""
 
 
 class OperatorNorms:
@@ -45,11 +45,11 @@ class OperatorNorms:
         self._of_reference: dict[str, Tensor] = {}
 
     def clear(self) -> None:
-        """Forget the reference's norms: there is another reference."""
+        """Forget the norms, for another reference."""
         self._of_reference.clear()
 
     def of_reference(self, weights: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        """The norms of weights that stay what they are, by site; see :func:`operator_norms`. A weight is asked for once."""
+        """The norms of constant weights by site, see :func:`operator_norms`. Each weight is requested once."""
         missing = {site: Difference(weight()) for site, weight in weights.items() if site not in self._of_reference}
         self._of_reference |= operator_norms(missing)
         return {site: self._of_reference[site] for site in weights}
@@ -88,7 +88,7 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
 
 def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A random vector of norm 1, shape ``(columns,)``."""
-    generator = torch.Generator("cpu").manual_seed(0)  # of its own, and always the same: nobody's random numbers are touched
+    generator = torch.Generator("cpu").manual_seed(0)  # its own, so that no random numbers of the program are drawn
     start = torch.randn(columns, generator=generator, dtype=dtype, device="cpu")
     direction: Tensor = start / torch.linalg.vector_norm(start)
     return direction

@@ -16,7 +16,7 @@ from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.probe import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
+from lightning_module_monitor.probes.base import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of

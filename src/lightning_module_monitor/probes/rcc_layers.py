@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import UNWATCHED
+from lightning_module_monitor.statistics.loss_scale import widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"
@@ -44,22 +45,6 @@ def _own_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
     return module._parameters.get("weight"), module._parameters.get("bias")
 
 
-def _last(module: AnyModule, tensor: Tensor) -> int:
-    return tensor.dim() - 1
-
-
-def _second(module: AnyModule, tensor: Tensor) -> int:
-    return 1
-
-
-def _matrix(module: AnyModule, weight: Tensor) -> Tensor:
-    return weight.unsqueeze(0)
-
-
-def _diagonal(module: AnyModule, weight: Tensor) -> Tensor:
-    return weight.flatten()
-
-
 def every_vector_once(module: AnyModule, x: Tensor) -> Tensor | None:
     """The ``vectors`` of a layer that applies its weight to every vector of a tensor once."""
     return x
@@ -70,8 +55,8 @@ class LayerType:
     """How the modules of one type apply their weight.
 
     Attributes:
-        function: ``W x + b``, see :data:`LayerFunction`; a layer of several inputs gets all of them first.
-        inputs: Names of the inputs, as the type's ``forward`` has them.
+        function: ``W x + b``, see :data:`LayerFunction`; for a layer of several inputs all of them come first.
+        inputs: Names of the inputs in the type's ``forward``.
         methods: Methods that a subclass must inherit.
         has_tensor_input: Whether the input is a tensor of numbers that can change a little; indices are not.
         is_called: Whether the module is called at all. Otherwise only its weight is used, by the module around it.
@@ -80,8 +65,8 @@ class LayerType:
         parameters: Weight and bias of a module; ``None`` where it does not own such a parameter.
         features: The dimension of an input or output that holds the features.
         matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
-        normalizes: Whether the weight is applied to the normalized input, which ``function`` gives without weight and bias.
-        vectors: A tensor with the norm of all vectors that ``matrices`` multiplies, of the tensor that the weight is applied to, or
+        normalizes: Whether the weight is applied to the normalized input, which ``function`` returns without weight and bias.
+        vectors: A tensor whose norm is that of all vectors that ``matrices`` multiplies, from the tensor that the weight is applied to;
             ``None`` where the product of both norms is no bound of the term. A type without it has no alignment.
     """
 
@@ -93,8 +78,8 @@ class LayerType:
     gives_output: bool = True
     takes_more: bool = False
     parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _own_parameters
-    features: Callable[[AnyModule, Tensor], int] = _last
-    matrices: Callable[[AnyModule, Tensor], Tensor] = _matrix
+    features: Callable[[AnyModule, Tensor], int] = lambda module, tensor: tensor.dim() - 1
+    matrices: Callable[[AnyModule, Tensor], Tensor] = lambda module, weight: weight.unsqueeze(0)
     normalizes: bool = False
     vectors: Callable[[AnyModule, Tensor], Tensor | None] | None = every_vector_once
 
@@ -134,48 +119,25 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor whose own class decides no operation, and that no transform of ``torch.func`` wraps."""
+    """Whether a value is a strided tensor without operations of its own class, and without a transform of ``torch.func``."""
     if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    # No public function tells a tensor under vmap.
+    # No public function recognizes a tensor under vmap.
     return value.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-# ------------------------------------------------------------------------------------------------- the functions of the types
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _bilinear(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.bilinear(x, other, weight, bias)
-
-
-def _embedding(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.embedding(x, weight)
-
-
 def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
-    # With max_norm a look-up writes into the weight: it is no function of it.
+    # With max_norm a look-up writes into the weight.
     return (None, None) if module.max_norm is not None else _own_parameters(module)
 
 
 def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
     product = torch.mm(x.reshape(-1, x.shape[-1]), weight) if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
     return product.view(*x.shape[:-1], weight.shape[1])
-
-
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
-
-
-def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.group_norm(x, module.num_groups, weight, bias, module.eps)
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
@@ -186,8 +148,21 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: A
     return F.batch_norm(x, *frozen, weight, bias, training=frozen[0] is None, eps=module.eps)
 
 
+def _normalization(function: LayerFunction, **options: Any) -> LayerType:
+    return LayerType(function=function, matrices=lambda _module, weight: weight.flatten(), normalizes=True, **options)
+
+
+def _second(_module: AnyModule, _tensor: Tensor) -> int:
+    return 1
+
+
+def _any_matrix(_module: AnyModule, weight: Tensor) -> Tensor:
+    """Matrices of a weight of any shape: one dimension is a diagonal, the first of several the rows."""
+    return weight if weight.dim() == 1 else weight.flatten(1).unsqueeze(0)
+
+
 def _vectors_of_batch_norm(module: AnyModule, x: Tensor) -> Tensor | None:
-    # In eval mode the model and the reference normalize by statistics of their own: the terms hold that difference too.
+    # In eval mode the model and the reference normalize by running statistics of their own, whose difference is in the terms too.
     return x if module.training or module.running_mean is None else None
 
 
@@ -200,7 +175,7 @@ def _matrices_of_convolution(module: AnyModule, weight: Tensor) -> Tensor:
 
 
 def _padded(module: AnyModule, x: Tensor) -> tuple[Tensor, Any]:
-    """The input with the padding that the convolution itself cannot do, and the padding that is left to it."""
+    """The input with the padding that the convolution itself cannot do, and the padding that it does."""
     if module.padding_mode == "zeros":
         return x, module.padding
     return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
@@ -212,8 +187,8 @@ def _convolution(convolve: Callable[..., Tensor]) -> LayerType:
         return convolve(padded, weight, bias, module.stride, padding, module.dilation, module.groups)
 
     def vectors(module: AnyModule, x: Tensor) -> Tensor:
-        # The norm of each patch: squares summed over the channels, then over the places of the kernel.
-        batched = wide(x if _features_of_convolution(module, x) else x.unsqueeze(0))
+        # The norm of each patch: squares summed over the channels, then over the kernel.
+        batched = widened(x if _features_of_convolution(module, x) else x.unsqueeze(0))
         squares, padding = _padded(module, batched.square().sum(1, keepdim=True))
         kernel = squares.new_ones(1, 1, *module.kernel_size)
         return convolve(squares, kernel, None, module.stride, padding, module.dilation).clamp_(min=0).sqrt_()
@@ -229,17 +204,17 @@ def _transposed_convolution(convolve: Callable[..., Tensor]) -> LayerType:
         return convolve(x, weight, bias, module.stride, module.padding, module.output_padding, module.groups, module.dilation)
 
     def vectors(module: AnyModule, x: Tensor) -> Tensor:
-        # A sum of m numbers is at most sqrt(m) times the norm of them: m of the place where most overlap.
+        # A sum of m numbers is at most sqrt(m) times their norm: m is the largest number of patches that overlap.
         places = torch.ones((1, 1, *x.shape[_features_of_convolution(module, x) + 1 :]), device=x.device)
         kernel = places.new_ones(1, 1, *module.kernel_size)
         overlap = convolve(places, kernel, None, module.stride, module.padding, module.output_padding, 1, module.dilation)
-        return wide(x) * overlap.max().sqrt()
+        return widened(x) * overlap.max().sqrt()
 
     return LayerType(function=function, features=_features_of_convolution, matrices=_matrices_of_convolution, vectors=vectors)
 
 
 def _projection(index: int, name: str) -> LayerType:
-    """One of the projections of ``torch.nn.MultiheadAttention``, whose weights are parts of one parameter or parameters of their own."""
+    """A projection of ``torch.nn.MultiheadAttention``, whose weights are parts of one parameter, or separate parameters."""
 
     def parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
         start = index * module.embed_dim
@@ -251,13 +226,6 @@ def _projection(index: int, name: str) -> LayerType:
     inputs = ("query", "key", "value")[index : index + 1]
     return LayerType(function=_linear, inputs=inputs, gives_output=False, takes_more=True, parameters=parameters)
 
-
-def wide(x: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it is that."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-# ------------------------------------------------------------------------------------------------------------------ the table
 
 Parts = dict[str, LayerType]
 """The linear maps of a module by name: ``""`` for a layer that is one."""
@@ -272,18 +240,30 @@ _OF_CLASS: dict[type[nn.Module] | str, Parts] = {
     nn.ConvTranspose1d: {"": _transposed_convolution(F.conv_transpose1d)},
     nn.ConvTranspose2d: {"": _transposed_convolution(F.conv_transpose2d)},
     nn.ConvTranspose3d: {"": _transposed_convolution(F.conv_transpose3d)},
-    nn.Embedding: {"": LayerType(function=_embedding, has_tensor_input=False, vectors=None, parameters=_embedding_parameters)},
-    nn.Bilinear: {
+    nn.Embedding: {
         "": LayerType(
-            function=_bilinear, inputs=("input1", "input2"), matrices=lambda _module, weight: weight.flatten(1).unsqueeze(0), vectors=None
+            function=lambda x, weight, bias, module: F.embedding(x, weight),
+            has_tensor_input=False,
+            vectors=None,
+            parameters=_embedding_parameters,
         )
     },
-    nn.LayerNorm: {"": LayerType(function=_layer_norm, matrices=_diagonal, normalizes=True)},
-    nn.RMSNorm: {"": LayerType(function=_rms_norm, inputs=("x",), matrices=_diagonal, normalizes=True)},
-    nn.GroupNorm: {"": LayerType(function=_group_norm, features=_second, matrices=_diagonal, normalizes=True)},
-    _BatchNorm: {
-        "": LayerType(function=_batch_norm, features=_second, matrices=_diagonal, normalizes=True, vectors=_vectors_of_batch_norm)
+    nn.Bilinear: {
+        "": LayerType(
+            function=lambda x, other, weight, bias, module: F.bilinear(x, other, weight, bias),
+            inputs=("input1", "input2"),
+            matrices=_any_matrix,
+            vectors=None,
+        )
     },
+    nn.LayerNorm: {"": _normalization(lambda x, weight, bias, module: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps))},
+    nn.RMSNorm: {
+        "": _normalization(lambda x, weight, bias, module: F.rms_norm(x, module.normalized_shape, weight, module.eps), inputs=("x",))
+    },
+    nn.GroupNorm: {
+        "": _normalization(lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=_second)
+    },
+    _BatchNorm: {"": _normalization(_batch_norm, features=_second, vectors=_vectors_of_batch_norm)},
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": {"": LayerType(function=_hugging_face_conv1d, inputs=("x",))},
 }
@@ -324,11 +304,6 @@ def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> 
     _OF_CLASS[layer_type] = {"": LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)}
 
 
-def _any_matrix(module: AnyModule, weight: Tensor) -> Tensor:
-    """Matrices of a weight of any shape: one dimension is a diagonal, the first of several the rows."""
-    return weight if weight.dim() == 1 else weight.flatten(1).unsqueeze(0)
-
-
 def layer_parts(module: nn.Module) -> Parts:
     """The linear maps of a module by name, see :data:`Parts`; empty if its type is not in the table."""
     if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
@@ -359,7 +334,7 @@ def weight_and_bias(part: LayerType, module: nn.Module) -> tuple[Tensor, Tensor 
 
 
 def layer_sites(module: nn.Module, kind: str) -> list[str]:
-    """What follows the module's name at the sites of a kind: ``""``, ``".weight"``, ``".q_proj"``, ``".q_proj.weight"``."""
+    """Suffixes of the module's name at the sites of a kind: ``""``, ``".weight"``, ``".q_proj"``, ``".q_proj.weight"``."""
     suffixes = []
     for name, part in layer_parts(module).items():
         start = f".{name}" if name else ""

@@ -1,4 +1,4 @@
-"""The reference: a frozen sibling of the monitored module, and what it gives for the same input, call by call."""
+"""The reference: a frozen sibling of the monitored module, and its tensors for the same input, call by call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
-from lightning_module_monitor.model.hooks import HookSet, ReplacingHook, UncopiedHook
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
 from lightning_module_monitor.model.random_states import unchanged_random_states
@@ -28,20 +28,20 @@ from lightning_module_monitor.model.unchanged import (
     uncached_autocast,
     unchanged_buffers,
 )
-from lightning_module_monitor.probes.probe import Probe, Say
+from lightning_module_monitor.probes.base import Probe, Say
 
 NamedTensors = list[tuple[Path, Tensor]]
 
 
 class Reference:
-    """A frozen sibling of a module. It is held beside the model, and in nothing of it.
+    """A frozen sibling of a module. It is no part of the model.
 
     Args:
-        live: The module, or that part of it, that it is a sibling of.
+        live: The module, or a part of it, that it is a sibling of.
         module: The sibling.
-        follows: Whether it is called whenever ``live`` is about to run, with the same arguments. Otherwise somebody else
-            runs it, before the model.
-        cpu_offload: Whether what it gives waits for the model's own in the memory of the host.
+        follows: Whether it is called whenever ``live`` is about to run, with the same arguments. Otherwise it is run by other means,
+            before the model.
+        cpu_offload: Whether its tensors wait for the model's own in the memory of the host.
         name: Name of ``live``, for messages.
 
     Raises:
@@ -53,44 +53,44 @@ class Reference:
         if differing:
             shown = ", ".join(differing[:10]) + (" ..." if len(differing) > 10 else "")
             raise ValueError(f"The reference must have the structure of the module; these are not in both, or of different shapes: {shown}")
-        of_live, of_module = _by_name(live), _by_name(module)
+        of_module = _by_name(module)
         self.live = live
         self.module = module
         self.follows = follows
         self.cpu_offload = cpu_offload
         self.name = name
         # The first name of a shared module counts, for both.
-        self._twins: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(of_live.items())}
+        self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
         self.is_running = False
         self.differentiates = False
-        """Whether its forward pass runs a backward pass of its own, which needs what is otherwise not kept."""
+        """Whether its forward pass runs a backward pass of its own, which needs the tensors that are otherwise not saved."""
 
-    def twin(self, module: nn.Module) -> nn.Module | None:
-        """The sibling of a module; ``None`` if it is outside of what there is a sibling of."""
-        return self._twins.get(module)
+    def sibling(self, module: nn.Module) -> nn.Module | None:
+        """The sibling of a module of the model; ``None`` outside of ``live``."""
+        return self._siblings.get(module)
 
     def model_of(self, module: nn.Module) -> nn.Module | None:
-        """The module of the model that one of the reference's is the sibling of; ``None`` if it is none of them."""
-        return next((live for live, twin in self._twins.items() if twin is module), None)
+        """The module of the model that a module of the reference is the sibling of; ``None`` if it is none of them."""
+        return next((live for live, sibling in self._siblings.items() if sibling is module), None)
 
     def parameter(self, site: ParameterSite) -> Tensor | None:
-        """The sibling of a parameter; ``None`` as for :meth:`twin`."""
-        twin = self._twins.get(site.owner)
-        return None if twin is None else twin._parameters.get(site.attribute)
+        """The sibling of a parameter; ``None`` as for :meth:`sibling`."""
+        sibling = self.sibling(site.owner)
+        return None if sibling is None else sibling._parameters.get(site.attribute)
 
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of its first tensor."""
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if first is None else first.device
 
     @contextmanager
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
-        """Within the block it runs as the model is about to: in its modes, with its flags, and on the random numbers that come next.
+        """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next.
 
-        After the block those numbers come again, buffers and flags are as before, and no graph hangs on it.
+        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph.
 
         Args:
-            is_grad_enabled: Whether the model runs with a graph: torch selects kernels by that, and by ``requires_grad``.
+            is_grad_enabled: Whether the model runs with a graph: torch selects kernels by this, and by ``requires_grad``.
         """
         if self.is_running:
             yield
@@ -100,7 +100,7 @@ class Reference:
             with (
                 unchanged_random_states(self.device()),
                 unchanged_buffers(self.module),
-                flags_of_model(self._twins.items()),
+                flags_of_model(self._siblings.items()),
                 uncached_autocast(),
                 no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
@@ -111,27 +111,29 @@ class Reference:
             drop_graphs(self.module)
             for part in self.module.modules():
                 if isinstance(part, Metric):
-                    part.reset()  # it would gather what it is given, from step to step
+                    part.reset()  # it would collect its inputs from step to step
 
 
 TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors]
 """The tensors of a call that are kept: a function of its positional arguments, keyword arguments and output."""
 
+MISSED = "The model ran modules more often than the reference did; such calls are not compared"
+OTHER_SHAPE = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
+LEFT = "The reference ran modules more often than the model did, which are not compared"
+
 
 def named_outputs(output: object) -> NamedTensors:
-    """The floating tensors in what a module gave."""
-    if isinstance(output, Tensor):
-        return [((), output)] if output.is_floating_point() else []
+    """The floating tensors in a module's output."""
     return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
 class ReferenceProbe(Probe):
-    """Keeps what the reference's modules give until the model's own come to the same call: only what is asked for.
+    """Keeps tensors of the reference's modules until the model's own modules come to the same call; only those that are asked for.
 
     Args:
         reference: The reference.
-        failed: Told of an error of the reference's, if the monitor itself has called it.
-        say: Takes a sentence for the user.
+        failed: Gets an error of the reference's, if the monitor itself has called it.
+        say: Logs a message once.
     """
 
     def __init__(self, reference: Reference, failed: Callable[[Exception], None], say: Say) -> None:
@@ -141,17 +143,15 @@ class ReferenceProbe(Probe):
         self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
         self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
-        """Copy by the identity of the tensor: the tensor, its version, the copy. What one module gives is what the next one gets."""
+        """Copy by the identity of the tensor: the tensor, its version, the copy. The output of a module is the input of the next one."""
         self._hooks = HookSet()
         self._runs: list[tuple[ExitStack, bool]] = []
         """The calls of its root that are not over, and whether the user makes them."""
         self._has_run = False
-        self._missed: dict[nn.Module, None] = {}
-        """Modules of which the model has made a call that the reference has not, in this micro-batch."""
-        self._of_other_shape: dict[nn.Module, None] = {}
-        """Modules whose output had another shape in the model, in this micro-batch."""
+        self._not_compared: defaultdict[str, set[nn.Module]] = defaultdict(set)
+        """Modules with a call that is not compared in this micro-batch, by :data:`MISSED` or :data:`OTHER_SHAPE`."""
         self._is_explained = False
-        """Whether it is known why."""
+        """Whether an error of the reference explains that calls are not compared."""
 
     def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
         """Keep tensors of every call of one of the reference's modules.
@@ -165,11 +165,11 @@ class ReferenceProbe(Probe):
         self._wanted[module, by] = tensors, before_other_hooks
 
     def is_needed(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether any tensors are asked for."""
         return bool(self._wanted)
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         if not self._wanted:
             return
         if self.reference.follows:
@@ -180,17 +180,17 @@ class ReferenceProbe(Probe):
         for (module, by), (tensors, before_other_hooks) in self._wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
             self._hooks.add(module.register_forward_hook(hook, with_kwargs=True, prepend=before_other_hooks))
-        self._hooks.add(root.register_forward_hook(ReplacingHook(self._end_call), always_call=True))
+        self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_call), always_call=True))
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
-        """Run the reference; what is asked for waits for the model. An error is reported.
+        """Run the reference; the tensors that are asked for wait for the model. An error is reported.
 
         Args:
             call: Runs it. It is called once more if the reference needs tensors for a backward pass within its own forward pass.
             is_grad_enabled: As :meth:`Reference.running` takes it.
 
         Raises:
-            NotPlainError: If it is called with what cannot be copied.
+            NotPlainError: If an argument cannot be copied.
         """
         try:
             if not self._has_run_without_graph(call, is_grad_enabled):
@@ -219,26 +219,20 @@ class ReferenceProbe(Probe):
 
     def note_other_shape(self, module: nn.Module) -> None:
         """Note that an output of a module has another shape in the model, as those of routed experts do: it is not compared."""
-        self._of_other_shape[module] = None
+        self._not_compared[OTHER_SHAPE].add(module)
 
     def end_micro_batch(self) -> None:
-        """Report what ran in one of both only, once for each cause, and forget it."""
-        left = {module for (module, _by), calls in self._waiting.items() if calls}
+        """Report calls of one of both only, once for each cause, and forget them."""
         if not self._is_explained:
-            if self._missed and not self._has_run:
+            if self._not_compared[MISSED] and not self._has_run:
                 self._say("The reference has not run before the model, and nothing is compared. Run it first, on the same input.")
-            elif self._missed:
-                what = "The model ran modules more often than the reference did; such calls are not compared"
-                self._say(f"{what}: {self._names(self._missed)}.", once=what)
-            if self._of_other_shape:
-                what = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
-                self._say(f"{what}: {self._names(self._of_other_shape)}.", once=what)
-            if left:
-                what = "The reference ran modules more often than the model did, which are not compared"
-                self._say(f"{what}: {self._names(left)}.", once=what)
+                del self._not_compared[MISSED]
+            self._not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
+            for what, modules in self._not_compared.items():
+                if modules:
+                    self._say(f"{what}: {self._names(modules)}.", once=what)
         self._forget()
-        self._missed.clear()
-        self._of_other_shape.clear()
+        self._not_compared.clear()
         self._has_run = self._is_explained = False
 
     def _names(self, modules: Container[nn.Module]) -> str:
@@ -250,19 +244,19 @@ class ReferenceProbe(Probe):
         self.end_micro_batch()
 
     def close(self) -> None:
-        """Take every hook off, and forget everything."""
+        """Remove every hook and release every tensor."""
         self._hooks.close()
         while self._runs:
             self._runs[-1][0].close()
             self._runs.pop()
         self._forget()
-        self._missed.clear()
+        self._not_compared.clear()
 
     def take(self, module: nn.Module, by: str) -> NamedTensors | None:
-        """The tensors of one of the reference's modules at the call that the model has come to; ``None`` if it has not run as often."""
+        """The tensors of a module of the reference at the call that the model makes now; ``None`` if it has not run as often."""
         calls = self._waiting.get((module, by))
         if not calls:
-            self._missed[module] = None
+            self._not_compared[MISSED].add(module)
             return None
         call = calls.popleft()
         if not self.reference.cpu_offload:
@@ -271,19 +265,18 @@ class ReferenceProbe(Probe):
         return [(path, one.to(device)) for path, one in call]
 
     def _run_beside(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Call the reference as the model is about to be: with copies, for it may write into its arguments."""
+        """Call the reference with copies of the model's arguments, because it may write into them."""
 
         def call() -> None:
             own_args, own_kwargs = plain_copy((args, kwargs))
             self.reference.module(*own_args, **own_kwargs)
 
-        # Not where a checkpointed forward is computed again, within the backward pass.
-        if self.is_open and torch._C._current_graph_task_id() == -1:
+        if self.is_open and not is_in_backward():
             try:
                 self.run(call, torch.is_grad_enabled())
             except NotPlainError as error:
-                self._is_explained = True
                 self._forget()
+                self._is_explained = True
                 why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
                 self._say(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
 
@@ -295,33 +288,30 @@ class ReferenceProbe(Probe):
         self._runs.append((call, is_by_hand))
 
     def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
-        """Leave the user no graph: a loss that is made of the output is not to lead into the reference."""
+        """Detach the output that the user gets: a loss computed from it must not lead into the reference."""
         if not self._runs:
             return None
         call, is_by_hand = self._runs.pop()
         call.close()
         if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
-            with suppress(Exception):  # a container that cannot be made anew
+            with suppress(Exception):  # a container that cannot be rebuilt
                 return with_tensors(output, Tensor.detach)
         return None
 
-    def _after_forward(  # noqa: PLR0917  # torch's protocol, behind what is known of the module
-        self, by: str, tensors: TensorsOfCall, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
-    ) -> None:
+    def _after_forward(self, by: str, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
         if not self.is_suspended:
             self._has_run = True
-            self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(args, kwargs, output)])
+            self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(*call)])
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """A copy: what comes later in the reference may overwrite the tensor."""
+        """A copy of a tensor, which a later module of the reference may overwrite."""
         original, version, known = self._copies.get(id(tensor), _NO_COPY)
         copy = known()
         if copy is not None and original() is tensor and tensor._version == version:
             return copy
-        # Under vmap that of all samples, which outlives the transform.
-        plain = of_all_samples(tensor)
+        plain = of_all_samples(tensor)  # it outlives vmap
         copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
-        if not tensor.is_inference():  # such a one does not say whether it was overwritten
+        if not tensor.is_inference():  # an inference tensor has no version
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
 
@@ -331,10 +321,7 @@ class ReferenceProbe(Probe):
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    """A tensor that keeps the values, whatever is written into the original: a copy, but only once something is written.
-
-    On a CPU; elsewhere a copy costs little, and is one at once. Of a part of a larger tensor too: the whole would be kept.
-    """
+    """A copy of a tensor; of a whole tensor on a CPU one that copies the values only once one of both is written to."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
@@ -345,18 +332,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     try:
         return torch._lazy_clone(tensor)
     except Exception:
-        return tensor.clone()  # the other is private to torch, and may refuse, or be gone
+        return tensor.clone()  # private to torch: it may refuse, or be gone
 
 
-def _nothing() -> None:
-    return None
-
-
-_NO_COPY: tuple[Callable[[], Tensor | None], int, Callable[[], Tensor | None]] = (_nothing, 0, _nothing)
+_NO_COPY: tuple[Callable[[], Tensor | None], int, Callable[[], Tensor | None]] = (lambda: None, 0, lambda: None)
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name without wrappers, a wrapper for what it wraps; those that measure and are no layers are left out."""
+    """Modules by name without wrappers, a wrapper in place of the wrapped module; modules that measure are left out."""
     modules: dict[str, nn.Module] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if not isinstance(module, UNWATCHED):
@@ -365,7 +348,7 @@ def _by_name(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
-    """Names of modules and parameters that are not in both, or not of one shape."""
+    """Names of modules and parameters that are not in both, or of different shapes."""
     of_live, of_module = _by_name(live), _by_name(module)
     names = sorted(of_live.keys() ^ of_module.keys())
     for name in of_live.keys() & of_module.keys():
@@ -376,6 +359,6 @@ def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
 
 
 def _shapes(module: nn.Module) -> dict[str, object]:
-    """Shape by name of a module's own parameters; of one that has none yet, what says so."""
+    """Shape by name of a module's own parameters; "not yet" for a lazy one."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     return {name: "not yet" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape) for name, parameter in own.items()}

@@ -9,7 +9,7 @@ from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.probe import Probe
+from lightning_module_monitor.probes.base import Probe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.whole_tensors import WholeTensors
 from lightning_module_monitor.record import RawTensor, Values

@@ -1,4 +1,4 @@
-"""What the optimizer did to the parameters: copies of before, and what they differ from after."""
+"""Updates of parameters: copies from before the optimizer step, and their differences from the parameters after it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.probes.probe import Among
+from lightning_module_monitor.probes.base import Among
 from lightning_module_monitor.statistics.loss_scale import WIDE, widened
 
 
 class Copies:
-    """Copies of parameters, from right before the optimizer moves them until their update was seen."""
+    """Copies of parameters, from before the optimizer moves them until their update is observed."""
 
     def __init__(self) -> None:
         self._by_site: dict[ParameterSite, tuple[int, Tensor]] = {}
 
     def keep(self, site: ParameterSite, parameter: Tensor) -> None:
-        """Copy a parameter; the copy of before, if there is one, is forgotten."""
+        """Copy a parameter, in place of an older copy."""
         copy = in_memory(parameter).detach()
         self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
 
     def take(self, among: Among = None) -> list[tuple[ParameterSite, Tensor]]:
-        """The copies of some parameters, or of all, which are not kept any longer."""
+        """Remove and return the copies of some parameters, or of all."""
         taken = [(site, copy) for site, (parameter, copy) in self._by_site.items() if among is None or parameter in among]
         for site, _copy in taken:
             del self._by_site[site]
@@ -31,12 +31,12 @@ class Copies:
 
 
 def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> Tensor | None:
-    """A parameter now minus its copy of before, in whose place it is computed; ``None`` if the parameter is gone.
+    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter is gone.
 
     Args:
         site: The parameter.
-        before: What :meth:`Copies.take` gave.
-        is_skipped: Whether the optimizer left it where it was: then it is zeros, whatever anybody else did.
+        before: The copy.
+        is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
 
     Raises:
         ValueError: If the parameter's memory was given back.
@@ -48,7 +48,7 @@ def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> 
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
-    """``after - before`` in the place of ``before``; of half-precision tensors in float32, which does not round it again."""
+    """``after - before`` in the memory of ``before``; of half-precision tensors in float32, which does not round it again."""
     if after.dtype in WIDE:
         return torch.sub(after, before, out=before)
     return widened(after) - widened(before)

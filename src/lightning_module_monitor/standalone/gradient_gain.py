@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config import parse_norm, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.probes.block_gradients import BlockGradientProbe
-from lightning_module_monitor.probes.gradient_flow import norm_watch
-from lightning_module_monitor.probes.probe import elements_of
+from lightning_module_monitor.probes.base import elements_of
+from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_watch
 from lightning_module_monitor.standalone.gain_report import GainReport, gain_report
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Transition, summary, transitions
@@ -192,11 +191,11 @@ class _Probe(BlockGradientProbe):
         """Forget every pass."""
         self._latest = self._norms = None
         self._pass_of.clear()
-        self.restart()
+        self.forget_calls()
 
-    def receive(self, place: int, gradient: Tensor, backward_pass: int) -> None:
+    def see_gradient(self, place: int, gradient: Tensor) -> None:
         """Take the gradient at a block in."""
-        now = self._entered(backward_pass)
+        now = self._entered(self.backward_pass())
         before = self._pass_of.get(place, now)
         if before is not now and self._is_strict:
             raise RuntimeError(
@@ -207,7 +206,7 @@ class _Probe(BlockGradientProbe):
         self._norms = None
         now.observation.observe(self._watches[place], elements_of(gradient))
 
-    def fail(self, place: int, output: object, error: Exception) -> None:
+    def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Say that an output could not be taken apart: no gradient of it will be seen."""
         _warn(f"Block {place}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
 

@@ -1,6 +1,6 @@
-"""What attention does with its keys, per query token: entropy and sink of the weights, and the largest logit.
+"""Figures of attention per query token: entropy and sink of the weights, and the largest logit.
 
-The softmax is computed again, before dropout, block by block: a matrix of all queries by all keys is never there.
+The softmax is computed again, before dropout, block by block, so that a matrix of all queries by all keys never exists.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MAX_QUERIES = 2048
-"""Query tokens of a call that are measured: of more, evenly spaced ones, the same in every step."""
+"""Query tokens of a call that are measured; of more, evenly spaced ones, the same in every step."""
 
 HIDING_BIAS = -1e4
-"""An additive mask hides its key from here on, as minus infinity does: people write -10000, -1e9 and the dtype's minimum."""
+"""An additive mask of this or less hides its key, as minus infinity does: -10000, -1e9 and the dtype's minimum are in use."""
 
 CPU_BLOCK_LOGITS = 1 << 18
-"""Logits that are there at once on a CPU: they and their weights stay in the second-level cache."""
+"""Logits of a block on a CPU: they and their weights stay in the second-level cache."""
 
 BLOCK_LOGITS = 1 << 24
-"""Logits that are there at once on an accelerator: enough to be worth the launches."""
+"""Logits of a block on an accelerator: enough to outweigh the launches."""
 
 CAUSAL_PARTS = 4
-"""Parts that the queries are cut into where no key after the query's own is seen: it saves three eighths of the logits."""
+"""Parts that the queries of causal attention are cut into: it saves three eighths of the logits."""
 
 HIDDEN = 1e30
 """The logit of a hidden key is lowered by this. It is finite, so that the weight zero times it is zero, and not NaN."""
 
 LOWEST_EXPONENT = -87.0
-"""The weight ``exp(-87)`` of the heaviest is as good as none, and near the least that float32 has: ``exp`` is slow beyond."""
+"""A share ``exp(-87)`` of the largest weight is negligible, and near the smallest float32: below it ``exp`` is slow."""
 
 NO_WEIGHT = 1.001 * math.exp(LOWEST_EXPONENT)
 
 
 class AttentionFigures(NamedTuple):
-    """Figures of the query tokens that were measured, each of shape ``(batch, heads, queries)``, float32 (of float64: float64).
+    """Figures of the measured query tokens, each of shape ``(batch, heads, queries)``, float32 (for float64 input float64).
 
-    Those of a token that sees no key mean nothing, nor does the relative entropy of one that sees a single key.
+    They are undefined for a token without a visible key, and the relative entropy also for one with a single visible key.
     """
 
     entropy: Tensor
-    """Of the weights, in nats: 0 where all weight is on one key, ``log(visible)`` where it is even."""
+    """Of the weights, in nats: 0 if all weight is on one key, ``log(visible)`` if it is uniform."""
     relative_entropy: Tensor
     """Entropy over ``log(visible)``: 0 to 1."""
     max_logit: Tensor
-    """Largest of what the softmax gets for the visible keys: scaled, and with an additive mask added."""
+    """Largest input of the softmax for a visible key: scaled, with the additive mask."""
     sink: Tensor
     """Weight on the first key, 0 to 1."""
     visible: Tensor
-    """Number of keys that the token sees."""
+    """Number of keys that the token attends to."""
 
 
 def stride_of(num_queries: int) -> int:
-    """Every how many-th query token is measured.
+    """The distance of measured query tokens.
 
     >>> stride_of(MAX_QUERIES), stride_of(MAX_QUERIES + 1)
     (1, 2)
@@ -71,23 +71,23 @@ def stride_of(num_queries: int) -> int:
 def attention_figures(
     query: Tensor, key: Tensor, masks: Sequence[Tensor] = (), *, is_causal: bool = False, scale: float | None = None
 ) -> AttentionFigures:
-    r"""What the softmax of scaled dot product attention looks like, per query token.
+    r"""Figures of the softmax of scaled dot product attention, per query token.
 
     With logits :math:`l_j = s\, q \cdot k_j + m_j` of the visible keys, :math:`d_j = l_j - \max l` and
     :math:`Z = \sum_j e^{d_j}`, the entropy is :math:`\ln Z - \sum_j e^{d_j} d_j / Z`: two terms that are never negative, so
-    that nothing cancels, and a weight of nearly one has an entropy of nearly zero.
+    that nothing cancels, and a weight near one has an entropy near zero.
 
     Args:
         query: Shape ``(batch, heads, queries, features)``, any real floating dtype; half precision is computed in float32. Of
             more than ``MAX_QUERIES`` query tokens evenly spaced ones are measured.
         key: Shape ``(batch, heads, keys, features)``, at least one key.
-        masks: Each of four dimensions, of the size of ``(batch, heads, queries, keys)`` or of size 1. Of booleans, true lets
-            a key be seen; others are added to the logits, and hide a key that they lower by 10,000 or more.
-        is_causal: Whether query token i sees keys 0 to i only, as torch has it for any number of keys.
+        masks: Each of four dimensions, of the size of ``(batch, heads, queries, keys)`` or of size 1. Of booleans, true is a
+            visible key; others are added to the logits, and hide a key that they lower by 10,000 or more.
+        is_causal: Whether query token i attends to keys 0 to i only, as in torch for any number of keys.
         scale: Factor of the logits; ``None`` is one over the square root of ``features``.
 
     Returns:
-        Figures of the measured query tokens. Where a logit is NaN or infinite, be it of a hidden key, so are they.
+        Figures of the measured query tokens. Non-finite where a logit is, also that of a hidden key.
     """
     stride = stride_of(query.shape[2])
     positions = range(stride // 2, query.shape[2], stride)
@@ -103,7 +103,7 @@ def attention_figures(
         visible.copy_(torch.arange(positions.start, positions.stop, stride, device=query.device).add_(1).clamp_(max=num_keys))
     most = max(num_keys, CPU_BLOCK_LOGITS if query.is_cpu else BLOCK_LOGITS)
     scratch = query.new_empty((2, min(most, batch * heads * num_queries * num_keys)))
-    # Causal blocks are cut by queries first: the early ones have fewer keys to see.
+    # Causal blocks are cut by queries first: the early ones have fewer visible keys.
     parts = min(CAUSAL_PARTS, math.ceil(batch * heads * num_queries * num_keys / most)) if is_causal else 1
     for queries in _slices(num_queries, min(most // num_keys, math.ceil(num_queries / parts))):
         seen = positions[queries]
@@ -117,7 +117,7 @@ def attention_figures(
             shape = (*of_block.shape[:3], end)
             logits, weights = (one[: math.prod(shape)].view(shape) for one in scratch)
             flat = logits.flatten(0, 1)
-            # Into a buffer, which autocast leaves as it is: it would round the logits.
+            # Into a buffer, whose dtype autocast keeps: it would round the logits.
             torch.baddbmm(flat, of_block.flatten(0, 1), key[samples, some_heads, :, :end].flatten(0, 1), beta=0, alpha=scale, out=flat)
             hidings = causal + [_Hiding.of_mask(_of_block(mask, block, end), dtype) for mask in masks]
             if hidings:
@@ -128,18 +128,16 @@ def attention_figures(
             sums[:, samples, some_heads, queries] = _softmax_sums(logits, weights)
     max_logit, total, below, first = sums
     entropy = total.log() - below / total
-    # The entropy over its own largest value may be rounded up to more than 1.
+    # Rounding may give more than 1.
     relative = (entropy / visible.log()).clamp(max=1.0)
     return AttentionFigures(entropy, relative, max_logit, F.threshold(first, NO_WEIGHT, 0.0) / total, visible)
 
 
 class _Hiding(NamedTuple):
-    """What masks do to a block of logits; its dimensions broadcast to the block's."""
+    """The effect of masks on a block of logits, to whose shape both broadcast."""
 
     bias: Tensor
-    """What is added."""
     hides: Tensor
-    """Which keys are hidden."""
 
     @classmethod
     def of_mask(cls, mask: Tensor, dtype: torch.dtype) -> _Hiding:
@@ -159,15 +157,15 @@ class _Hiding(NamedTuple):
 
 
 def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:
-    """What figures are made of, from logits of shape ``(batch, heads, queries, keys)``.
+    """The sums that figures are computed from, of logits of shape ``(batch, heads, queries, keys)``.
 
     Args:
         logits: They are overwritten.
         weights: A buffer of their shape.
 
     Returns:
-        Of shape ``(4, batch, heads, queries)``: the largest logit; the sum of weights, of which the heaviest is 1; their sum, each
-        times how far its logit is below the largest (not positive); the weight on the first key.
+        Shape ``(4, batch, heads, queries)``: the largest logit; the sum of weights, of which the largest is 1; the sum of weights times
+        logits minus the largest; the weight on the first key.
     """
     max_logit = logits.amax(3, keepdim=True)
     below = logits.sub_(max_logit).clamp_(min=LOWEST_EXPONENT)
@@ -182,7 +180,7 @@ def _slices(size: int, step: int) -> list[slice]:
 
 
 def _of_block(mask: Tensor, block: tuple[slice, slice, slice], end: int) -> Tensor:
-    """A mask's share of a block; a dimension of size 1 is shared by all blocks."""
+    """The part of a mask for a block; a dimension of size 1 is the same for all blocks."""
     batch, heads, queries, keys = (
         slice(None) if size == 1 else of_size for size, of_size in zip(mask.shape, (*block, slice(end)), strict=True)
     )

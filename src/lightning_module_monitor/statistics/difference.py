@@ -1,16 +1,17 @@
-"""A tensor that is the difference of others, which need not be written down to be measured."""
+"""A difference of tensors, which is measured without being computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from lightning_module_monitor.statistics.loss_scale import widened
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``tensor - other - shift``. In half precision it is taken in float32, which does not round it again.
+    """``tensor - other - shift``. Of half-precision tensors it is computed in float32, which does not round it again.
 
     Attributes:
         tensor: Any shape, any real floating dtype.
@@ -30,17 +31,13 @@ class Difference:
             raise ValueError(f"its shape is {tuple(self.tensor.shape)}, and that of what it is compared with {tuple(self.other.shape)}")
 
     def written(self) -> Tensor:
-        """The difference as a tensor: the tensor itself where nothing is taken from it, in its own precision."""
+        """The difference as a tensor; without ``other`` and ``shift`` the tensor itself, in its own precision."""
         return self.tensor if self.other is None and self.shift is None else self.computed()
 
     def computed(self) -> Tensor:
         """The difference, in float32 or float64."""
-        result = _wide(self.tensor)
+        result = widened(self.tensor)
         for other in (self.other, self.shift):
             if other is not None:
-                result = result - _wide(other)
+                result = result - widened(other)
         return result
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,10 +1,10 @@
-r"""How much of the gradient comes through from block to block: gains of norms, and what they sum up to.
+r"""Gains of the gradient's norm from block to block, and their summary.
 
 With :math:`h_i` the output of block i and L the loss, the gain of the transition from block i to block i + 1 is
 
 .. math:: \gamma = \lVert \partial L / \partial h_i \rVert \; / \; \lVert \partial L / \partial h_{i+1} \rVert
 
-what block i + 1 makes of the gradient on its way back: above 1 it grows, below 1 it shrinks.
+the factor by which block i + 1 changes the gradient in the backward pass: above 1 it grows, below 1 it shrinks.
 """
 
 from __future__ import annotations
@@ -25,36 +25,23 @@ EPS = 1e-30
 """A norm below this has vanished."""
 
 
-def _l2(moments: Moments) -> Array:
-    norm: Array = np.sqrt(moments.squares)
-    return norm
-
-
-def _l1(moments: Moments) -> Array:
-    return moments.magnitude
-
-
 def _linf(moments: Moments) -> Array:
-    # Of an empty gradient the extremes are not there; its norm is 0.
+    # An empty gradient has no extremes; its norm is 0.
     return np.where(moments.elements > 0, np.maximum(moments.maximum, -moments.minimum), 0.0)
 
 
-def _mean(moments: Moments) -> Array:
-    return moments.magnitude / np.maximum(moments.elements, 1.0)
-
-
 NORMS = {
-    "l2": Statistic(Need.SQUARES, _l2),
-    "l1": Statistic(Need.MAGNITUDE, _l1),
+    "l2": Statistic(Need.SQUARES, lambda moments: np.sqrt(moments.squares)),
+    "l1": Statistic(Need.MAGNITUDE, lambda moments: moments.magnitude),
     "linf": Statistic(Need.EXTREMES, _linf),
-    "mean": Statistic(Need.MAGNITUDE, _mean),
+    "mean": Statistic(Need.MAGNITUDE, lambda moments: moments.magnitude / np.maximum(moments.elements, 1.0)),
 }
-"""What a gradient's size may be measured by: Euclidean norm, sum of magnitudes, largest magnitude, mean magnitude (the
-last is no norm, and does not grow with the number of elements)."""
+"""Measures of a gradient's size: Euclidean norm, sum of magnitudes, largest magnitude, mean magnitude (which is no norm, and does not
+grow with the number of elements)."""
 
 
 class Thresholds(NamedTuple):
-    """Between which gains a transition is called healthy. Heuristics: a healthy network may well leave them."""
+    """The range of healthy gains. Heuristic: gains of a healthy network may be outside."""
 
     damping: float = 0.5
     """A gain below is damping."""
@@ -69,7 +56,7 @@ Category = Literal["healthy", "amplifying", "damping", "vanishing", "missing", "
 
 @dataclass(frozen=True)
 class Transition:
-    """What the gradient does between two blocks that follow each other."""
+    """The change of the gradient between two consecutive blocks."""
 
     gain: float | None
     """None where one of the blocks got no gradient; inf where the later block's norm has vanished."""
@@ -85,8 +72,8 @@ def transitions(norms: Sequence[float | None], eps: float, thresholds: Threshold
 
     Args:
         norms: Norm of the gradient at each block's output, in the order of the forward pass; ``None`` where none arrived.
-        eps: A norm below has vanished.
-        thresholds: Which gains are called damping and amplifying.
+        eps: A norm below this has vanished.
+        thresholds: The range of healthy gains.
 
     Returns:
         One fewer than there are blocks.
@@ -114,14 +101,14 @@ def _category(gain: float, thresholds: Thresholds) -> Category:
 
 
 COUNTED: tuple[Category, ...] = ("amplifying", "damping", "healthy", "vanishing", "missing")
-"""The categories that the summary counts. What is undefined shows in its means, which are NaN then."""
+"""The categories that the summary counts. Undefined transitions make its means NaN."""
 
 SUMMARY = ("mean_gain", "min_gain", "max_gain", "mean_log_gain", *(f"num_{category}" for category in COUNTED))
 """The names in a summary, in order."""
 
 
 def summary(found: Sequence[Transition]) -> dict[str, float | int | None]:
-    """What transitions sum up to.
+    """The summary of transitions.
 
     Args:
         found: The transitions.
@@ -139,5 +126,5 @@ def summary(found: Sequence[Transition]) -> dict[str, float | int | None]:
 
 def _of(function: Callable[[list[float]], float], values: list[float]) -> float | None:
     if any(math.isnan(value) for value in values):
-        return math.nan  # `min` and `max` of Python may pass over a NaN
+        return math.nan  # `min` and `max` of Python may ignore a NaN
     return function(values) if values else None

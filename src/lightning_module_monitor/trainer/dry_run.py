@@ -6,7 +6,7 @@ from collections import Counter
 
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.plan import Plan
-from lightning_module_monitor.probes.probe import WatchedParameter
+from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.record import KINDS, NUM_COUNTS
 from lightning_module_monitor.schedule import ParsedSchedule
 

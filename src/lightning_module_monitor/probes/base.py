@@ -1,0 +1,353 @@
+"""What probes share: the phases of a step, and the hooks on modules and on the gradients of their outputs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_module_monitor.distributed.shards import local_part
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet, backward_pass, is_tracing
+from lightning_module_monitor.model.names import ModuleSite, ParameterSite
+from lightning_module_monitor.model.outputs import in_graph, of_all_samples
+from lightning_module_monitor.record import KINDS, RawTensor
+from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.spec import MetricSpec
+
+SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
+TargetT = TypeVar("TargetT")
+
+MAX_WAITING_CALLS = 1024
+"""Calls of one module, in one micro-batch, that a backward pass may run again."""
+
+
+@dataclass(frozen=True)
+class Watched(Generic[SiteT]):
+    """A module or parameter, and what is recorded of it, by kind."""
+
+    site: SiteT
+    watches: Mapping[str, MetricSpec]
+
+    @functools.cached_property
+    def has_functions(self) -> bool:
+        """Whether any of it is a function of the user's."""
+        return any(watch.functions for watch in self.watches.values())
+
+    @functools.cached_property
+    def is_of_heads(self) -> bool:
+        """Whether any of it is of heads of attention."""
+        return any(KINDS[kind].of_heads for kind in self.watches)
+
+
+@dataclass(frozen=True)
+class ParametersOfKind:
+    """Parameters, and what is recorded of each, of one kind."""
+
+    sites: Sequence[ParameterSite]
+    watches: Sequence[MetricSpec]
+
+    @functools.cached_property
+    def with_functions(self) -> list[int]:
+        """Indices of the parameters that a function of the user's gets."""
+        return [place for place, watch in enumerate(self.watches) if watch.functions]
+
+
+NO_PARAMETERS = ParametersOfKind((), ())
+
+
+WatchedModule = Watched[ModuleSite]
+WatchedParameter = Watched[ParameterSite]
+
+Among = Collection[int] | None
+"""Some of the parameters, by their ``id``; ``None`` for all."""
+
+
+class Say(Protocol):
+    """Logs a message for the user, once."""
+
+    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+        """Log it; ``once`` is the part that is logged once, by default the whole message."""
+        ...
+
+
+class failing_alone:  # noqa: N801  # used like a function
+    """Reports an error of its block and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then.
+
+    Args:
+        report: Gets the error.
+    """
+
+    def __init__(self, report: Callable[[Exception], None]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, MonitorError):
+            return False
+        self._report(error)
+        return True
+
+
+class Probe:
+    """Observes one step from :meth:`attach` to :meth:`close`. A probe overrides the phases that concern it."""
+
+    is_open = True
+    """Whether calls are observed now: not under ``no_monitor``, and not in a loop of another stage."""
+
+    is_suspended = False
+    """Whether a loop of another stage runs in the middle of the step. The reference is run under ``no_monitor`` too, and a call of it
+    belongs to the step only where this is false."""
+
+    def overrides(self, method: Callable[..., object]) -> bool:
+        """Whether the probe does anything in a phase, one of the methods below."""
+        return getattr(type(self), method.__name__) is not method
+
+    def attach(self) -> None:
+        """Register the hooks."""
+
+    def begin_backward(self, scale: Tensor | None = None) -> None:
+        """The backward pass of the loss begins. In a loop that never reports one, every gradient counts.
+
+        Args:
+            scale: The factor of the loss; shape ``()``, on any device.
+        """
+
+    def end_backward(self) -> None:
+        """The backward pass of the loss is over."""
+
+    def see_parameters(self, among: Among = None) -> None:
+        """The optimizer is about to move parameters.
+
+        Args:
+            among: Which ones; all of them without it.
+        """
+
+    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+        """The gradients of parameters are complete.
+
+        Args:
+            kind: ``gradient_before_clip``, or ``gradient`` if the optimizer is about to use them.
+            among: Of which parameters.
+            scale: The factor that they still have; as in :meth:`begin_backward`.
+        """
+
+    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
+        """The optimizer has moved parameters.
+
+        Args:
+            among: Which ones.
+            is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
+        """
+
+    def end_micro_batch(self) -> None:
+        """One of several micro-batches of the step is over."""
+
+    def finish(self) -> None:
+        """The step is over: record what was deferred. Before :meth:`close`."""
+
+    def tensors(self) -> list[RawTensor]:
+        """The captured tensors of the step, on the host. Before :meth:`close`."""
+        return []
+
+    def close(self) -> None:
+        """Remove every hook and release every tensor; a second call does nothing."""
+
+    def derive(self, values: dict[str, float]) -> None:
+        """After the step, on the host: replace values that are only parts of others by those others."""
+
+
+class ModuleProbe(Probe, Generic[TargetT]):
+    """Observes calls of modules: :meth:`see_call` is called after each forward.
+
+    Args:
+        targets: The modules, each with what :meth:`see_call` gets for it.
+    """
+
+    def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
+        self._targets = list(targets)
+        self._module_hooks = HookSet()
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        for module, target in self._targets:
+            self._module_hooks.add_forward(module, CallHook(self, target))
+
+    def see_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
+        """Observe a call of a module. An error goes to :meth:`fail`.
+
+        Args:
+            target: What the probe keeps for the module.
+            args: Positional arguments of the call, its keyword arguments if the hook has them, and its output.
+            kwargs: Empty; lets a subclass name the positional ones.
+        """
+        raise NotImplementedError
+
+    def fail(self, target: TargetT, output: object, error: Exception) -> None:
+        """Report a call that cannot be observed, e.g. because its output contains itself."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._module_hooks.close()
+
+
+class CallHook(ForwardHook):
+    """Calls a probe after a module's forward. It returns nothing: what a forward hook returns replaces the output."""
+
+    def __init__(self, probe: ModuleProbe[TargetT], target: TargetT) -> None:
+        self._probe: ModuleProbe[Any] = probe
+        self._target = target
+
+    def __call__(self, _module: nn.Module, *call: Any) -> None:
+        """Observe the call, unless torch traces it; arguments as torch gives them."""
+        if is_tracing() or not self._probe.is_open:
+            return
+        try:
+            self._probe.see_call(self._target, *call)
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._probe.fail(self._target, call[-1], error)
+
+
+class GradientProbe(ModuleProbe[TargetT]):
+    """Observes the gradients that arrive at outputs of modules, by a hook on each output.
+
+    Unlike a module's backward hook, a hook on a tensor leaves in-place layers as they are. Only gradients between
+    :meth:`begin_backward` and :meth:`end_backward` count, and so not those of an inner ``autograd.grad``.
+
+    Under reentrant checkpointing an output has a gradient only when it is computed again, within the backward pass.
+    :meth:`follow` assigns such a gradient to the first call: stretches of the model are run again from the last to the first, each
+    from its beginning to its end.
+    """
+
+    counts_gradients = True
+    """Whether gradients that arrive now are those of the loss."""
+
+    scale: Tensor | None = None
+    """The factor of the loss that is differentiated."""
+
+    def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
+        super().__init__(targets)
+        self._tensor_hooks = HookSet()
+        self._waiting: defaultdict[Hashable, deque[Any]] = defaultdict(functools.partial(deque, maxlen=MAX_WAITING_CALLS))
+        """Calls whose output has no gradient, by what was called: a backward pass may run them again."""
+        self.repeated: list[tuple[deque[Any], GradientHook]] = []
+        """Hooks of the stretch that is being run again, each with the calls of which it repeats one."""
+        self.outer_pass: dict[int, int] = {}
+        """The backward pass that runs a stretch again, by the pass within it."""
+
+    def begin_backward(self, scale: Tensor | None = None) -> None:
+        """Gradients that arrive from now on count."""
+        self.counts_gradients = True
+        self.scale = scale
+
+    def end_backward(self) -> None:
+        """Gradients that arrive from now on do not count."""
+        self.counts_gradients = False
+
+    def see_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
+        """Observe a gradient.
+
+        Args:
+            call: What was given to :meth:`watch_gradient` or :meth:`follow`.
+            gradient: Any shape; may be overwritten as soon as this returns, and be part of a graph.
+        """
+        raise NotImplementedError
+
+    def fail_gradient(self, call: Any, gradient: Tensor, error: Exception) -> None:  # noqa: ANN401  # as above
+        """Report a gradient that cannot be observed. Without a report of its own a probe lets the backward pass fail."""
+        raise error
+
+    def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
+        """Register a hook on an output that requires a gradient."""
+        self._tensor_hooks.add(tensor.register_hook(hook))
+
+    def follow(self, key: Hashable, output: Tensor | None, call: object) -> None:
+        """Wait for the gradient of an output of a call, or of its recomputation.
+
+        Args:
+            key: What is called.
+            output: ``None`` for a call without such an output.
+            call: Which call it is, for :meth:`see_gradient`; ``None`` for a recomputation.
+        """
+        tensor, waiting = None if output is None else in_graph(output), self._waiting[key]
+        if tensor is None or not tensor.requires_grad:
+            if call is not None:
+                waiting.append(call)
+        elif call is not None:
+            self.watch_gradient(tensor, GradientHook(self, call))
+        elif waiting:
+            hook = GradientHook(self, None, self.backward_pass())
+            self.watch_gradient(tensor, hook)
+            self.repeated.append((waiting, hook))
+
+    def match_repeated(self, hook: GradientHook) -> None:
+        """The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order."""
+        for waiting, repeated in reversed(self.repeated) if hook.call is None else ():
+            repeated.call = waiting.pop() if waiting else None
+        self.repeated.clear()
+
+    def backward_pass(self) -> int:
+        """Number of the call of ``backward`` that runs now; what it runs again has a pass of its own within it."""
+        current = backward_pass()
+        return self.outer_pass.get(current, current)
+
+    def end_micro_batch(self) -> None:
+        """Release the outputs of the micro-batch."""
+        self._tensor_hooks.close()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Forget the calls that wait for a recomputation."""
+        self._waiting.clear()
+        self.repeated.clear()
+        self.outer_pass.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        super().close()
+        self.end_micro_batch()
+
+
+class GradientHook:
+    """Called with the gradient of an output. It returns nothing: what a tensor hook returns replaces the gradient."""
+
+    def __init__(self, probe: GradientProbe[Any], call: object, outer_pass: int | None = None) -> None:
+        self._probe = probe
+        self.call = call
+        """``None`` for a recomputation, until it is known which call it repeats."""
+        self.outer_pass = outer_pass
+        """The backward pass in which the call was run again."""
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Observe the gradient, if it is one of the loss."""
+        # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+        if gradient is None or not self._probe.counts_gradients or is_tracing():
+            return
+        if self._probe.repeated:
+            self._probe.match_repeated(self)
+        if self.call is None:
+            return
+        if self.outer_pass is not None:
+            self._probe.outer_pass = {backward_pass(): self.outer_pass}
+        try:
+            self._probe.see_gradient(self.call, gradient)
+        except MonitorError:
+            raise
+        except Exception as error:
+            self._probe.fail_gradient(self.call, gradient, error)
+
+
+def elements_of(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The elements of an activation, or of its gradient without a scale, that this rank counts: of all samples under ``vmap``."""
+    return unscaled(local_part(of_all_samples(tensor)), scale)

@@ -1,0 +1,55 @@
+"""Outputs of modules, and the gradients that arrive at them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitor, Rule
+
+
+class GivesMemoryBack(nn.Module):
+    """Replaces the gradient of its output by one without memory, until another hook restores it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = 2 * x
+        output.register_hook(self.released)
+        return output
+
+    def released(self, gradient: Tensor) -> Tensor:
+        self.gradient, other = gradient, gradient.clone()
+        other.untyped_storage().resize_(0)
+        return other
+
+
+@pytest.mark.parametrize("kind", ["rule", "gradient flow"])
+def test_a_gradient_that_cannot_be_read_is_an_error_of_its_own(kind: str) -> None:
+    """It is NaN and counted, other values are right, and the backward pass goes on: its result is what it is without the monitor."""
+    odd = GivesMemoryBack()
+    model = nn.Sequential(odd, nn.Tanh())
+    if kind == "rule":
+        monitor = ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics="norm")])
+    else:
+        monitor = ModuleMonitor(gradient_flow={"blocks": ["0", "1"]})
+    monitor.set_module(model)
+    x = torch.tensor([0.5, -1.0], requires_grad=True)
+    monitor.begin_step(0)
+    monitor.begin_backward(scale=4.0)
+    middle = odd(x)
+    middle.register_hook(lambda _gradient: odd.gradient)
+    (4.0 * model[1](middle).sum()).backward()
+    monitor.end_backward()
+    record = monitor.end_step()
+    expected = 4.0 * 2.0 * (1 - torch.tanh(torch.tensor([1.0, -2.0])) ** 2)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected)
+    assert record is not None
+    assert record.values["monitor/errors"] == 1
+    if kind == "rule":
+        assert math.isnan(record.values["activation_gradient/0/norm"])
+        assert record.values["activation_gradient/1/norm"] == pytest.approx(math.sqrt(2))
+    else:
+        assert math.isnan(record.values["gradient_flow/0-1/gain"])
