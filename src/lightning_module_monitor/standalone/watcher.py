@@ -89,8 +89,8 @@ class TorchWatcher:
         """Whether an optimizer has a parameter of the model."""
         self._reporter = ErrorReporter(logging.getLogger(__name__), "warn", lambda: True)
         self._hooks = HookSet()
-        self._hooks.add(model.register_forward_pre_hook(UncopiedHook(_weak(self._begin_forward))))
-        self._hooks.add(register_optimizer_step_post_hook(_weak(self._end_update)))
+        self._hooks.add(model.register_forward_pre_hook(UncopiedHook(_weak(self, TorchWatcher._begin_forward))))
+        self._hooks.add(register_optimizer_step_post_hook(_weak(self, TorchWatcher._end_update)))
         self._close = weakref.finalize(self, _close, self._hooks, self._training, self._evaluation)
 
     def watch(
@@ -261,15 +261,15 @@ class _Mode:
         self.is_open = True
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _weak(watcher: TorchWatcher, method: Callable[..., None]) -> Callable[..., None]:
     """A hook that calls a method of a watcher while that exists. An error is reported."""
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(watcher)
 
     def call(*args: object) -> None:
-        bound = reference()
-        if bound is not None:
-            with failing_alone(bound.__self__._fail):
-                bound(*args)
+        this = reference()
+        if this is not None:
+            with failing_alone(this._fail):
+                method(this, *args)
 
     return call
 
