@@ -53,11 +53,6 @@ class ParametersOfKind:
     sites: Sequence[ParameterSite]
     watches: Sequence[MetricSpec]
 
-    @functools.cached_property
-    def with_functions(self) -> list[int]:
-        """Indices of the parameters that a function of the user's gets."""
-        return [place for place, watch in enumerate(self.watches) if watch.functions]
-
 
 NO_PARAMETERS = ParametersOfKind((), ())
 
