@@ -98,7 +98,8 @@ class ParameterProbe(Probe):
     def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
         """Measure tensors, and give those that functions are to get to these."""
         real = [(spec, tensor) for spec, tensor in pairs if tensor.is_floating_point() or self._pass_over(spec.site, tensor)]
-        self.observation.measure_all(self._own(real))
+        if real:
+            self.observation.measure_all(self._own(real))
         for spec, tensor in real:
             if spec.functions:
                 self._call_functions(spec, tensor)
