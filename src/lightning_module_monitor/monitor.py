@@ -39,7 +39,6 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.probes.step_context import Window
@@ -186,7 +185,6 @@ class ModuleMonitor:
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
-        self._operator_norms = OperatorNorms()
         self._begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self._window: Window | None = None
@@ -275,7 +273,6 @@ class ModuleMonitor:
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.wishes.sites.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
-        self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
@@ -845,7 +842,7 @@ class ModuleMonitor:
         twins = ReferenceProbe(reference, self._reference_failed, say)
         probes: list[Probe] = [
             DifferenceProbe(plan.modules, observation, twins, name),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []
