@@ -23,7 +23,6 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
@@ -71,7 +70,6 @@ class StepEngine:
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
-        self._operator_norms = OperatorNorms()
         self._begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self._context: StepContext | None = None
@@ -359,7 +357,7 @@ class StepEngine:
         twins = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
         probes: list[Probe] = [
             DifferenceProbe(plan.modules, observation, twins, name),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []

@@ -218,7 +218,6 @@ class ModuleMonitor(StepEngine):
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.planner.index.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
-        self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
