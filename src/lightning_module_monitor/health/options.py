@@ -13,7 +13,7 @@ from torch import nn
 from lightning_module_monitor.config import Rule, as_tuple, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
-from lightning_module_monitor.health.watches import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Level = Literal["sick", "watch"]
-"""``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
+from lightning_module_monitor.health.detectors import Level
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from lightning_module_monitor import record
+from lightning_module_monitor.health.detectors import DETECTORS, Level
 from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
-from lightning_module_monitor.report.checks import CHECKS
-from lightning_module_monitor.report.findings import Check, Finding, Level, Look, Verdict
+from lightning_module_monitor.report.checks import look
+from lightning_module_monitor.report.findings import Check, Finding, Look, Verdict
 from lightning_module_monitor.report.nonfinite import look_for_nonfinite
 from lightning_module_monitor.report.run import Table
 
@@ -26,10 +27,13 @@ def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Seq
         said: What was found while the run went on: there more was known than is recorded.
 
     Returns:
-        What was found in training; validation and other stages are not looked at.
+        What was found in training; validation and other stages are not looked at. What a detector found while training, its rule is not
+        judged for again on the store.
     """
     skipped = {step for table in _own(figures, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
-    looks = [look_for_nonfinite(tables, skipped), *(check(tables) for check in CHECKS), *_look_at_own_figures(figures)]
+    known = {finding.name for finding in said}
+    looked = [look(detector, tables, skipped) for name, detector in DETECTORS.items() if name not in known]
+    looks = [look_for_nonfinite(tables, skipped), *looked, *_look_at_own_figures(figures)]
     told = sorted(map(_as_said, said), key=lambda finding: finding.problem)
     findings = [*told, *(finding for look in looks for finding in look.findings)]
     return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [look.check for look in looks])
@@ -37,7 +41,7 @@ def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Seq
 
 def _as_said(said: record.Finding) -> Finding:
     shown_by = Key.parse(said.key)
-    level: Level = "sick" if said.severity == "error" else "watch"
+    level: Level = "sick" if said.severity == "error" else DETECTORS[said.name].level if said.name in DETECTORS else "watch"
     kind = shown_by._replace(site="", statistic="").format().rstrip("/") if said.key else ""
     return Finding(level, f"said in training: {said.name}", kind, said.site, shown_by.statistic if said.key else "", said.step, said.words)
 
