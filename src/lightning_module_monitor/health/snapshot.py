@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,14 +37,14 @@ class Snapshot:
     """The batch of the micro-batch, as ``training_step`` got it."""
     batch_random_states: RandomStates
     """As they were before it was run."""
-    module: nn.Module | None
+    module: nn.Module | None = None
     """With the weights that it had; ``None`` where it could not be run again."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     """What it was called with."""
-    random_states: RandomStates | None
+    random_states: RandomStates | None = None
     """As they were when it was called."""
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None = None
     """Of mixed precision, if it ran in that."""
 
 
@@ -56,7 +56,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
-    content = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
+    content = {one.name: getattr(snapshot, one.name) for one in fields(snapshot)}
     content |= {name: _plain(vars(content[name])) for name in _STATES if content[name] is not None}
     try:
         torch.save({"format": FORMAT, **content}, temporary)
