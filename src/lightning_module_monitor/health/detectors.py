@@ -21,6 +21,10 @@ from lightning_module_monitor.record import TRAIN, Key
 Level = Literal["sick", "watch"]
 """``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
 
+FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
+"""Statistics that show a non-finite element: the number of such elements, and those that are finite for finite tensors, unlike the ``std``
+of one element or a ratio to a zero."""
+
 Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
 """Kinds and statistics. Of each entry those that are recorded first in its order are looked at, kinds before statistics."""
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.report.arrays import first_true
 from lightning_module_monitor.report.findings import Check, Finding, Look, count
 from lightning_module_monitor.report.run import Table, of_training
@@ -16,8 +17,6 @@ _PROBLEM = "values that are not finite"
 # Within a step what comes first is the cause of what comes later; backward it is the last module that comes first.
 _ORDER = ("parameter", "activation", "activation_gradient", "gradient_before_clip", "gradient", "update")
 _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
-# Statistics that are finite for finite tensors. A std of one element, or a ratio to a zero, is not.
-_FINITE = ("norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 
 
 def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Look:
@@ -69,7 +68,7 @@ def nonfinite(table: Table) -> NDArray[np.bool_]:
 def _telling(tables: Sequence[Table], kind: str) -> Iterator[Table]:
     """For each site of a kind the one table that tells best: the count, or else any statistic that must be finite."""
     told: set[tuple[str, str]] = set()
-    for statistic in ("nonfinite_count", *_FINITE):
+    for statistic in FINITE_STATISTICS:
         for table in of_training(tables, kind, statistic):
             rows = [row for row, site in enumerate(table.sites) if (table.name.prefix, site) not in told]
             told.update((table.name.prefix, table.sites[row]) for row in rows)

@@ -235,11 +235,6 @@ def _run(trainer: Trainer, pl_module: LightningModule, twin: LightningModule, ke
     return loss if isinstance(loss, Tensor) else None
 
 
-def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
-    """The module that made it; ``None`` if it was the LightningModule's own code, or the batch."""
-    return None if found.site == ROOT else next(site for site in sites if site.name == found.site)
-
-
 def _versions(batch: object) -> list[tuple[object, int, int]]:
     """What changes with every write into a tensor of a batch. One of inference mode cannot be written to while a model trains."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
