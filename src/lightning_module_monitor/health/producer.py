@@ -1,4 +1,4 @@
-"""Who made the first value that is not finite: the module with finite inputs and weights, and not those that it spread to."""
+"""Finds the module that made the first non-finite value: the one with finite inputs and weights, not those that the value spread to."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 @dataclass(frozen=True)
 class Producer:
-    """Who it was, as one rank saw it."""
+    """What made the first non-finite value, as one rank observed it."""
 
     site: str
     """The module; ``_root_`` for the LightningModule's own code, and for the batch."""
     is_forward: bool
     micro_batch: int
-    """Its number in the step; ``UNKNOWN`` where only that it was is known."""
+    """Its number in the step; ``UNKNOWN`` where only that there is such a value is known."""
     place: int
-    """How early it was within its micro-batch: of two ranks' the earlier one is the cause."""
+    """Its position in the order of the micro-batch: of two ranks' the earlier one is the cause."""
     words: str
-    """How it made it, in a sentence."""
+    """The evidence, in a sentence."""
     call: int = 0
-    """Which of the module's calls in this micro-batch it was."""
+    """Number of the module's call in this micro-batch."""
     is_known: bool = True
-    """Whether it was ``site``; else the words say why it is not known who it was."""
+    """Whether it was ``site``; else the words give the reason why it is not known."""
 
 
 def producer(seen: Seen) -> Producer | None:
-    """Who it was.
+    """Find the first non-finite value of a step, and what made it.
 
     Args:
-        seen: What was seen in the step.
+        seen: What was observed in the step.
 
     Returns:
-        The producer. ``None`` if there is nothing that anybody has passed on: a mask that a softmax has taken, say.
+        The producer. ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, say.
     """
     for micro_batch in range(len(seen.passes)):
         found = _forward(seen, micro_batch) or _backward(seen, micro_batch)
@@ -50,9 +50,9 @@ def producer(seen: Seen) -> Producer | None:
 
 
 def _forward(seen: Seen, micro_batch: int) -> Producer | None:
-    """The first call that has made what is not finite of what is, and whose infinities nobody has taken out again."""
+    """The first call with finite inputs and a non-finite output that later modules did not mask."""
     calls = seen.passes[micro_batch].calls
-    suspect = None  # somebody took its infinities out, and code may have used them beside that
+    suspect = None  # its infinities were masked, but code may have used them elsewhere too
     for place, call in enumerate(calls):
         given = _given(seen, call)
         if given != UNKNOWN and _is_passed_on(seen, calls, place):
@@ -77,13 +77,13 @@ def _forward(seen: Seen, micro_batch: int) -> Producer | None:
 
 
 def _given(seen: Seen, call: Call) -> int:
-    """Place of what code has given to a call and is not finite; infinities beside its first tensor may be a mask. ``UNKNOWN``: nothing."""
+    """Place of a non-finite input that code made; infinities beside the first tensor may be a mask. ``UNKNOWN``: there is none."""
     nans = (place for place in call.others if math.isnan(seen.values[place]))
     return call.input if call.is_new and seen.is_bad(call.input) else next(nans, UNKNOWN)
 
 
 def _stays_within(seen: Seen, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call has given infinities, and the module that has called it has returned what is finite."""
+    """Whether a call returned infinities, and the module that called it returned finite values."""
     caller = calls[place].caller
     if caller == NOBODY or math.isnan(seen.values[calls[place].output]):
         return False
@@ -94,7 +94,7 @@ def _stays_within(seen: Seen, calls: Sequence[Call], place: int) -> bool:
 
 
 def _is_taken_out(seen: Seen, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call has given infinities, and the next one that got such has returned what is finite."""
+    """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
     if math.isnan(seen.values[calls[place].output]):
         return False
     users = (number for number in range(place + 1, len(calls)) if seen.is_bad(calls[number].input))
@@ -103,7 +103,7 @@ def _is_taken_out(seen: Seen, calls: Sequence[Call], place: int) -> bool:
 
 
 def _is_passed_on(seen: Seen, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call that got what is not finite has given it."""
+    """Whether a call with a non-finite input has a non-finite output."""
     if calls[place].output != UNKNOWN:
         return seen.is_bad(calls[place].output)
     returns = [call for call in calls if call.entered == place]
@@ -111,18 +111,18 @@ def _is_passed_on(seen: Seen, calls: Sequence[Call], place: int) -> bool:
 
 
 def _code_before(seen: Seen, micro_batch: int, place: int, given: int) -> Producer:
-    """Code between modules has made what a call was given, at the place ``given`` of its number; or it is the batch's."""
+    """Code between modules, or the batch, made the input of a call at the place ``given``."""
     calls = seen.passes[micro_batch].calls
     call = calls[place]
     kind, name = kind_of(seen.values[given]), seen.sites[call.site].name
     before = _last_output(seen, calls[:place])
     if call.caller == NOBODY:
-        who = (
+        origin = (
             f"{name} was given {kind}, and all before it is finite{before}"
             if place
             else f"The first module of the pass, {name}, was given {kind}"
         )
-        words = f"{who}: the batch has it, or the LightningModule's own code before it."
+        words = f"{origin}: the batch has it, or the LightningModule's own code before it."
         return Producer(ROOT, True, micro_batch, place, words)
     where = seen.sites[call.caller].name
     words = f"Code in the forward of {where}, between its modules, has made {kind} of what is finite{before}, and gives it to {name}."
@@ -130,14 +130,14 @@ def _code_before(seen: Seen, micro_batch: int, place: int, given: int) -> Produc
 
 
 def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
-    """A module has returned what is not finite, and got what is."""
+    """A module with finite inputs returned a non-finite output."""
     calls = seen.passes[micro_batch].calls
     call, name = calls[place], seen.sites[calls[place].site].name
     kind = kind_of(seen.values[call.output])
     bad = {key: value for key, value in _weights_of(seen, name).items() if not math.isfinite(value)}
     if bad:
-        told = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-        words = f"Its weights are not finite ({told}), so that its output has {kind}: they were so when the step began."
+        listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
+        words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
     elif call.entered != NOBODY:
         words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(seen, calls[:place])}."
     else:
@@ -147,7 +147,7 @@ def _own(seen: Seen, micro_batch: int, place: int) -> Producer:
 
 
 def _calls_before(calls: Sequence[Call], place: int, site: int, seen: Seen) -> int:
-    """How often a module was called before the call that is meant, in its micro-batch."""
+    """How often a module was called before this call, in its micro-batch."""
     is_leaf = site != NOBODY and next(seen.sites[site].module.children(), None) is None
     starts = [call for call in calls[: place + 1] if call.site == site and not call.is_further and (is_leaf or call.entered == NOBODY)]
     return max(len(starts) - 1, 0)
@@ -166,7 +166,7 @@ def _last_output(seen: Seen, calls: Sequence[Call]) -> str:
 
 
 def _backward(seen: Seen, micro_batch: int) -> Producer | None:
-    """Whose backward pass has made the first gradient that is not finite of what is."""
+    """The module whose backward pass made the first non-finite gradient of finite ones."""
     calls, gradients = seen.passes[micro_batch].calls, seen.passes[micro_batch].gradients
     place, first = next(((place, one) for place, one in enumerate(gradients) if seen.is_bad(one.place)), (0, None))
     if first is None:
@@ -175,10 +175,10 @@ def _backward(seen: Seen, micro_batch: int) -> Producer | None:
     name = seen.sites[call.site].name
     behind = first.call if first.of_input else _user_of(calls, first.call)
     if behind is not None:
-        culprit = seen.sites[calls[behind].site].name
+        name = seen.sites[calls[behind].site].name
         words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{_arrived(seen, gradients, behind)}."
         number = _calls_before(calls, behind, calls[behind].site, seen)
-        return Producer(culprit, False, micro_batch, place, words + _weights_in_words(seen, culprit), number)
+        return Producer(name, False, micro_batch, place, words + _weights_in_words(seen, name), number)
     after = next((one for one in calls[first.call + 1 :] if one.is_new or one.entered != NOBODY), None)
     if after is None:
         words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
@@ -190,7 +190,7 @@ def _backward(seen: Seen, micro_batch: int) -> Producer | None:
 
 
 def _user_of(calls: Sequence[Call], place: int) -> int | None:
-    """The module without others in it that got a call's output as it was; ``None`` if code did."""
+    """The call of a module without submodules whose input is a call's output, unchanged; ``None`` if code used it."""
     users = (number for number, call in enumerate(calls) if number > place and call.input == calls[place].output and call.output != UNKNOWN)
     return next(users, None)
 
@@ -214,5 +214,5 @@ def _weights_in_words(seen: Seen, name: str) -> str:
 
 
 def kind_of(value: float) -> str:
-    """What a largest magnitude that is not finite tells, in a word."""
+    """A non-finite largest magnitude in a word."""
     return "NaN" if math.isnan(value) else "infinity"

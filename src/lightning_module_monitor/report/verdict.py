@@ -1,4 +1,4 @@
-"""What is healthy in a run and what is not, from its numbers alone: which site, since when, by which evidence."""
+"""The verdict on a stored run: which sites have a problem, since which step, with the evidence."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from lightning_module_monitor.report.nonfinite import look_for_nonfinite
 from lightning_module_monitor.report.run import Table
 
 SKIPPED_SHARE = 0.1
-"""Of the steps; a ``GradScaler`` tries a larger scale every 2,000, and skips one if that is too large."""
+"""Limit of the share of skipped steps: a ``GradScaler`` tries a larger scale every 2,000 steps, and skips one if it is too large."""
 
 
 def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Sequence[record.Finding] = ()) -> Verdict:
-    """Look for all that these checks know.
+    """Judge a run by every detector.
 
     Args:
-        tables: Those of one run's sites.
+        tables: The tables of one run's sites.
         figures: The monitor's own, and others without sites.
-        said: What was found while the run went on: there more was known than is recorded.
+        said: The findings of training, which knew more than is recorded.
 
     Returns:
-        What was found in training; validation and other stages are not looked at. What a detector found while training, its rule is not
-        judged for again on the store.
+        The findings on training; validation and other stages are not judged. A detector with findings from training is not judged again.
     """
     skipped = {step for table in _own(figures, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
     known = {finding.name for finding in said}
     looked = [look(detector, tables, skipped) for name, detector in DETECTORS.items() if name not in known]
     looks = [look_for_nonfinite(tables, skipped), *looked, *_look_at_own_figures(figures)]
-    told = sorted(map(_as_said, said), key=lambda finding: finding.problem)
-    findings = [*told, *(finding for look in looks for finding in look.findings)]
+    reported = sorted(map(_as_said, said), key=lambda finding: finding.problem)
+    findings = [*reported, *(finding for look in looks for finding in look.findings)]
     return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [look.check for look in looks])
 
 
@@ -56,7 +55,7 @@ def _look_at_own_figures(figures: Sequence[Table]) -> Iterator[Look]:
 
 
 def _look_at(figures: Sequence[Table], name: str, problem: str, most: float, tell: Callable[[float, float], str]) -> list[Look]:
-    """A figure that is larger than zero at a larger share of the steps than ``most``; nothing where there is no such figure."""
+    """Finds a figure above zero in a larger share of the steps than ``most``; no check where it was not recorded."""
     tables = _own(figures, name)
     findings = []
     for table in tables:
