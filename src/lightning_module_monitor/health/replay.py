@@ -63,8 +63,7 @@ def replay(snapshot: Snapshot) -> int:
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
             found = _print_tensors("gradient of input", [one.grad for one in inputs])
             found |= _print_tensors("gradient of weight", {name: one.grad for name, one in module.named_parameters()})
-        seen = probe.seen()
-        _print_producer(snapshot, None if seen is None else producer(seen))
+        _print_producer(snapshot, producer(probe.observed()))
     finally:
         probe.close()
     return found

@@ -33,14 +33,14 @@ class FiniteStep:
         self.micro_batch = 0
         """The running one."""
 
-    def see_loss(self, loss: Tensor) -> None:
+    def observe_loss(self, loss: Tensor) -> None:
         """Observe a loss."""
         if not is_tracing():
             self._numbers.add(loss)
             self._note()
 
     @torch.no_grad()
-    def see_gradients(self) -> None:
+    def observe_gradients(self) -> None:
         """Observe the gradients of a backward pass."""
         if is_tracing():
             return

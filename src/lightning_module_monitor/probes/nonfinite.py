@@ -17,7 +17,7 @@ from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
-NOBODY = -1
+NO_CALL = -1
 """The caller of what the LightningModule itself calls."""
 
 Args = tuple[object, ...]
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     """Whether that tensor is not the last output, unchanged: then code between modules made it."""
     output: int
     entered: int
-    """The event that entered the module; ``NOBODY`` if this one did."""
+    """The event that entered the module; ``NO_CALL`` if this one did."""
     others: tuple[int, ...] = ()
     """Places of its further inputs."""
     is_further: bool = False
@@ -65,7 +65,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     """What one rank observed in a step with a non-finite value, on the host."""
 
     sites: Sequence[ModuleSite]
@@ -158,7 +158,7 @@ class NonfiniteProbe:
         self._tensor_hooks.close()
         self._last = None, 0, UNKNOWN
 
-    def see_weights(self) -> None:
+    def observe_weights(self) -> None:
         """Observe the parameters, before the optimizer moves them."""
         if is_tracing():
             return
@@ -191,7 +191,7 @@ class NonfiniteProbe:
         others = self._others(values, value, None)
         place, is_new = self._place(value)
         self._running.append((number, len(calls)))
-        self._note(Call(number, caller, place, is_new, UNKNOWN, NOBODY, others), value, None)
+        self._note(Call(number, caller, place, is_new, UNKNOWN, NO_CALL, others), value, None)
 
     def _leave(self, number: int, _args: Args, _kwargs: Kwargs, output: object) -> None:
         """It has returned."""
@@ -212,7 +212,9 @@ class NonfiniteProbe:
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
         for number_of_output, (tensor, of_output) in enumerate(self._places(output)):
             is_further = number_of_output > 0
-            self._note(Call(number, self._caller(), place, is_new and not is_further, of_output, NOBODY, others, is_further), value, tensor)
+            self._note(
+                Call(number, self._caller(), place, is_new and not is_further, of_output, NO_CALL, others, is_further), value, tensor
+            )
 
     def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
         """Places of a call's inputs beside its first tensor, without those that it returned."""
@@ -220,16 +222,16 @@ class NonfiniteProbe:
         return tuple(self._numbers.add(_part_here(tensor)) for tensor in tensors if tensor.is_floating_point())
 
     def _caller(self) -> int:
-        return self._running[-1][0] if self._running else NOBODY
+        return self._running[-1][0] if self._running else NO_CALL
 
     def _note(self, call: Call, value: Tensor | None, output: Tensor | None) -> None:
         calls = self._passes[-1].calls
         for tensor, of_input in ((value if call.is_new else None, True), (output, False)):
             if tensor is not None and tensor.requires_grad:
-                self._tensor_hooks.add(tensor.register_hook(functools.partial(self._see_gradient, len(calls), of_input)))
+                self._tensor_hooks.add(tensor.register_hook(functools.partial(self._observe_gradient, len(calls), of_input)))
         calls.append(call)
 
-    def _see_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:
+    def _observe_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:
         # Returns nothing: what a tensor hook returns replaces the gradient.
         if gradient is not None and self._is_in_backward and not is_tracing():
             try:
@@ -264,17 +266,17 @@ class NonfiniteProbe:
 
     # Afterwards
 
-    def seen(self) -> Seen | None:
+    def observed(self) -> Observed | None:
         """What was observed, if anything of it is not finite: read by one transfer."""
         if not self._numbers.may_have_nonfinite():
             return None
         if not self._weights:
-            self.see_weights()
+            self.observe_weights()
         values = self._numbers.read()
         if all(map(math.isfinite, values)):
             return None
         weights = {name: values[place] for name, place in self._weights.items() if place != UNKNOWN}
-        return Seen(self._sites, list(self._passes), [*values, 0.0], weights)
+        return Observed(self._sites, list(self._passes), [*values, 0.0], weights)
 
 
 def _part_here(tensor: Tensor) -> Tensor:

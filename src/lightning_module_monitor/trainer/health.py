@@ -75,8 +75,8 @@ class HealthOfRun:
         """What a resumed run needs, so that it repeats no finding and loses no streak: in plain numbers and texts."""
         if self._alerts is None or not self._is_fit:
             return self._state
-        is_told = self.nonfinite is not None and self.nonfinite.is_told
-        return {"alerts": self._alerts.state(), "is_told": is_told, "details": self._details}
+        is_reported = self.nonfinite is not None and self.nonfinite.is_reported
+        return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
 
     def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
         """The model exists.
@@ -108,7 +108,7 @@ class HealthOfRun:
     def _go_on(self, alerts: Alerts) -> None:
         alerts.load(self._state.get("alerts", {}))
         if self.nonfinite is not None:
-            self.nonfinite.is_told = self._state.get("is_told", False)
+            self.nonfinite.is_reported = self._state.get("is_told", False)
         for site, steps in self._state.get("details", {}).items() if self.may_capture else ():
             self._raise_detail(site, steps)
 

@@ -24,7 +24,7 @@ from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
-from lightning_module_monitor.trainer.rerun import StepAgain
+from lightning_module_monitor.trainer.rerun import StepRerun
 
 Folder = Callable[[Trainer], Path | None]
 """Gives the folder of a run's files; ``None`` if there are to be none."""
@@ -52,12 +52,12 @@ class NonfiniteOfRun:
         self._sites = monitor.wishes.sites.modules
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
         self._flag = FiniteStep(self._sites) if options.is_at_every_step or monitor.distributed is False else None
-        self._again = StepAgain()
+        self._rerun = StepRerun()
         self._is_looking = False
         """Whether the step is one to look at."""
         self._is_probed = False
         """Whether the probe observes the step itself."""
-        self.is_told = False
+        self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
@@ -82,12 +82,12 @@ class NonfiniteOfRun:
         if self._is_probed:
             self._probe.begin_micro_batch()
         elif self._is_looking:
-            self._again.keep(pl_module, batch, batch_idx, is_first=is_first)
+            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first)
 
     def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
         """The loss of a backward pass exists. Gradients of a scaled one may overflow, which the scaler handles."""
         if self._flag is not None and self._is_looking:
-            self._flag.see_loss(loss)
+            self._flag.observe_loss(loss)
         if self._is_probed:
             self._probe.begin_backward(loss)
             if is_scaled:
@@ -96,7 +96,7 @@ class NonfiniteOfRun:
     def end_backward(self, *, is_scaled: bool) -> None:
         """The gradients exist."""
         if self._flag is not None and self._is_looking and not is_scaled:
-            self._flag.see_gradients()
+            self._flag.observe_gradients()
         self._probe.end_backward()
 
     def before_update(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
@@ -114,7 +114,7 @@ class NonfiniteOfRun:
         """
         if self._flag is None:
             if self._is_probed:
-                self._probe.see_weights()
+                self._probe.observe_weights()
             return None
         # Where every step is looked at, other ranks expect the collective also after an error of ours.
         if not (self._is_looking or self._options.is_at_every_step):
@@ -126,7 +126,7 @@ class NonfiniteOfRun:
             self._was_finite = self._was_finite is not False
         else:
             self._was_finite = False
-            if not self.is_told:
+            if not self.is_reported:
                 with self._monitor.no_monitor():
                     finding = self._look(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
         return finding
@@ -149,10 +149,9 @@ class NonfiniteOfRun:
         if self._flag is None and self._is_probed and record is not None:
             self._was_finite = not _has_nonfinite(record)
             if not self._was_finite:
-                seen = self._probe.seen()
-                rank, found = _earliest(None if seen is None else producer(seen), self._monitor)
-                finding = None if found is None or self.is_told else self._finding(step, rank, found)
-        self.is_told &= not self._was_finite
+                rank, found = _earliest(producer(self._probe.observed()), self._monitor)
+                finding = None if found is None or self.is_reported else self._finding(step, rank, found)
+        self.is_reported &= not self._was_finite
         self.forget_step()
         return finding
 
@@ -160,7 +159,7 @@ class NonfiniteOfRun:
         """Nothing more is looked at in this step."""
         self._is_looking = self._is_probed = False
         self._was_finite = None
-        self._again.forget()
+        self._rerun.forget()
         self._probe.forget()
         if self._flag is not None:
             self._flag.forget()
@@ -177,11 +176,10 @@ class NonfiniteOfRun:
         own, why = None, "all was finite when the step was run again"
         try:
             if self._is_probed:
-                seen = self._probe.seen()
-                own = None if seen is None else producer(seen)
+                own = producer(self._probe.observed())
             else:
                 # On every rank: in tensor parallel training none can run it alone.
-                own = self._again.look(trainer, pl_module, self._sites, first, is_scaled=is_scaled)
+                own = self._rerun.look(trainer, pl_module, self._sites, first, is_scaled=is_scaled)
                 own = own if own is None or own.is_known or is_mine else None
         except Exception as error:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
@@ -194,7 +192,7 @@ class NonfiniteOfRun:
             path /= f"monitor.snapshot-step={step}.pt"
             try:
                 site = next((site for site in self._sites if site.name == found.site and found.site != ROOT), None)
-                taken = self._again.snapshot(trainer, pl_module, found, step, site=site)  # on every rank, as above
+                taken = self._rerun.snapshot(trainer, pl_module, found, step, site=site)  # on every rank, as above
                 if rank == trainer.global_rank:
                     save(taken, path)
                 snapshot = f" Snapshot: {path}."
@@ -203,7 +201,7 @@ class NonfiniteOfRun:
         return self._finding(step, rank, found, snapshot)
 
     def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:
-        self.is_told = True
+        self.is_reported = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
         words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "

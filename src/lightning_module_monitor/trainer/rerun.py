@@ -24,7 +24,7 @@ from lightning_module_monitor.model.hooks import UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import copied, named_tensors
 from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
+from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.training_reference import run_training_step, silence
 
@@ -57,7 +57,7 @@ class _Kept:
         return _versions(self.batch) != self._versions
 
 
-class StepAgain:
+class StepRerun:
     """Keeps the batches of a step, as far as there is room, and the random states before each, to run one again before the update."""
 
     def __init__(self) -> None:
@@ -113,8 +113,7 @@ class StepAgain:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
-        seen = self._seen(trainer, pl_module, sites, kept, is_scaled=is_scaled)
-        found = None if seen is None else producer(seen)
+        found = producer(self._observed(trainer, pl_module, sites, kept, is_scaled=is_scaled))
         if found is not None and found.site == ROOT and found.is_forward:
             found = replace(found, words=f"{found.words} {_in_words(kept.batch)}")
         if not obstacle:
@@ -124,7 +123,9 @@ class StepAgain:
         # Of two ranks with the same micro-batch, one that knows more comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False)
 
-    def _seen(self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool) -> Seen | None:
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
+    ) -> Observed | None:
         """What the probe observes when a micro-batch is run again; ``None`` if all is finite."""
         twin = self._twin(pl_module)
         probe = NonfiniteProbe(_same_sites(pl_module, twin, sites), _raise)
@@ -137,7 +138,7 @@ class StepAgain:
                 if loss.requires_grad and not is_scaled:
                     loss.backward()
             probe.end_micro_batch()
-            return probe.seen()
+            return probe.observed()
         finally:
             probe.close()
 
