@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Figures
-from lightning_module_monitor.record import TRAIN, Key
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
 
 Level = Literal["sick", "watch"]
 """``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
@@ -47,8 +47,18 @@ class Detector:
     """Without its name, and what it concerns: the rest gives that."""
     limits: Mapping[Level, float] = field(default_factory=dict)
     """Of a detector without."""
-    needs: str = ""
-    """The options that record what it looks at; those with a rule need ``health.watch``."""
+    recorded_by: str = ""
+    """The options that record what it looks at, beside ``health.watch``; empty if nothing does where it does not apply."""
+
+    @property
+    def needs(self) -> str:
+        """The options that record what it looks at."""
+        return f"health: {{watch: {self.name}}}" if self.rule is not None else self.recorded_by
+
+    @property
+    def is_of_monitor(self) -> bool:
+        """Whether it looks at the monitor's own figures, which have no sites."""
+        return self.sources[0][0][0] == OWN_KIND
 
     def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
         """The detector as a rule on the values that are recorded for it."""
@@ -209,7 +219,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="as for dead_units; look whether the module is meant to be idle",
             limits={"watch": 0.99, "sick": 0.999},
-            needs="kinds: activation, statistics: zero_fraction",
+            recorded_by="kinds: activation, statistics: zero_fraction",
         ),
         Detector(
             "gradients that are zero",
@@ -219,7 +229,7 @@ DETECTORS = {
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, and for dead units behind it",
             limits={"watch": 0.5, "sick": 1.0},
-            needs="kinds: [activation_gradient, gradient], statistics: rms",
+            recorded_by="kinds: [activation_gradient, gradient], statistics: rms",
         ),
         Detector(
             "activations that explode",
@@ -230,7 +240,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="a lower learning rate, a normalization layer, a smaller initialization",
             limits={"watch": 100.0, "sick": 1000.0},
-            needs="kinds: activation, statistics: rms",
+            recorded_by="kinds: activation, statistics: rms",
         ),
         Detector(
             "gradients that explode",
@@ -240,7 +250,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="as for exploding",
             limits={"watch": 100.0, "sick": 1000.0},
-            needs="kinds: activation_gradient, statistics: rms",
+            recorded_by="kinds: activation_gradient, statistics: rms",
         ),
         Detector(
             "spikes of the gradient",
@@ -250,7 +260,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="clipping of gradients; look at the batch of that step",
             limits={"watch": 100.0},
-            needs="kinds: gradient, statistics: norm",
+            recorded_by="kinds: gradient, statistics: norm",
         ),
         Detector(
             "updates that are large",
@@ -260,7 +270,7 @@ DETECTORS = {
             source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for what is customary; the limits are a heuristic',
             cure="a lower learning rate",
             limits={"watch": 0.05, "sick": 0.3},
-            needs="kinds: update, statistics: ratio",
+            recorded_by="kinds: update, statistics: ratio",
         ),
         Detector(
             "weights that do not move",
@@ -270,7 +280,7 @@ DETECTORS = {
             source="plain arithmetic",
             cure="as for frozen_updates",
             limits={"watch": 1e-7},
-            needs="kinds: update, statistics: ratio",
+            recorded_by="kinds: update, statistics: ratio",
         ),
         Detector(
             "gain of the gradient between blocks",
@@ -280,7 +290,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="residual connections, normalization layers, another initialization",
             limits={"watch": 10.0, "sick": 1000.0},
-            needs="the option gradient_flow",
+            recorded_by="the option gradient_flow",
         ),
         Detector(
             "large logits of attention",
@@ -290,7 +300,25 @@ DETECTORS = {
             source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
             cure="a normalization of queries and keys, a lower learning rate",
             limits={"watch": 1e3, "sick": 1e4},
-            needs="the option attention",
+            recorded_by="the option attention",
+        ),
+        Detector(
+            "what could not be measured",
+            [([OWN_KIND], ["errors"])],
+            formula="the share of steps with an error of the monitor",
+            limit="any",
+            source="plain arithmetic",
+            cure="the log has each error once",
+            limits={"watch": 0.0},
+        ),
+        Detector(
+            "skipped steps",
+            [([OWN_KIND], [STEP_SKIPPED])],
+            formula="the share of steps that the loss scale skipped",
+            limit="10 %; a GradScaler tries a larger scale every 2,000 steps, and skips one if it is too large",
+            source=_HEURISTIC,
+            cure="a lower learning rate, bfloat16",
+            limits={"watch": 0.1},
         ),
     )
 }

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Course, when
 from lightning_module_monitor.health.detectors import Detector, Level
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.record import STEP_SKIPPED, Key
 from lightning_module_monitor.report.arrays import growth, late, typical, where
-from lightning_module_monitor.report.findings import Check, Finding, Look, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding, count
 from lightning_module_monitor.report.run import Table, of_training
 
 
@@ -25,7 +25,7 @@ class _Sick(NamedTuple):
     evidence: str
 
 
-def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int]) -> Look:
+def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
     """Judge a run by a detector.
 
     Args:
@@ -34,24 +34,21 @@ def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[
         skipped_steps: Steps that a ``GradScaler`` skipped.
 
     Returns:
-        A finding for each site that meets the detector's condition.
+        The check, and a finding for each site that meets the detector's condition.
     """
     seen: list[Table] = []
     for kinds, statistics in detector.sources:
         there = (of_training(tables, kind, statistic) for kind in kinds for statistic in statistics)
         seen += next(filter(None, there), [])
+    check = Check(detector.name, sum(len(table.sites) for table in seen), detector.needs)
     if detector.rule is not None:
-        found = _replayed(detector, seen, skipped_steps)
-    else:
-        judge = _WHOLE_RUN[detector.name]
-        found = [
-            Finding(one.level, detector.name, table.kind, table.sites[one.row], table.statistic, one.step, one.evidence)
-            for table in seen
-            for one in judge(table, detector)
-        ]
-    return Look(
-        Check(detector.name, sum(len(table.sites) for table in seen), detector.needs or f"health: {{watch: {detector.name}}}"), found
-    )
+        return check, _replayed(detector, seen, skipped_steps)
+    judge = _WHOLE_RUN[detector.name]
+    return check, [
+        Finding(one.level, detector.name, table.kind, table.sites[one.row], table.statistic, one.step, one.evidence)
+        for table in seen
+        for one in judge(table, detector)
+    ]
 
 
 # Record by record
@@ -188,6 +185,19 @@ def _small_update(table: Table, detector: Detector) -> Iterator[_Sick]:
         yield _Sick(row, "sick" if never[row] else "watch", _first(table, table.values[row] <= most), evidence)
 
 
+def _often(table: Table, detector: Detector) -> Iterator[_Sick]:
+    happened = table.values[0] > 0
+    share = float(happened.mean())
+    if share > detector.limits["watch"]:
+        is_skipped = table.statistic == STEP_SKIPPED
+        evidence = (
+            f"the loss scale skipped {share:.0%} of steps"
+            if is_skipped
+            else f"{np.nansum(table.values):.0f} errors, at {share:.0%} of steps"
+        )
+        yield _Sick(0, "watch", _first(table, happened), evidence)
+
+
 _WHOLE_RUN: dict[str, Callable[[Table, Detector], Iterator[_Sick]]] = {
     "outputs that are zero": _zero_output,
     "gradients that are zero": _zero_gradient,
@@ -198,6 +208,8 @@ _WHOLE_RUN: dict[str, Callable[[Table, Detector], Iterator[_Sick]]] = {
     "weights that do not move": _small_update,
     "gain of the gradient between blocks": _gain,
     "large logits of attention": _large_logit,
+    "what could not be measured": _often,
+    "skipped steps": _often,
 }
 
 

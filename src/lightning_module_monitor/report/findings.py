@@ -36,6 +36,10 @@ class Check:
     """The options that record what it looks at."""
 
 
+Checked = tuple[Check, Sequence[Finding]]
+"""A check and its findings."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The findings of a run, and the checks."""
@@ -70,14 +74,6 @@ class Verdict:
     def beginning(self) -> Finding | None:
         """The sick finding with the earliest step: where to look first. ``None`` if nothing is sick."""
         return min((finding for finding in self.findings if finding.level == "sick"), key=lambda finding: finding.step, default=None)
-
-
-@dataclass(frozen=True)
-class Look:
-    """One check with its findings."""
-
-    check: Check
-    findings: Sequence[Finding]
 
 
 def count(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.report.arrays import first_true
-from lightning_module_monitor.report.findings import Check, Finding, Look, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding, count
 from lightning_module_monitor.report.run import Table, of_training
 
 _PROBLEM = "values that are not finite"
@@ -19,7 +19,7 @@ _ORDER = ("parameter", "activation", "activation_gradient", "gradient_before_cli
 _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
 
 
-def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Look:
+def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
     """Find each site's first non-finite value, in the order of events: the first of all is the likely cause.
 
     Args:
@@ -37,7 +37,7 @@ def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) 
         at_once = sum(finding.step == first.step for finding in findings)
         evidence = f"the first: {first.evidence}, of {count(at_once, 'series')} at that step and {len(findings)} in all"
         findings[0] = dataclasses.replace(first, evidence=evidence)
-    return Look(Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings)
+    return Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings
 
 
 def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tuple[int, int, int], Table, int, int]]:
