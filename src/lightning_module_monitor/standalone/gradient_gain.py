@@ -176,7 +176,7 @@ class _Probe(BlockGradientProbe):
             self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
         return list(self._norms)
 
-    def see_gradient(self, place: int, gradient: Tensor) -> None:
+    def observe_gradient(self, place: int, gradient: Tensor) -> None:
         if self._current_pass != self.backward_pass():
             self._current_pass, self._accumulator = self.backward_pass(), StepAccumulator(_warn_of_gradient)
         if self._is_strict and self.reached.get(place, self._accumulator) is not self._accumulator:
