@@ -248,7 +248,7 @@ def test_commands_of_the_documents(document: Path) -> None:
             extras = re.findall(r"\[(.*?)\]", command)[0].split(",")
             assert all(re.search(rf"^{extra} = \[", pyproject, re.MULTILINE) for extra in extras), command
         elif words[0] == "lightning-module-monitor":
-            assert words[1] in [one.NAME for one in COMMANDS]
+            assert words[1] in [one.name for one in COMMANDS]
             # tests/width_check/test_command.py runs it; those of stores are run below
             assert words[1] != "coordinate-check" or (ROOT / words[2]).is_file()
         else:
@@ -267,7 +267,7 @@ def test_commands_for_stores_of_the_readme(tmp_path: Path, monkeypatch: pytest.M
             assert main(command) == 0, command
     assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
     # A snapshot is of a run that has gone bad: tests/health/test_nonfinite.py shows one again.
-    assert {command[0] for command in commands} == {one.NAME for one in COMMANDS} - {"replay"}
+    assert {command[0] for command in commands} == {one.name for one in COMMANDS} - {"replay"}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:
