@@ -294,7 +294,7 @@ class Nonfinite(Observer):
         self.random_states = RandomStates.now(self.device)
 
     def before_update(self) -> None:
-        self.finite.see_gradients()
+        self.finite.observe_gradients()
         assert self.finite.is_finite()
         self.finite.forget()
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 
 STATISTICS = ["mean", "std", "norm", "min", "max", "var", "abs_mean"]
 NUM_SITES = (10, 100, 1000, 10_000)

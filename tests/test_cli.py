@@ -32,7 +32,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     words = " ".join(capsys.readouterr().out.split())
     for command in cli.COMMANDS:
-        assert f"{command.NAME} {command.HELP}" in words
+        assert f"{command.name} {command.help}" in words
 
 
 @pytest.mark.parametrize("arguments", [[], ["coordinate-chek", "x.yaml"], ["coordinate-check"], ["coordinate-check", "x.yaml", "--no"]])

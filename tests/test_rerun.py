@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback
+from lightning_module_monitor.health.snapshot import load
 from lightning_module_monitor.trainer import rerun
-from lightning_module_monitor.trainer.rerun import StepAgain
+from lightning_module_monitor.trainer.rerun import StepRerun
 
 
 def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which batches are still there when the last micro-batch runs, if nobody else keeps them."""
     monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
-    again, model, kept = StepAgain(), Classifier("mlp"), []
+    again, model, kept = StepRerun(), Classifier("mlp"), []
     for number in range(len(batches)):
         kept.append(weakref.ref(batches[0][0]))
         again.keep(model, batches.pop(0), number, is_first=number == 0)
@@ -59,7 +60,71 @@ def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        rerun._twin(model)
+        StepRerun()._twin(model)
+
+
+NOTES: list[tuple[int, nn.Parameter]] = []
+
+
+class Noting(nn.Linear):
+    """Notes where its weight lies in each call in training, and the weight; returns NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            NOTES.append((self.weight.untyped_storage().data_ptr(), self.weight))
+        return super().forward(x) * torch.nan
+
+
+def test_the_copy_that_is_run_shares_the_weights(tmp_path: Path) -> None:
+    """It takes no memory of theirs, nor for their gradients, which a device that is full does not have; the file has weights of its own."""
+    NOTES.clear()
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), Noting(6, 6), nn.Linear(6, 3)), torch.optim.SGD)
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", snapshot=True), store=str(tmp_path / "monitor.h5"))
+    trainer(tmp_path, [callback], max_steps=1, limit_val_batches=0).fit(module, loader(), loader(8))
+    assert [one.site for one in callback.findings] == ["model.1"]
+    [own, again, of_snapshot] = NOTES
+    assert own[0] == again[0] == of_snapshot[0]
+    assert own[1] is not again[1]
+    assert again[1].requires_grad
+    assert again[1].grad is None
+    kept = load(tmp_path / "monitor.snapshot-step=0.pt", trust=True).module
+    assert kept is not None
+    assert all(type(one) is nn.Parameter for one in kept.parameters())
+
+
+class Writing(nn.Linear):
+    """Writes into its weight in its forward pass, as ``Embedding(max_norm)`` and normalized prototypes do; returns NaN."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(6, 6)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "in place":
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        elif self.way == "data":
+            self.weight.data.mul_(0.9)
+        else:
+            self.weight.data = self.weight.data * 0.9
+        return super().forward(x) * torch.nan
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "other data"])
+def test_a_forward_that_writes_into_its_weight_writes_once(way: str, tmp_path: Path) -> None:
+    """Weights are bit for bit those of a run without the callback, in every step."""
+    runs = []
+    for health in ("ignore", "always"):
+        seed()
+        module = Classifier(nn.Sequential(nn.Linear(6, 6), Writing(way), nn.Linear(6, 3)), torch.optim.SGD, lr=0.0)
+        for parameter in module.parameters():
+            parameter.register_hook(torch.zeros_like)  # the update leaves finite weights
+        callback = ModuleMonitorCallback(50, health=Health(nonfinite=health))
+        trainer(tmp_path / health, [callback], max_steps=2, limit_val_batches=0).fit(module, loader(), loader(8))
+        assert len(callback.findings) == (health == "always")
+        runs.append(module.state_dict())
+    assert runs[0].keys() == runs[1].keys()
+    assert all(torch.equal(runs[0][name], runs[1][name]) and bool(runs[0][name].isfinite().all()) for name in runs[0])
 
 
 def bad_sample(at: int) -> DataLoader[Any]:

@@ -1,39 +1,36 @@
-"""The command line ``lightning-module-monitor``: one subcommand for each of the modules in ``COMMANDS``."""
+"""The command line ``lightning-module-monitor``: one subcommand for each entry of ``COMMANDS``."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.commands import compare, export, keys, repair, replay, report, summary
-from lightning_module_monitor.errors import ConfigError, printable
+from lightning_module_monitor.errors import ConfigError, printable, require
 from lightning_module_monitor.width_check import command as coordinate_check
+
+if TYPE_CHECKING:
+    from lightning_module_monitor.sinks.store.reader import StoreReader
 
 WRONG_USAGE = 2
 FAILED = 3
 
 
-class Command(Protocol):
-    """What a module holds that is a subcommand. It imports what takes long to import when it runs: all of them are imported for one."""
+class Command(NamedTuple):
+    """A subcommand. Its ``run`` imports what takes long to import: all commands are imported for one."""
 
-    NAME: str
-    HELP: str
-    EPILOG: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add what it takes."""
-        ...
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run it; returns the exit status. A ``ConfigError`` or ``ImportError`` becomes one line."""
-        ...
-
-
-COMMANDS: Sequence[Command] = (report, compare, summary, keys, export, repair, replay, coordinate_check)
+    name: str
+    help: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status; a ``ConfigError`` or ``ImportError`` becomes one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,26 +44,291 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-module-monitor", description=__doc__.partition(":")[0] + ".")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.HELP,
-            epilog=command.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+    for name, words, epilog, add_arguments, run in COMMANDS:
+        raw = argparse.RawDescriptionHelpFormatter
+        subparser = subparsers.add_parser(name, help=words, description=words, epilog=epilog, formatter_class=raw)
+        add_arguments(subparser)
+        subparser.set_defaults(run=run)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
     except (ConfigError, ImportError) as error:
         print(f"lightning-module-monitor {options.command}: error: {printable(str(error))}", file=sys.stderr)
         return WRONG_USAGE
-    except BrokenPipeError:  # who reads what is printed has seen enough, as in "keys monitor.h5 | head"
+    except BrokenPipeError:  # the reader of the output has closed it, as in "keys monitor.h5 | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
         traceback.print_exc()
         return FAILED
     return status
+
+
+# ------------------------------------------------------------------ what the subcommands share
+
+_ONE_STORE = "path of a run's monitor.h5; the run may be going on, or have been killed"
+
+
+def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, words: str = _ONE_STORE) -> None:
+    parser.add_argument("store", metavar="STORE", type=Path, nargs=num, help=words)
+
+
+def _add_output(parser: argparse.ArgumentParser, words: str, default: Path | None = None) -> None:
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, default=default, help=f"default: {words}")
+
+
+def _open_store(path: Path) -> StoreReader:
+    from lightning_module_monitor.sinks.store.reader import load_store
+
+    try:
+        return load_store(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _output_path(wanted: Path | None, store: Path, suffix: str) -> Path:
+    """The path to write to, by default beside the store.
+
+    Raises:
+        ConfigError: If there is no such folder, or the file would be the store itself.
+    """
+    path = store.with_suffix(suffix) if wanted is None else wanted
+    with _writing(path):
+        is_in_folder, is_folder, is_store = path.parent.is_dir(), path.is_dir(), path.resolve() == store.resolve()
+    if not is_in_folder:
+        raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
+    if is_folder or is_store:
+        raise ConfigError(f"{str(path)!r} cannot be written: it is {'a folder' if is_folder else 'the store itself'}.")
+    return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Make an error of the system in the block a ``ConfigError`` about the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
+
+
+def _size_of(path: Path) -> str:
+    num_bytes = path.stat().st_size
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
+
+
+# ------------------------------------------------------------------ pages: report, compare
+
+REPORT = """\
+examples:
+  lightning-module-monitor report monitor.h5
+  lightning-module-monitor report monitor.h5 -o report.html
+
+The page is one file that needs no network. The run may still be going on: the page shows what there is by then.
+
+exit status:
+  0  it was written
+  2  the command is wrong, STORE cannot be read, or an extra is not installed
+"""
+
+COMPARE = """\
+examples:
+  lightning-module-monitor compare before/monitor.h5 after/monitor.h5
+  lightning-module-monitor compare seed1.h5 seed2.h5 seed3.h5 -o seeds.html
+
+Sites are matched by name; the page says what matched and what did not. Differences are to the first run.
+
+exit status:
+  0  it was written
+  2  the command is wrong, a STORE cannot be read, or an extra is not installed
+"""
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser, 1)
+    _add_output(parser, "beside the store, as monitor.html")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser, "+", "paths of the runs' monitor.h5, two or more")
+    _add_output(parser, "compare.html", Path("compare.html"))
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    if arguments.command == "compare" and len(arguments.store) < 2:
+        raise ConfigError("one STORE is given; expected two or more. For one run there is the command report.")
+    stores = [_open_store(path) for path in arguments.store]
+    for store in stores:
+        path = _output_path(arguments.output, store.path, ".html")
+    from lightning_module_monitor.report.page import write_report
+
+    with _writing(path):
+        write_report(stores, path)
+    print(f"{path}: {_size_of(path)}")
+    return 0
+
+
+# ------------------------------------------------------------------ texts: summary, keys
+
+SUMMARY = """\
+example:
+  lightning-module-monitor summary monitor.h5
+
+exit status:
+  0  nothing is sick
+  1  something is
+  2  the command is wrong, or STORE cannot be read
+"""
+
+KEYS = """\
+examples:
+  lightning-module-monitor keys monitor.h5
+  lightning-module-monitor keys monitor.h5 'gradient/.*/norm'
+
+exit status:
+  0  there are such keys
+  1  there are none
+  2  the command is wrong, or STORE cannot be read
+"""
+
+
+def _print_summary(arguments: argparse.Namespace) -> int:
+    from lightning_module_monitor.report.run import read_run
+    from lightning_module_monitor.report.verdict import verdict_on
+
+    store = _open_store(arguments.store)
+    require("rich", "report")
+    from lightning_module_monitor.report.terminal import print_verdict
+
+    run = read_run(store)
+    verdict = verdict_on(run.tables, run.figures, run.said)
+    print_verdict(run, verdict)
+    return 1 if verdict.is_sick else 0
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", default=".*", help="regular expression that matches the whole key")
+
+
+def _print_keys(arguments: argparse.Namespace) -> int:
+    store = _open_store(arguments.store)
+    try:
+        pattern = re.compile(arguments.pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"PATTERN is {arguments.pattern!r}; expected a regular expression ({error}).") from error
+    found = [key for key in (*store.keys(), *store.histogram_keys()) if pattern.fullmatch(key)]
+    for key in found:
+        print(printable(key))
+    return 0 if found else 1
+
+
+# ------------------------------------------------------------------ files: export, repair
+
+EXPORT = """\
+examples:
+  lightning-module-monitor export monitor.h5 --format csv
+  lightning-module-monitor export monitor.h5 --format parquet -o run.parquet
+
+The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out. In CSV a text that begins
+with =, +, - or @ gets a ' before it: a spreadsheet would run it as a formula.
+
+exit status:
+  0  it was written
+  2  the command is wrong, STORE cannot be read, or an extra is not installed
+"""
+
+REPAIR = """\
+example:
+  lightning-module-monitor repair monitor.h5
+
+The other commands, and load_store, read such a store without it. The file of raw tensors beside it needs none: it is always closed.
+
+exit status:
+  0  every HDF5 program can read it
+  2  the command is wrong, STORE cannot be read, or a run is writing to it
+"""
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="default: csv")
+    _add_output(parser, "beside the store, as monitor.csv or monitor.parquet")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    store = _open_store(arguments.store)
+    path = _output_path(arguments.output, store.path, f".{arguments.format}")
+    require("pandas", "pandas")
+    if arguments.format == "parquet":
+        require("pyarrow", "parquet")
+    frame = store.to_frame()
+    with _writing(path):
+        if arguments.format == "parquet":
+            frame.to_parquet(path, index=False)
+        else:
+            texts = {name: frame[name].map(_no_formula) for name in ("stage", "kind", "site", "statistic")}
+            frame.assign(**texts).to_csv(path, index=False)
+    print(f"{path}: {len(frame):,} values, {_size_of(path)}")
+    return 0
+
+
+def _no_formula(text: str) -> str:
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from lightning_module_monitor.sinks.store.killed import is_in_use
+
+    store = _open_store(arguments.store)
+    was_open = is_in_use(store.path)
+    try:
+        store.repair()
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    print(f"{store.path}: {'repaired' if was_open else 'was closed; nothing to repair'}")
+    return 0
+
+
+# ------------------------------------------------------------------ replay
+
+REPLAY = """\
+example:
+  lightning-module-monitor replay --trust lightning_logs/version_0/monitor.snapshot-step=120.pt
+
+A snapshot with a whole module in it is a pickle, which runs code when it is read: --trust only your own. One that has nothing but
+tensors and plain containers is read without.
+
+exit status:
+  0  all is finite this time
+  1  something is not
+  2  there is no such snapshot, or wrong usage
+"""
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="read a whole module, whatever code the file runs")
+    parser.add_argument("snapshot", help="file that the callback's health.snapshot has written")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from lightning_module_monitor.health.replay import show
+
+    return show(arguments.snapshot, trust=arguments.trust)
+
+
+_PAGE = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
+_PAGES = "write one HTML page about several runs, side by side and with their differences"
+_VERDICT = "say what is healthy in a run and what is not, with the evidence, as a table"
+_PLAIN = "make the store of a run that was killed readable for every HDF5 program"
+_AGAIN = "run the module that made the first NaN or infinity again, with what it was called with"
+
+COMMANDS: Sequence[Command] = (
+    Command("report", _PAGE, REPORT, _add_report, _write_page),
+    Command("compare", _PAGES, COMPARE, _add_compare, _write_page),
+    Command("summary", _VERDICT, SUMMARY, _add_store, _print_summary),
+    Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
+    Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
+    Command("repair", _PLAIN, REPAIR, _add_store, _repair),
+    Command("replay", _AGAIN, REPLAY, _add_replay, _replay),
+    Command(coordinate_check.NAME, coordinate_check.HELP, coordinate_check.EPILOG, coordinate_check.add_arguments, coordinate_check.run),
+)

@@ -23,7 +23,6 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.operator_norms import OperatorNorms
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
@@ -37,6 +36,12 @@ from lightning_module_monitor.statistics.spec import MetricSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_NO_ATTENTION = (
+    "called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and nn.MultiheadAttention, and no attention is "
+    'recorded. Try attn_implementation="sdpa" for a Hugging Face model, and monitor_scaled_dot_product_attention in a forward of your own.'
+)
 
 
 class StepEngine:
@@ -65,7 +70,6 @@ class StepEngine:
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
-        self._operator_norms = OperatorNorms()
         self._begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self._context: StepContext | None = None
@@ -262,7 +266,7 @@ class StepEngine:
         Raises:
             ConfigError: On every rank, if rules, schedules or modules differ.
         """
-        ranks = None if self._has_agreed else self._ranks()
+        ranks = None if self._has_agreed else _ranks(self.distributed)
         if ranks is None or self._module is None:
             return
         differences = disagreement(self.planner.one_by_one(), ranks)
@@ -339,15 +343,10 @@ class StepEngine:
             why = "what took its place is not watched, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
-    def _ranks(self) -> Ranks | None:
-        """The processes that train together; ``None`` where this is the only one."""
-        same_input = None if isinstance(self.distributed, bool) else self.distributed
-        return None if self.distributed is False else process_ranks(same_input)
-
     def _lasting(self, due: ActiveRules, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
         """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
         if (stage, due) not in self._states:
-            ranks = self._ranks()
+            ranks = _ranks(self.distributed)
             reducer = None if ranks is None else DistributedReducer(ranks, self.planner.plan(due, stage).all_specs())
             self._states[stage, due] = SeriesState(), reducer
         return self._states[stage, due]
@@ -358,7 +357,7 @@ class StepEngine:
         twins = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
         probes: list[Probe] = [
             DifferenceProbe(plan.modules, observation, twins, name),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._operator_norms, self._own_figure(RCC_SKIPPED_CALLS), name, say),
+            CoordinateCheckProbe(plan.modules, observation, twins, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, twins] if twins.is_needed() else []
@@ -407,24 +406,14 @@ class StepEngine:
             values = context.with_derived(collected)
         if context.accumulator.is_lost:
             return None
-        self._check_attention(context)
+        if self._awaits_attention and context.attention is not None and context.attention.is_asked_for:
+            self._awaits_attention = False
+            if not context.attention.has_observed and self._speaks_for_all():
+                self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING)
         values[self.planner.own_key("errors", context.stage)] = float(context.accumulator.num_errors)
         record = Record(context.step, values, context.accumulator.histograms, tensors)
         self.storage.add(record)
         return record
-
-    def _check_attention(self, context: StepContext) -> None:
-        """Warn once if the first step in which attention was due had none."""
-        if context.attention is None or not (self._awaits_attention and context.attention.is_asked_for):
-            return
-        self._awaits_attention = False
-        if not context.attention.has_observed and self._speaks_for_all():
-            message = (
-                f"attention: step {context.step} called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and "
-                'nn.MultiheadAttention, and no attention is recorded. Try attn_implementation="sdpa" for a Hugging Face model, and '
-                "monitor_scaled_dot_product_attention in a forward of your own."
-            )
-            self._reporter.log_once(message, logging.WARNING)
 
     def _own_spec(self, kind: str, site: str, name: str, stage: str) -> MetricSpec:
         """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""
@@ -443,3 +432,8 @@ def _identities(parameters: Iterable[Tensor] | None) -> Among:
 
 def _as_scale(scale: Tensor | float | None) -> Tensor | None:
     return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale
+
+
+def _ranks(distributed: bool | DeviceMesh) -> Ranks | None:
+    """The processes that train together; ``None`` where this is the only one."""
+    return None if distributed is False else process_ranks(None if distributed is True else distributed)

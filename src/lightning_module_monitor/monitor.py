@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
-    MAX_PREFIX_LENGTH,
     OVERHEAD_FRACTION,
     STAGES,
     STEP_SKIPPED,
@@ -37,7 +35,7 @@ from lightning_module_monitor.record import (
     Histogram,
     Key,
     Record,
-    fit_for_loggers,
+    check_prefix,
 )
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
@@ -153,8 +151,6 @@ class ModuleMonitor(StepEngine):
         self._number = -1
         """Its place among the monitors that have a module."""
         self._watched: frozenset[nn.Module] = frozenset()
-        self._free_keys: set[str] = set()
-        """Keys of the user's that are none of ours."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
@@ -222,7 +218,6 @@ class ModuleMonitor(StepEngine):
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.planner.index.within
         self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
-        self._operator_norms.clear()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
@@ -319,7 +314,11 @@ class ModuleMonitor(StepEngine):
             ConfigError: If one is wrong, or matches nothing in the module.
         """
         for rule in as_tuple(rules):
-            self._add_rule(rule, label, is_optional=are_optional)
+            self.planner.add(rule, label, is_optional=are_optional)
+        self._states.clear()
+        self._has_agreed = False
+        if self._module is not None:
+            self._report_renamed()
 
     def watches(self, module: nn.Module) -> bool:
         """Whether a module is, or is in, the one to monitor, and is not excluded."""
@@ -411,8 +410,12 @@ class ModuleMonitor(StepEngine):
         Raises:
             ValueError: If the key does not fit, or is one that the monitor has a value for.
         """
-        parts = Key.parse(_check_own_key(key))
-        self._check_is_free(parts, TRAIN if self._context is None else self._context.stage)
+        parts = Key.of_user(key)
+        stage = TRAIN if self._context is None else self._context.stage
+        whole = parts._replace(stage=stage, prefix=self._prefix).format()
+        if self._module is not None and self.planner.is_taken(whole, stage):
+            expected = f"expected one of your own, e.g. 'own/{parts.statistic}'"
+            raise ValueError(f"key {whole!r} is one that the monitor records itself; {expected}.")
         if self._context is not None and self.is_monitoring():
             watch = self._own_spec(parts.kind, parts.site, parts.statistic, self._context.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
@@ -453,17 +456,10 @@ class ModuleMonitor(StepEngine):
     ) -> None:
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
-        wish: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
-        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **wish)
-        self._add_rule(rule, f"metric {name!r}")
+        asked: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
+        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **asked)
+        self.add_rules(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
-
-    def _add_rule(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
-        self.planner.add(rule, label, is_optional=is_optional)
-        self._states.clear()
-        self._has_agreed = False
-        if self._module is not None:
-            self._report_renamed()
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model."""
@@ -472,15 +468,6 @@ class ModuleMonitor(StepEngine):
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
             self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
-
-    def _check_is_free(self, parts: Key, stage: str) -> None:
-        """Check that a key of the user's, in its parts, is not one that the monitor has a value for, as far as those are known."""
-        key = parts._replace(stage=stage, prefix=self._prefix).format()
-        if key in self._free_keys or self._module is None:
-            return
-        if self.planner.is_taken(key, stage):
-            raise ValueError(f"key {key!r} is one that the monitor records itself; expected one of your own, e.g. 'own/{parts.statistic}'.")
-        self._free_keys.add(key)
 
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._context is not None and not is_tracing():
@@ -493,28 +480,7 @@ def _beginning_with(regex: str) -> str:
     return f"(?:{regex})(?s:.*)"
 
 
-def check_prefix(prefix: str, label: str = "prefix") -> str:
-    """What is put before keys, if it may stand in one.
-
-    Raises:
-        ConfigError: If a logger would not take it.
-    """
-    parts = prefix.split("/") if isinstance(prefix, str) else [""]
-    if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
-        expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
-        raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
-    return prefix
-
-
 def _none_of(module: nn.Module | str, which: str, names: Sequence[str]) -> str:
     """What is said of a module that is not there."""
     what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
     return f"{what} is none of the {len(names)} modules {which}{nearest(str(module), names) if isinstance(module, str) else ''}"
-
-
-def _check_own_key(key: str) -> str:
-    parts = key.split("/")
-    if len(parts) > 3 or any(not part or fit_for_loggers(part) != part for part in parts):
-        fit = "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", part) for part in parts[:3])
-        raise ValueError(f"key {key!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
-    return key

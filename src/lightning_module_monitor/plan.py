@@ -159,6 +159,8 @@ class Planner:
         self._chain: Chain | None = None
         self._plans: dict[object, Plan] = {}
         """By stage and active rules; under a stage alone what is recorded of attention that the model reports by hand."""
+        self._taken: dict[str, set[str]] = {}
+        """Keys that are recorded, by stage."""
 
     # The model
 
@@ -197,7 +199,7 @@ class Planner:
         self._index = self._chain = None
         self.rules = [rule for rule in self.rules if rule.label != DETAIL]
         self._captures = [capture for capture in self._captures if not capture.is_optional]
-        self._plans = {}
+        self._forget_plans()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no model."""
@@ -210,7 +212,7 @@ class Planner:
         """Forget modules that are no longer in the model, and what was planned with them; returns their names."""
         gone = self.index.leave_out_what_is_gone()
         if gone:
-            self._plans.clear()
+            self._forget_plans()
         return gone
 
     @property
@@ -242,7 +244,7 @@ class Planner:
         if self._index is not None:
             self._check(parsed, self._index)
         self.rules.append(parsed)
-        self._plans.clear()
+        self._forget_plans()
 
     def add_capture(self, capture: Capture) -> None:
         """Capture more, of what the model has of it."""
@@ -334,6 +336,9 @@ class Planner:
         by_hand = next(one for one in self._plans[stage].modules if one.site is watched.site)
         return Watched(watched.site, {**by_hand.watches, **watched.watches})
 
+    def _forget_plans(self) -> None:
+        self._plans, self._taken = {}, {}
+
     def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
         asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
@@ -398,9 +403,11 @@ class Planner:
         """Whether a key is one of the monitor's own, as far as they are known: of its figures, or of what a rule records."""
         if Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES:
             return True
-        plan = self.plan(stage=stage)
-        of_rules = (one for spec in plan.all_specs() for one in (*spec.keys(), *spec.histogram_keys))
-        return key in of_rules or key in plan.keys()  # noqa: SIM118  # a plan is no dict
+        if stage not in self._taken:
+            plan = self.plan(stage=stage)
+            of_rules = (one for spec in plan.all_specs() for one in (*spec.keys(), *spec.histogram_keys))
+            self._taken[stage] = {*of_rules, *plan.keys()}
+        return key in self._taken[stage]
 
     def own_key(self, name: str, stage: str = TRAIN) -> str:
         """The key of a figure of the monitor's own."""

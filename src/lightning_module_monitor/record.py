@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from lightning_module_monitor.errors import ConfigError
+
 if TYPE_CHECKING:  # who writes numbers only does without torch
     from torch import Tensor
 
@@ -151,6 +153,19 @@ class Key(NamedTuple):
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
+
+    @classmethod
+    def of_user(cls, text: str) -> Key:
+        """The parts of a key that a user gives to a value.
+
+        Raises:
+            ValueError: If it has more than three parts, or one that a logger would not take.
+        """
+        parts = text.split("/")
+        if len(parts) > 3 or any(not part or fit_for_loggers(part) != part for part in parts):
+            fit = "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", part) for part in parts[:3])
+            raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
+        return cls.parse(text)
 
 
 LOWEST_EXPONENT = -64
@@ -336,6 +351,19 @@ class _Numbers(ValuesView[float]):
 
     def __iter__(self) -> Iterator[float]:
         return self._mapping.in_order()
+
+
+def check_prefix(prefix: str, label: str = "prefix") -> str:
+    """What is put before keys, if it may stand in one.
+
+    Raises:
+        ConfigError: If a logger would not take it.
+    """
+    parts = prefix.split("/") if isinstance(prefix, str) else [""]
+    if prefix != "" and (len("/".join(parts)) > MAX_PREFIX_LENGTH or any(not part or fit_for_loggers(part) != part for part in parts)):
+        expected = f"at most {MAX_PREFIX_LENGTH} letters, digits, '_', '-' and '.', with '/' between parts"
+        raise ConfigError(f"{label} {prefix!r} cannot stand in a key; expected {expected}, e.g. 'run1'.")
+    return prefix
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ def test_findings_survive_a_kill(tmp_path: Path) -> None:
 import os, sys
 sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 store = Store({str(tmp_path / "monitor.h5")!r}, configuration={{}}, keys=["activation/fc/rms"])
 store.write(Record(0, {{"activation/fc/rms": 1.0}}, findings=[Finding(0, "a", "fc", "", "é" * 2000)]))
 store.write(Record(3, findings=[Finding(3, "b", "", "k", "w", "error")]))

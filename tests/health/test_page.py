@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
-from lightning_module_monitor.health.watches import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "health.md").read_text()
 
@@ -28,8 +28,14 @@ def block(language: str) -> str:
 def test_every_watch_is_documented(watch: Any) -> None:
     """With its formula, from where on it speaks, its source, and what to try, in the words of the code."""
     section = PAGE.partition(f"### `{watch.name}`\n")[2].partition("\n#")[0]
-    for said in (watch.formula, watch.limit, watch.source, watch.cure, watch.statistic):
+    for said in (watch.formula, watch.limit, watch.source, watch.cure, watch.sources[0][1][0]):
         assert said in section
+
+
+def test_every_detector_of_a_whole_run_is_documented() -> None:
+    """In a row of the table, in the words of the code."""
+    for one in DETECTORS.values():
+        assert one.rule is not None or f"| {one.name} | {one.formula} | {one.limit} | {one.source} | {one.cure} |" in PAGE
 
 
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,19 +14,29 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback, load_store
-from lightning_module_monitor.health.watches import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN
+from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.verdict import verdict_on
 
 ALL = list(BUILT_IN)
 
 
 def findings(folder: Path, model: nn.Module, health: Health, steps: int = 12, **options: Any) -> list[Finding]:
-    """What is found in a run whose every step is monitored; the store has it too."""
+    """What is found in a run whose every step is monitored; the store has it, and judged by itself shows the same sites and steps."""
     seed()
     module = Sick(model, options.pop("optimizer", torch.optim.SGD), lr=options.pop("lr", 0.1))
     callback = ModuleMonitorCallback(1, health=health, on_error="raise")
     run = trainer(folder, [callback], max_steps=steps, max_epochs=-1, limit_val_batches=0, **{"precision": "32-true"} | options)
     run.fit(module, loader(32, 8), loader(8))
-    assert callback.findings == load_store(callback.store_path).findings()
+    store = load_store(callback.store_path)
+    assert callback.findings == store.findings()
+    stored = read_run(store)
+    judged = {(one.problem, one.site, one.step) for one in verdict_on(stored.tables, stored.figures).findings}
+    keys = set(store.keys())
+    for one in callback.findings:
+        # Of a parameter that never had a gradient the store does not tell whether it requires one.
+        if one.name in BUILT_IN and (one.name != "frozen_updates" or f"gradient/{one.site}/norm" in keys):
+            assert (one.name, one.site, one.step) in judged
     return callback.findings
 
 

@@ -10,7 +10,7 @@ PROLOGUE = """
 import sys
 from pathlib import Path
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 path = Path(sys.argv[1])
 """
 

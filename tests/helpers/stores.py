@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_module_monitor.record import Histogram, Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 
 Series = Mapping[str, Sequence[float | None]]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,8 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import MeanMetric
 
 import lightning_module_monitor
-from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.config import attention_rules, coordinate_check_rules
+from lightning_module_monitor.record import RawTensor, Record
+from lightning_module_monitor.sinks.files import RunFiles
 
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (
@@ -37,6 +41,7 @@ EVERY_LINE_OF_MONITOR = (
     hooks_of_torch.__file__,
 )
 EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py", "trainer/ddp_forward.py")
+FILES_THAT_READ = ("store/schema.py", "store/opening.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 
 RULES = [
@@ -70,6 +75,7 @@ class Interrupted:
         self._at = at
         self.lines: list[tuple[str, int]] = []
         """File and number of each line, in the order in which they are run."""
+        self._is_traced: dict[str, bool] = {hooks_of_torch.__file__: True}
 
     def run(self, call: Callable[[], object]) -> None:
         """Run a call.
@@ -85,10 +91,10 @@ class Interrupted:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        path = Path(frame.f_code.co_filename)
-        # h5py replaces whatever a visitor of a file raises by a SystemError.
-        is_visitor = path.parent.name == "store" and frame.f_code.co_name in ("visit", "<lambda>")
-        return self._step if (path.is_relative_to(PACKAGE) and not is_visitor) or path == Path(hooks_of_torch.__file__) else None
+        name = frame.f_code.co_filename
+        if name not in self._is_traced:
+            self._is_traced[name] = Path(name).is_relative_to(PACKAGE)
+        return self._step if self._is_traced[name] else None
 
     def _step(self, frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
@@ -227,6 +233,46 @@ def test_an_interrupt_at_each_removal_of_a_handle_leaves_nothing(is_removed: boo
         interrupted_calls.add(call)
         with pytest.raises(KeyboardInterrupt):
             loop.step(lambda end: end())
+
+
+def use_a_store(folder: Path, name: str) -> None:
+    """Go on in both files of a run, which has rows and tensors to supersede and gets a late key, and read them."""
+    files = RunFiles(folder / name, configuration={}, resumed=folder / name, resume_from=1, logger=logging.getLogger("test"))
+    for step in (1, 2):
+        values = {"activation/fc/rms": 1.0, f"activation/{step}/rms": 2.0}
+        files.write(Record(step, values, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]))
+    files.close()
+    reader = load_store(folder / name)
+    reader.keys()
+    reader.to_frame()
+    reader.tensors()
+
+
+# An interrupt at the end of a "with" block keeps a file of Python's from being closed, until it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) -> None:
+    """Nothing makes another exception of it, and no line of the store takes it for trouble with a file."""
+    steps = [Record(step, {"activation/fc/rms": 1.0}, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]) for step in (0, 1)]
+    (tmp_path / "before").mkdir()
+    files = RunFiles(tmp_path / "before" / "m.h5", configuration={}, logger=logging.getLogger("test"))
+    for record in steps:
+        files.write(record)
+    files.close()
+
+    def interrupted(at: int | None = None) -> Interrupted:
+        shutil.rmtree(tmp_path / "now", ignore_errors=True)
+        shutil.copytree(tmp_path / "before", tmp_path / "now")
+        return Interrupted(at)
+
+    whole = interrupted()
+    whole.run(lambda: use_a_store(tmp_path / "now", "m.h5"))
+    places = {line: place for place, line in enumerate(whole.lines)}
+    inner = [place for (path, _line), place in places.items() if path.endswith(FILES_THAT_READ)]
+    points = inner + [place for place in places.values() if place not in inner][::10]
+    assert len(points) > 130
+    for point in points:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(point).run(lambda: use_a_store(tmp_path / "now", "m.h5"))
 
 
 class Attacks(Callback):

@@ -84,14 +84,14 @@ def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPa
         probe.begin_micro_batch()
         loss = model(x)[0].sum()
         probe.begin_backward(loss)
-        finite.see_loss(loss)
+        finite.observe_loss(loss)
         loss.backward()
-        finite.see_gradients()
+        finite.observe_gradients()
         probe.end_micro_batch()
     assert not finite.is_finite()
-    seen = probe.seen()
-    assert seen is not None
-    found = producer(seen)
+    observed = probe.observed()
+    assert observed is not None
+    found = producer(observed)
     assert found is not None
     assert (found.site, found.is_forward, found.micro_batch, found.call) == ("1.0", True, 0, 0)
     assert "3e+38" in found.words
@@ -111,13 +111,13 @@ def test_a_gradient_that_is_bad_is_seen() -> None:
         finite = FiniteStep(Namer().module_sites(model))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        finite.see_gradients()
+        finite.observe_gradients()
         assert finite.is_finite()
         finite.forget()
         bad = model.get_parameter(name).grad
         assert bad is not None
         bad.view(-1)[-1] = torch.inf
-        finite.see_gradients()
+        finite.observe_gradients()
         assert not finite.is_finite()
 
 
@@ -170,10 +170,10 @@ def test_the_infinities_of_a_mask_are_its_fault_only_where_they_are_used(is_insi
     x = model(torch.randn(3, 3))
     loss = (x if is_inside else inner.get_submodule("log")(x)).sum()
     probe.begin_backward(loss)
-    seen = probe.seen()
+    observed = probe.observed()
     probe.close()
-    assert seen is not None
-    found = producer(seen)
+    assert observed is not None
+    found = producer(observed)
     assert found is not None
     assert found.site == ({"log": "1", "mask": "0.mask"}[culprit] if is_inside else culprit)
 
@@ -218,10 +218,10 @@ def test_what_a_module_is_given_beside_its_first_tensor_is_not_its_fault(inner: 
     probe.attach()
     probe.begin_micro_batch()
     probe.begin_backward(model(torch.ones(2, 3), torch.tensor(value)).sum())
-    seen = probe.seen()
+    observed = probe.observed()
     probe.close()
-    assert seen is not None
-    found = producer(seen)
+    assert observed is not None
+    found = producer(observed)
     assert found is not None
     is_known = inner is Add or math.isnan(value)  # of a module with others in it infinities may be a mask
     assert found.site == ("_root_" if is_known else "inner")
@@ -242,9 +242,9 @@ def test_calls_are_counted_and_not_their_outputs() -> None:
     probe.attach()
     probe.begin_micro_batch()
     model(torch.ones(2, 3))
-    seen = probe.seen()
+    observed = probe.observed()
     probe.close()
-    assert seen is not None
-    found = producer(seen)
+    assert observed is not None
+    found = producer(observed)
     assert found is not None
     assert (found.site, found.call) == ("0", 0)

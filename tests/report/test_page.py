@@ -20,7 +20,7 @@ from lightning_module_monitor import Record, load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram
 from lightning_module_monitor.report.page import distinct_names, write_report
-from lightning_module_monitor.sinks.store import layout
+from lightning_module_monitor.sinks.store import rewrite, schema
 
 SERIES: dict[str, list[float | None]] = {"activation/fc/rms": [1.0, 2.0, 3.0], "activation/out/rms": [4.0, 5.0, 6.0]}
 
@@ -176,8 +176,8 @@ import time; time.sleep(60)
 def test_a_store_without_a_record_has_a_page(tmp_path: Path) -> None:
     """A run that was killed before its first row was whole."""
     run = {"started": "2026-01-01", "first_step": 0, "configuration": {}}
-    with layout.new_file(tmp_path / "m.h5", layout.Attributes("0.1.0", "2026-01-01", [run])) as file:
-        layout.create_tables(file, {"activation": ["fc/rms"], "gradient/histograms": ["w/hist"]})
+    tables = {"activation": ["fc/rms"], "gradient/histograms": ["w/hist"]}
+    rewrite.new_file(tmp_path / "m.h5", schema.Attributes("0.1.0", "2026-01-01", [run]), tables)
     assert "nothing recorded yet" in page_of(tmp_path / "m.html", tmp_path / "m.h5")
 
 

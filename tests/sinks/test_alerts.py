@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_module_monitor.health.alerts import AlertRule, Alerts, matching
-from lightning_module_monitor.health.watches import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.record import Key, Record
 
 KEY = "gradient/fc/norm"
@@ -94,9 +94,10 @@ def test_alerts_go_on_where_they_were(cut: int) -> None:
     second.load(pickle.loads(pickle.dumps(first.state())))  # our own bytes
     assert found + [second.alarms(record) for record in records[cut:]] == expected
     assert second.state() == whole.state()
-    other = Alerts([AlertRule("a", matching([re.compile(".*")]), changes_by=5.0)])
+    rules = [AlertRule("a", matching([re.compile(".*")]), changes_by=5.0)]
+    other = Alerts(rules)
     other.load(whole.state())
-    assert other.state() == Alerts(other._rules).state()
+    assert other.state() == Alerts(rules).state()
 
 
 def concerned(name: str, *keys: str) -> list[str]:

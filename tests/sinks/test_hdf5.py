@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store import findings, layout, lock
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store import lock, rewrite, schema
 from lightning_module_monitor.sinks.store.killed import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
-from lightning_module_monitor.sinks.store.writer import is_name_of
+from lightning_module_monitor.sinks.store.writer import Store, is_name_of
 
 RMS = "activation/model.fc/rms"
 STD = "activation/model.fc/std"
@@ -64,15 +63,15 @@ any_key = st.lists(part, min_size=1, max_size=5).map("/".join) | st.sampled_from
 @given(any_key)
 def test_a_key_comes_back_from_its_place(key: str) -> None:
     """Group and column tell the key exactly, whatever it is made of."""
-    group, column = layout.split(key)
-    assert layout.join(group, column) == key
+    group, column = schema.split(key)
+    assert schema.join(group, column) == key
     assert not {"", ".", "values", "steps", "columns", "superseded"} & set(group.split("/"))
 
 
 @given(st.lists(any_key, min_size=2, max_size=2, unique=True))
 def test_two_keys_never_share_a_place(keys: list[str]) -> None:
     """Different keys have different columns."""
-    assert layout.split(keys[0]) != layout.split(keys[1])
+    assert schema.split(keys[0]) != schema.split(keys[1])
 
 
 plain_key = st.sampled_from(
@@ -276,7 +275,7 @@ def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCapt
     assert sorted(reader.kinds()) == ["activation", "gradient"]
     assert reader.findings() == found[:3]
     with h5py.File(path) as file:
-        assert findings.read(file["superseded/1"]) == found[3:]
+        assert schema.read_findings(file["superseded/1"]) == found[3:]
         assert list(file["superseded"]) == ["1", "2"]
     assert caplog.messages == [
         f"{path} goes on from step {step}; {count} rows of steps that run again are now in its group superseded."
@@ -412,7 +411,7 @@ def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     """One of zero bytes, at the store's name or the tensors', without a holder of its lock, holds nothing: the run takes the name."""
     path = tmp_path / "m.h5"
     path.touch()
-    layout.tensors_path(path).touch()
+    rewrite.tensors_path(path).touch()
     opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
     assert opened.path == path
     assert content(path) == {RMS: [(3, bits(1.0))]}
@@ -459,7 +458,7 @@ def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
     """What a killed rewrite left beside the file is ignored, and gone after the next one."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
-    layout.temporary_path(path).write_bytes(b"half a file")
+    rewrite.temporary_path(path).write_bytes(b"half a file")
     assert content(path) == {RMS: [(0, bits(1.0))]}
     store(path, Record(1, {RMS: 2.0}), resume_from=1)
     assert content(path) == {RMS: [(0, bits(1.0)), (1, bits(2.0))]}

@@ -16,7 +16,7 @@ from helpers.processes import kill
 
 from lightning_module_monitor import Record, StorageManager, load_store
 from lightning_module_monitor.record import EDGES, LABELS, NUM_COUNTS, Histogram
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 
 KEY = "activation/fc/hist"
 
@@ -163,7 +163,7 @@ import numpy as np
 from pathlib import Path
 from lightning_module_monitor.record import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store.writer import Store
 store = Store(Path(sys.argv[1]), configuration={})
 for step in range(100_000):
     store.write(Record(step, {"activation/fc/rms": 1.0}, {"activation/fc/hist": Histogram(np.arange(NUM_COUNTS) * (step + 1))}))

@@ -19,10 +19,10 @@ from helpers.processes import start
 
 from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram, RawTensor, Record
 from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.store import layout, space
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store import rewrite, space
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import TensorStore
+from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/fc/rms"
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
@@ -412,4 +412,4 @@ def test_tensors_that_fill_the_disk(small_disk: Path) -> None:
     assert len(steps) > 20
     assert all((store.tensor("activation", "fc", step) == step).all() for step in steps)
     assert [entry.name for entry in small_disk.iterdir()] == ["m.tensors.h5"]
-    assert not layout.temporary_path(small_disk / "m.tensors.h5").exists()
+    assert not rewrite.temporary_path(small_disk / "m.tensors.h5").exists()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_module_monitor.record import FINITE, NUM_COUNTS, Histogram, Record
-from lightning_module_monitor.sinks.store import layout
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.writer import Store
 
 VALUES = {
     "activation/model.fc/rms": 1.0,
@@ -116,7 +116,7 @@ def test_attributes_are_decoded(path: Path) -> None:
     """Versions, start, and the configuration of every run, as Python objects."""
     attributes = load_store(path).attributes
     assert set(attributes) == {"format_version", "package_version", "started", "configurations"}
-    assert attributes["format_version"] == layout.FORMAT_VERSION
+    assert attributes["format_version"] == schema.FORMAT_VERSION
     assert isinstance(attributes["configurations"], list)
     (run,) = attributes["configurations"]
     assert run == {"started": attributes["started"], "first_step": 0, "configuration": {"every_n_steps": 10, "folder": "logs"}}

@@ -17,8 +17,8 @@ from helpers.processes import PROLOGUE, kill, start
 
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.sinks.store.writer import Store
 
 # Says each step once its record is written; with "widen" every seventh step brings a new key.
 WRITER = """
@@ -91,10 +91,10 @@ def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogC
 KILLED = """
 import logging, os, signal, torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.store import layout
+from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.store.reader import load_store
-folder = os.path.dirname(layout.__file__)
+folder = os.path.dirname(schema.__file__)
 
 def run(first, resumed):
     options = {"resumed": path, "resume_from": first} if resumed else {}

@@ -18,9 +18,9 @@ from helpers.stores import write_store
 from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import NUM_COUNTS, Histogram, RawTensor, Record
-from lightning_module_monitor.sinks.store import layout
-from lightning_module_monitor.sinks.store.hdf5 import Store
+from lightning_module_monitor.sinks.store import rewrite
 from lightning_module_monitor.sinks.store.tensors import TensorStore
+from lightning_module_monitor.sinks.store.writer import Store
 
 SERIES = {"activation/fc/rms": [1.0, 2.0], "gradient/fc/norm": [3.0, 4.0]}
 COMMANDS = ["keys", "summary", "export", "report", "repair"]
@@ -113,11 +113,11 @@ def test_a_resumed_run_copies_nothing_from_outside(
 
 def test_tensors_outside_of_the_file_are_refused(path: Path) -> None:
     """As numbers are."""
-    tensors = TensorStore(layout.tensors_path(path), configuration={})
+    tensors = TensorStore(rewrite.tensors_path(path), configuration={})
     tensors.write(Record(0, tensors=[RawTensor("activation", "columns", 0, torch.ones(2))]))
     tensors.close()
     assert load_store(path).tensor("activation", "columns", 0).tolist() == [1.0, 1.0]
-    with h5py.File(layout.tensors_path(path), "r+") as file:
+    with h5py.File(rewrite.tensors_path(path), "r+") as file:
         dataset = file["activation"].create_dataset(
             "fc/0", SECRET.shape, "f8", external=[(str(Path("secret").resolve()), 0, h5py.h5f.UNLIMITED)]
         )

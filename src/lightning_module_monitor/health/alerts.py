@@ -1,134 +1,242 @@
-"""Rules on recorded values: each fires once for a cause, in words with figures; on every rank alike, as all have the same records."""
+"""Rules on recorded values, judged record by record: each fires once for a cause, on every rank alike, as all have the same records."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
-"""What may follow a finding; that it is said always does."""
+"""What may follow a finding. It is logged in any case."""
 
 MEDIAN_RECORDS = 50
-"""Of how many earlier records a median is."""
+"""Number of earlier records in a median."""
 
 LEAST_RECORDS = 10
-"""How many there have to be before there is one."""
+"""Number of earlier records without which there is no median."""
 
 FIRST_RECORDS = 3
-"""Of how many records the largest figure is what a run is measured by that may explode."""
+"""Number of first records whose largest figure is the base of ``relative_to="first"``."""
 
 QUIET_RECORDS = 10
-"""In how many records, one after the other, a figure has to be well before it is said anew that it is not."""
+"""Number of consecutive records in which a condition has to be false before its rule fires again."""
 
 MAX_NAMED = 3
-"""How many keys a sentence names."""
+"""Number of keys that a finding names."""
 
 
-class Figure(NamedTuple):
-    """What a rule looks at, and the key that shows it best."""
+class Figures(NamedTuple):
+    """The figures that a rule judges in one record; all of one length."""
 
-    value: float
-    key: str
-    is_idle: bool = False
-    """Whether nothing acts on it in this record."""
+    names: tuple[str, ...]
+    """Identify the figures from record to record."""
+    values: NDArray[np.float64]
+    keys: Sequence[str]
+    """The recorded key that shows each figure best."""
+    is_there: NDArray[np.bool_] | None = None
+    """Which figures this record has; ``None``: all of them."""
+    is_idle: NDArray[np.bool_] | None = None
+    """Which ones nothing acts on in this record; ``None``: none of them."""
+    is_smallest_first: bool = False
+    """Whether a finding names the smallest figures first, and not those that are first in the record."""
 
 
-Figures = Callable[[Mapping[str, float]], Mapping[str, Figure]]
-"""Makes figures, by name, of the values of the keys that a rule is about."""
-
-
-def each(values: Mapping[str, float]) -> dict[str, Figure]:
-    """Every value by itself."""
-    return {key: Figure(value, key) for key, value in values.items()}
+def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """Every value is a figure."""
+    return Figures(keys, values, keys)
 
 
 @dataclass(frozen=True)
 class AlertRule:
-    """When something is to be said of some keys."""
+    """A condition on recorded values, and what follows when it is met."""
 
     name: str
     concerns: Callable[[Key, str], bool]
-    """Whether it is about a key, given in parts and as a whole. A named function, as all others here: a callback can be pickled."""
+    """Whether a key is one of the rule's, given in parts and as a whole. Callables here are named functions: a callback can be pickled."""
     above: float | None = None
     below: float | None = None
     relative_to: Literal["", "median", "first"] = ""
-    """What ``above`` and ``below`` are multiples of: the median of the figure's own earlier values, or the largest of its first ones. Then
-    the sign of a figure does not count."""
+    """``above`` and ``below`` are multiples of: the median of the figure's earlier values, or the largest of its first ones. Then the sign
+    of a figure does not count."""
     changes_by: float | None = None
-    """The factor by which the magnitude of a figure grows, or shrinks, from one record to the next; see :func:`change`."""
+    """The factor by which the magnitude of a figure grows or shrinks from one record to the next; see :func:`change`."""
     is_unchanged: bool = False
-    """Whether it is about figures that are the same to the last bit as in the record before."""
+    """Whether the condition is that a figure equals the one of the record before to the last bit."""
     for_steps: int = 1
-    """In how many records, one after the other."""
+    """Number of consecutive records in which the condition has to be met."""
     then: tuple[Action, ...] = ("warn",)
-    figures: Figures = each
+    figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
+    """Makes figures of the rule's keys and their values in one record."""
     needs_step: bool = False
-    """Whether it says nothing of a step that a ``GradScaler`` has skipped."""
+    """Whether steps that a ``GradScaler`` skipped do not count."""
     words: str = ""
-    """What it means that figures are so, and what to try."""
+    """What the condition means, and what to try."""
 
 
-@dataclass
-class _Course:
-    """One figure over the records."""
+class Fired(NamedTuple):
+    """A figure that met its rule's condition for long enough."""
 
-    recent: deque[float]
-    """Its last values: as many as its rule looks back on."""
-    first: list[float] = field(default_factory=list)
-    not_zero: float = 0.0
-    """The last value that was not 0."""
-    num_met: int = 0
-    """In how many records, up to the last one, the condition was met."""
-    num_well: int = QUIET_RECORDS
-    """In how many it was not, since it was said that it is."""
-    has_worked: bool = False
-    """Whether it was not idle in any record."""
-
-    @classmethod
-    def of(cls, rule: AlertRule, recent: Iterable[float] = (), *more: Any) -> _Course:
-        """One that begins, or goes on from what :meth:`state` gave."""
-        return cls(deque(recent, MEDIAN_RECORDS if rule.relative_to == "median" else 1), *more)
-
-    def add(self, value: float) -> None:
-        self.recent.append(value)
-        self.not_zero = value or self.not_zero
-        if len(self.first) < FIRST_RECORDS:
-            self.first.append(value)
-
-    def state(self) -> tuple[Any, ...]:
-        """Of numbers alone."""
-        return [*self.recent], [*self.first], self.not_zero, self.num_met, self.num_well, self.has_worked
+    key: str
+    words: str
+    """The figure, and what it is compared with."""
 
 
-def change(value: float, before: float, not_zero: float) -> float:
-    """By which factor a figure has changed, up or down: of the larger magnitude over the smaller one, of two values.
+def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The factors by which figures changed, up or down: the larger magnitude over the smaller one.
 
     Args:
-        value: What it is.
-        before: What it was in the record before.
-        not_zero: The last value before that was not 0; 0 if there was none.
+        value: The figures, shape ``(n,)``.
+        before: Those of the record before; NaN where there is none.
+        not_zero: The last values before that were not 0; 0 where there is none.
 
     Returns:
-        At least 1. A fall to 0 is infinite. From 0 on it is of the last value that was not 0, and 1 if there was none: what begins
-        at 0 changes by no factor.
+        At least 1, shape ``(n,)``. A fall to 0 is infinite. A figure that was 0 is compared with its last value that was not; where there
+        is none, and where there is no record before, the factor is 1.
 
     Examples:
-        >>> change(-8.0, 2.0, 2.0), change(0.0, 2.0, 2.0), change(6.0, 0.0, 2.0), change(6.0, 0.0, 0.0)
-        (4.0, inf, 3.0, 1.0)
+        >>> change(*(np.array(row) for row in ([-8.0, 0.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0]))).tolist()
+        [4.0, inf, 3.0, 1.0]
     """
-    if not value:
-        return math.inf if before else 1.0
-    smaller, larger = sorted((abs(value), abs(not_zero)))
-    return 1.0 if smaller in (0.0, larger) else larger / smaller
+    smaller, larger = np.sort([np.abs(value), np.abs(not_zero)], axis=0)
+    factors = np.divide(larger, smaller, out=np.ones(len(value)), where=(smaller != 0) & (smaller != larger))
+    factors = np.where(value != 0, factors, np.where(before != 0, math.inf, 1.0))
+    return np.where(np.isnan(before), 1.0, factors)
+
+
+class Course:
+    """One rule over the records: the state of each of its figures.
+
+    Args:
+        rule: The rule.
+    """
+
+    def __init__(self, rule: AlertRule) -> None:
+        self.rule = rule
+        self._rows: dict[str, int] = {}
+        self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
+        """The last names and their rows: from record to record they are mostly the same."""
+        num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
+        fields = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,)), ("not_zero", float)]
+        self._state = np.zeros(0, [*fields, ("num_met", int), ("num_well", int), ("has_worked", bool)])
+        """By row. ``recent`` holds the last values, the newest last, and ``first`` the first ones, NaN where there are fewer; ``num_met``
+        counts the records up to the last one in which the condition was met, ``num_well`` those in which it was not since the rule fired;
+        ``has_worked`` is whether the figure was not idle in any record."""
+
+    def observe(self, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
+        """Take in one record.
+
+        Args:
+            keys: The rule's keys in the record.
+            values: Their values, shape ``(keys,)``. A NaN meets no condition and ends a series of records that do.
+
+        Returns:
+            The figures that have met the condition for as long as they have to since this record.
+        """
+        found = self.rule.figures(keys, values)
+        is_number, rows = ~np.isnan(found.values), self._rows_of(found.names)
+        is_there = np.ones(len(rows), bool) if found.is_there is None else found.is_there
+        self._state["num_met"][rows[is_there & ~is_number]] = 0
+        places = np.flatnonzero(is_there & is_number)
+        rows, value = rows[places], found.values[places]
+        is_idle = np.zeros(len(rows), bool) if found.is_idle is None else found.is_idle[places]
+        before = self._state[rows]
+        base = self._base(before)
+        is_met = self._is_met(value, before, base) & ~(is_idle & before["has_worked"])
+        after = before.copy()
+        after["has_worked"] |= ~is_idle
+        after["num_met"] = np.where(is_met, before["num_met"] + 1, 0)
+        after["num_well"] = np.where(is_met & (before["num_well"] < QUIET_RECORDS), 0, before["num_well"] + ~is_met)
+        fires = (after["num_met"] >= self.rule.for_steps) & (after["num_well"] >= QUIET_RECORDS)
+        after["num_well"][fires] = 0
+        after["recent"][:, :-1] = before["recent"][:, 1:]
+        after["recent"][:, -1] = value
+        after["not_zero"] = np.where(value != 0, value, before["not_zero"])
+        num_first = (~np.isnan(before["first"])).sum(axis=1)
+        begins = np.flatnonzero(num_first < FIRST_RECORDS)
+        after["first"][begins, num_first[begins]] = value[begins]
+        self._state[rows] = after
+        fired = np.flatnonzero(fires)
+        fired = fired[np.argsort(value[fired], kind="stable")] if found.is_smallest_first else fired
+        return [
+            Fired(found.keys[places[one]], self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one]))
+            for one in fired.tolist()
+        ]
+
+    def state(self) -> dict[str, tuple[Any, ...]]:
+        """What a course that goes on from here needs, in plain numbers, by name of the figure."""
+        numbers = {name: self._state[row] for name, row in self._rows.items()}
+        return {
+            name: tuple(part[~np.isnan(part)].tolist() if part.ndim else part.item() for part in (one[field] for field in one.dtype.names))
+            for name, one in numbers.items()
+        }
+
+    def load(self, state: Mapping[str, tuple[Any, ...]]) -> None:
+        """Go on from what :meth:`state` gave."""
+        rows = self._rows_of(tuple(state))
+        for row, (recent, first, *rest) in zip(rows, state.values(), strict=True):
+            self._state[row] = (np.full_like(self._state["recent"][row], np.nan), np.full(FIRST_RECORDS, np.nan), *rest)
+            if recent:
+                self._state["recent"][row, -len(recent) :] = recent
+            self._state["first"][row, : len(first)] = first
+
+    def _rows_of(self, names: tuple[str, ...]) -> NDArray[np.intp]:
+        """Rows of figures; new ones get a row."""
+        if names == self._newest[0]:
+            return self._newest[1]
+        rows = np.array([self._rows.setdefault(name, len(self._rows)) for name in names], np.intp)
+        new = np.zeros(len(self._rows) - len(self._state), self._state.dtype)
+        if len(new):
+            new["recent"], new["first"], new["num_well"] = np.nan, np.nan, QUIET_RECORDS
+            self._state = np.concatenate([self._state, new])
+        self._newest = names, rows
+        return rows
+
+    def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
+        """What limits are multiples of; NaN where that is not known yet."""
+        if self.rule.relative_to == "median":
+            is_known = (~np.isnan(state["recent"])).sum(axis=1) >= LEAST_RECORDS
+            base = np.full(len(state), np.nan)
+            base[is_known] = np.abs(np.nanmedian(state["recent"][is_known], axis=1))
+            return base
+        if self.rule.relative_to == "first":
+            return np.asarray(np.fmax.reduce(np.abs(state["first"]), axis=1))
+        return np.ones(len(state))
+
+    def _is_met(self, value: NDArray[np.float64], state: NDArray[Any], base: NDArray[np.float64]) -> NDArray[np.bool_]:
+        before = state["recent"][:, -1]
+        if self.rule.is_unchanged:
+            return np.asarray(value == before)
+        size = np.abs(value) if self.rule.relative_to else value
+        is_met = np.zeros(len(value), bool)
+        with np.errstate(invalid="ignore"):  # an infinite base times 0
+            if self.rule.above is not None:
+                is_met |= size > self.rule.above * base
+            if self.rule.below is not None:
+                is_met |= size < self.rule.below * base
+        if self.rule.changes_by is not None:
+            is_met |= change(value, before, state["not_zero"]) > self.rule.changes_by
+        return is_met
+
+    def _in_words(self, value: float, before: float, not_zero: float, base: float) -> str:
+        """A figure that met the condition, and what it is compared with."""
+        rule = self.rule
+        if rule.is_unchanged:
+            return f"{value:.4g} as before"
+        if rule.changes_by is not None and change(*np.array([[value], [before], [not_zero]]))[0] > rule.changes_by:
+            return f"{value:.4g}, {before:.4g} in the record before{'' if before else f', {not_zero:.4g} before that'}"
+        if not rule.relative_to:
+            return f"{value:.4g}"
+        what = "its median" if rule.relative_to == "median" else "that of the first records"
+        return f"{value:.4g} ({abs(value) / base:.3g} times {what})" if base else f"{value:.4g} ({what} is 0)"
 
 
 class Alarm(NamedTuple):
@@ -139,65 +247,59 @@ class Alarm(NamedTuple):
 
 
 class Alerts:
-    """Watches records go by.
+    """Judges records by rules.
 
     Args:
-        rules: What to look out for.
+        rules: The rules.
         is_trained: Whether a parameter, by the name of its site, is one that is to be trained.
     """
 
     def __init__(self, rules: Sequence[AlertRule], is_trained: Callable[[str], bool] = lambda _site: True) -> None:
-        self._rules = rules
         self._is_trained = is_trained
-        self._rules_by_key: dict[str, list[int]] = {}
-        self._courses: list[dict[str, _Course]] = [{} for _rule in rules]
+        self._courses = [Course(rule) for rule in rules]
+        self._concerned: dict[str, list[int]] = {}
 
     def alarms(self, record: Record) -> list[Alarm]:
-        """What a record gives rise to: of each rule at most one, for all keys together that meet its condition now and did not before.
-
-        A value that is NaN meets no condition, and counts for none.
-        """
-        if not self._rules:
+        """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
+        if not self._courses:
             return []
         was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
-        of_rules: list[dict[str, float]] = [{} for _rule in self._rules]
+        of_rules: list[dict[str, float]] = [{} for _course in self._courses]
         for key, value in record.values.items():
-            for number in self._concerned(key):
-                of_rules[number][key] = value
+            if key not in self._concerned:
+                parts = Key.parse(key)
+                self._concerned[key] = [place for place, one in enumerate(self._courses) if one.rule.concerns(parts, key)]
+            for place in self._concerned[key]:
+                of_rules[place][key] = value
         alarms = []
-        for rule, values, courses in zip(self._rules, of_rules, self._courses, strict=True):
+        for course, values in zip(self._courses, of_rules, strict=True):
+            rule = course.rule
             if values and not (rule.needs_step and was_skipped):
-                fired = [(figure, told) for figure, told in _judged(rule, rule.figures(values), courses) if self._counts(rule, figure)]
+                fired = course.observe(tuple(values), np.array(list(values.values()), dtype=float))
+                if rule.is_unchanged:
+                    fired = [one for one in fired if self._is_trained(Key.parse(one.key).site)]
                 if fired:
-                    alarms.append(Alarm(_finding(rule, fired, record.step), rule.then))
+                    words = f"{_named(fired)}{when(rule, record.step)}. {rule.words or _condition(rule)}"
+                    finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)
+                    alarms.append(Alarm(finding, rule.then))
         return alarms
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here has to know, in plain numbers and texts: of every rule how each of its figures went."""
-        every = zip(self._rules, self._courses, strict=True)
-        return {_conditions(rule): {name: course.state() for name, course in courses.items()} for rule, courses in every}
+        """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
+        return {_conditions(course.rule): course.state() for course in self._courses}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; a rule that was another one begins anew."""
-        for rule, courses in zip(self._rules, self._courses, strict=True):
-            courses |= {name: _Course.of(rule, *values) for name, values in state.get(_conditions(rule), {}).items()}
-
-    def _concerned(self, key: str) -> list[int]:
-        if key not in self._rules_by_key:
-            parts = Key.parse(key)
-            self._rules_by_key[key] = [number for number, rule in enumerate(self._rules) if rule.concerns(parts, key)]
-        return self._rules_by_key[key]
-
-    def _counts(self, rule: AlertRule, figure: Figure) -> bool:
-        return not rule.is_unchanged or self._is_trained(Key.parse(figure.key).site)
+        """Go on from what :meth:`state` gave; a rule whose conditions are others begins anew."""
+        for course in self._courses:
+            course.load(state.get(_conditions(course.rule), {}))
 
 
 def _conditions(rule: AlertRule) -> str:
-    """What tells a rule from others that fire at other times."""
+    """Differs between rules that fire at different times."""
     return repr((rule.name, rule.above, rule.below, rule.relative_to, rule.changes_by, rule.is_unchanged, rule.for_steps))
 
 
-def matching(patterns: Sequence[re.Pattern[str]]) -> Callable[[Key, str], bool]:
+def matching(patterns: Iterable[re.Pattern[str]]) -> Callable[[Key, str], bool]:
     """Whether any pattern matches a key as a whole."""
     return functools.partial(_matches, tuple(patterns))
 
@@ -206,67 +308,20 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
     return any(pattern.fullmatch(key) for pattern in patterns)
 
 
-def _judged(rule: AlertRule, figures: Mapping[str, Figure], courses: dict[str, _Course]) -> Iterable[tuple[Figure, str]]:
-    """The figures that have met the condition for as long as they have to, since this record; and how, in words."""
-    for name, figure in figures.items():
-        course = courses.get(name)
-        if course is None:
-            course = courses[name] = _Course.of(rule)
-        if math.isnan(figure.value):
-            course.num_met = 0
-            continue
-        # What has been at work and is idle now waits for its turn.
-        told = "" if figure.is_idle and course.has_worked else _met(rule, figure.value, course)
-        course.has_worked |= not figure.is_idle
-        course.num_met = course.num_met + 1 if told else 0
-        course.num_well = 0 if course.num_well < QUIET_RECORDS and told else course.num_well + (not told)
-        course.add(figure.value)
-        if course.num_met >= rule.for_steps and course.num_well >= QUIET_RECORDS:
-            course.num_well = 0
-            yield figure, told
+def when(rule: AlertRule, step: int) -> str:
+    """In which records a rule's condition was met, as the end of a sentence."""
+    return f", in {rule.for_steps} records up to step {step}" if rule.for_steps > 1 else f", in step {step}"
 
 
-def _met(rule: AlertRule, value: float, course: _Course) -> str:
-    """How the condition is met, in words; empty if it is not."""
-    before = course.recent[-1] if course.recent else None
-    if rule.is_unchanged:
-        return f"{value:.4g} as before" if value == before else ""
-    if rule.changes_by is not None and before is not None and change(value, before, course.not_zero) > rule.changes_by:
-        last = f", {course.not_zero:.4g} before that" if not before else ""
-        return f"{value:.4g}, {before:.4g} in the record before{last}"
-    base = _base(rule, course)
-    if base is None:
-        return ""
-    size = abs(value) if rule.relative_to else value
-    told = f"{size / base:.3g} times {_RELATIVE[rule.relative_to]}" if base else f"{_RELATIVE[rule.relative_to]} is 0"
-    is_out = (rule.above is not None and size > rule.above * base) or (rule.below is not None and size < rule.below * base)
-    return (f"{value:.4g} ({told})" if rule.relative_to else f"{value:.4g}") if is_out else ""
-
-
-_RELATIVE = {"": "", "median": "its median", "first": "that of the first records"}
-
-
-def _base(rule: AlertRule, course: _Course) -> float | None:
-    """What limits are multiples of; ``None`` where that is not known yet."""
-    if rule.relative_to == "median":
-        return abs(statistics.median(course.recent)) if len(course.recent) >= LEAST_RECORDS else None
-    if rule.relative_to == "first":
-        return max(map(abs, course.first)) if course.first else None
-    return 1.0
-
-
-def _finding(rule: AlertRule, fired: Sequence[tuple[Figure, str]], step: int) -> Finding:
-    named = "; ".join(f"{figure.key}: {told}" for figure, told in fired[:MAX_NAMED])
+def _named(fired: Sequence[Fired]) -> str:
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""
-    records = f", in {rule.for_steps} records up to step {step}" if rule.for_steps > 1 else f", in step {step}"
-    key = fired[0][0].key
-    return Finding(step, rule.name, Key.parse(key).site, key, f"{named}{more}{records}. {rule.words or _condition(rule)}")
+    return "; ".join(f"{one.key}: {one.words}" for one in fired[:MAX_NAMED]) + more
 
 
 def _condition(rule: AlertRule) -> str:
-    """A rule of the user's, in words."""
+    """The condition of a user's alert in words."""
     unit = " times the median of earlier records" if rule.relative_to == "median" else ""
     limits = {"above": rule.above, "below": rule.below}
-    told = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
-    told += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
-    return f"The alert is for {' or '.join(told)}."
+    words = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
+    words += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
+    return f"The alert is for {' or '.join(words)}."

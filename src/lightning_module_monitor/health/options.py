@@ -1,4 +1,4 @@
-"""What is looked out for, as dataclasses that YAML can hold, and their check."""
+"""The options of health and alerts, as dataclasses that YAML can hold, and their check."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import nn
 from lightning_module_monitor.config import Rule, as_tuple, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
-from lightning_module_monitor.health.watches import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
 NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
-"""What ``nonfinite`` may be."""
+"""Values of ``nonfinite``."""
 
 ALL = "all"
 WATCH = (ALL, *BUILT_IN)
-"""What ``watch`` may hold."""
+"""Values of ``watch``."""
 
 EXAMPLE = "{keys: gradient/.*/norm, above: 100}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What of a model's health is watched, beside the alerts.
+    """Which signs of ill health are looked for, beside the alerts.
 
     Attributes:
-        nonfinite: Who made the first NaN or infinity. ``warn``: is looked for in monitored steps. ``always``: at every step. ``stop``: at
-            every step, and ends training by an error before the optimizer uses it. ``ignore``: is not looked for.
+        nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps. ``always``: in every step. ``stop``: in
+            every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
         watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``, ``frozen_updates``,
             ``entropy_collapse``.
-        then: What follows when one of those finds something, beside words: ``stop``, ``checkpoint``, ``capture``; one or several.
+        then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
-        snapshot: Whether to write what is needed to run the module that made the first NaN or infinity again, by itself.
+        snapshot: Whether to write a file from which the module that made the first NaN or infinity can be run again by itself.
     """
 
     nonfinite: str = WARN
@@ -50,19 +50,19 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """A rule on recorded values: what is to be said, and done, when they leave their limits.
+    """A rule on recorded values: their limits, and what follows when they leave them.
 
     Attributes:
-        keys: Pattern or patterns (``re.fullmatch``) of keys; each is followed by itself. Always given.
+        keys: Pattern or patterns (``re.fullmatch``) of keys; each key is judged by itself. Required.
         above: Fires where a value is larger than this.
         below: Fires where a value is smaller than this.
         relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
         changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it, signs aside.
             So does a fall to 0; what begins at 0 does not, and from 0 on it is of the last value that was not.
-        for_steps: In how many records, one after the other, this has to be so.
-        then: What follows, beside words: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
+        for_steps: In how many consecutive records the condition has to be met.
+        then: What follows, beside the message: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
             of the site, for the next steps); one or several.
-        name: What it is called in findings; the first pattern without it.
+        name: Its name in findings; default: the first pattern.
     """
 
     keys: str | list[str] = ""
@@ -77,20 +77,20 @@ class Alert:
 
 @dataclass(frozen=True)
 class ParsedHealth:
-    """What is looked out for, found to make sense."""
+    """The checked options."""
 
     nonfinite: str
     watches: tuple[str, ...]
     alerts: tuple[AlertRule, ...]
-    """Those of the user's, and those that the watches are."""
+    """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
-    """Of the user's, each with what it is called in messages."""
+    """Patterns of the user's alerts, each with its name in messages."""
     capture_steps: int
     snapshot: bool
 
     @property
     def is_at_every_step(self) -> bool:
-        """Whether values that are not finite are looked for in steps that are not monitored, too."""
+        """Whether non-finite values are looked for also in steps that are not monitored."""
         return self.nonfinite in (ALWAYS, STOP)
 
 
@@ -98,7 +98,7 @@ def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
     """Check the options.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+        ConfigError: If a value is wrong.
     """
     health = options_of(Health, health, "health", "{nonfinite: always}")
     if health.nonfinite not in NONFINITE:
@@ -128,7 +128,7 @@ def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
-    """What has to be recorded for the built-in watches; where a model has nothing of a sort, nothing is."""
+    """The rules that record what built-in watches look at, where the model has it."""
     rules = {
         "dead_units": [Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction")],
         "saturation": [

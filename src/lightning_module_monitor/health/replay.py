@@ -1,4 +1,4 @@
-"""The module of a snapshot once more, by itself: what went in, what came out, and who within it was the first."""
+"""Runs the module of a snapshot by itself: inputs, outputs, and the first submodule with a non-finite value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def replay(snapshot: Snapshot) -> int:
     module = snapshot.module
     assert module is not None
     inputs = [value.requires_grad_() for value in _tensors((snapshot.args, snapshot.kwargs)) if value.is_floating_point()]
-    inside = nn.ModuleDict({"module": module})  # under a root: it looks at all but the root
+    inside = nn.ModuleDict({"module": module})  # under a root: the probe observes all but the root
     probe = NonfiniteProbe([site for site in Namer().module_sites(inside) if site.name != "_root_"], _raise)
     probe.attach()
     try:
@@ -52,19 +52,18 @@ def replay(snapshot: Snapshot) -> int:
             if snapshot.random_states is not None:
                 torch.set_rng_state(snapshot.random_states.of_cpu)
             probe.begin_micro_batch()
-            # It is given copies: it may write into its inputs, which a tensor that a gradient is kept for does not allow.
+            # Copies: the module may write into its inputs, and a leaf that requires a gradient does not allow that.
             args, kwargs = copy.deepcopy((snapshot.args, snapshot.kwargs), {id(one): one.clone() for one in inputs})
             output = module(*args, **kwargs)
         found = _print_tensors("output", output)
         outputs = [one for one in _tensors(output) if one.is_floating_point() and one.requires_grad]
         if not found and outputs:
-            # Of what arrived at it then nothing was kept: a gradient of ones shows where its backward pass breaks.
+            # The gradient that arrived then was not kept: one of ones shows where the backward pass breaks.
             probe.begin_backward(outputs[0].detach().sum())
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
             found = _print_tensors("gradient of input", [one.grad for one in inputs])
             found |= _print_tensors("gradient of weight", {name: one.grad for name, one in module.named_parameters()})
-        seen = probe.seen()
-        _print_producer(snapshot, None if seen is None else producer(seen))
+        _print_producer(snapshot, producer(probe.observed()))
     finally:
         probe.close()
     return found

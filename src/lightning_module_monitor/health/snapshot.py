@@ -1,10 +1,10 @@
-"""A module and what it was called with, in one file: enough to run it again by itself."""
+"""A module and the inputs of one call, in one file: enough to run it again by itself."""
 
 from __future__ import annotations
 
 import os
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,34 +17,34 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.random_states import RandomStates
 
 FORMAT = 2
-"""Raise it whenever a reader has to know."""
+"""Raise it with every change that a reader has to handle."""
 
 _STATES = ("batch_random_states", "random_states")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was kept of the call in which a module made what is not finite."""
+    """The call in which a module made a non-finite value."""
 
     step: int
     site: str
     """Name of the module; ``_root_`` where it was the LightningModule's own code, or the batch: then there is no module here."""
     words: str
-    """What was said of it."""
+    """The finding."""
     is_forward: bool
     """Whether it was in the forward pass."""
     batch: Any
     """The batch of the micro-batch, as ``training_step`` got it."""
     batch_random_states: RandomStates
     """As they were before it was run."""
-    module: nn.Module | None
+    module: nn.Module | None = None
     """With the weights that it had; ``None`` where it could not be run again."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     """What it was called with."""
-    random_states: RandomStates | None
+    random_states: RandomStates | None = None
     """As they were when it was called."""
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None = None
     """Of mixed precision, if it ran in that."""
 
 
@@ -56,7 +56,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
-    content = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
+    content = {one.name: getattr(snapshot, one.name) for one in fields(snapshot)}
     content |= {name: _plain(vars(content[name])) for name in _STATES if content[name] is not None}
     try:
         torch.save({"format": FORMAT, **content}, temporary)
@@ -83,7 +83,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Snapshot:
     except (ImportError, AttributeError) as error:
         remedy = "expected to be run where the modules of its classes can be imported, with PYTHONPATH set to where they are"
         raise ConfigError(f"{str(path)!r} has a class that is not found here ({error}); {remedy}.") from error
-    except Exception as error:  # what a file that is something else gives, pickle does not say
+    except Exception as error:  # pickle does not document what other files raise
         if isinstance(error, UnpicklingError) and not trust and zipfile.is_zipfile(path):
             why = "holds more than tensors and plain containers, e.g. a whole module, whose code would run"
             raise ConfigError(f"{str(path)!r} {why}. If the file is your own, add --trust (load: trust=True).") from error
@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Snapshot:
         raise ConfigError(f"{str(path)!r} is a damaged snapshot ({error}); expected a file that health.snapshot has written.") from error
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401  # what pickle reads without running code, of the same structure
+def _plain(value: Any) -> Any:  # noqa: ANN401  # of the same structure, of types that pickle reads without running code
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -43,12 +43,9 @@ class MomentTable:
         Raises:
             ValueError: If the tensor has no elements of its own.
         """
-        kernel, tensor = self._kernel_of(tensor)
-        if tensor.numel():
-            try:
-                kernel.add(rows, tensor, needs)
-            except Exception as error:
-                self._instead_of(kernel, tensor.device, error).add(rows, tensor.detach(), needs)
+        kernel, readable = self._kernel_of(tensor)
+        if readable.numel():
+            self._add(kernel, rows, readable, needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
         """:meth:`add` of many tensors that exist at the same time, each into one row.
@@ -57,15 +54,19 @@ class MomentTable:
             The tensors that cannot be read: place and error.
         """
         failed: list[tuple[int, Exception]] = []
-        by_kernel: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
+        waiting: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             try:
                 kernel, readable = self._kernel_of(tensor)
-                if readable.numel():
-                    by_kernel[kernel].append((rows[place], readable, needs[place]))
+                if not readable.numel():
+                    continue
+                if type(kernel) is NumbaKernel:  # which gains nothing from several at once
+                    self._add(kernel, (rows[place],), readable, needs[place])
+                else:
+                    waiting[kernel].append((rows[place], readable, needs[place]))
             except Exception as error:
                 failed.append((place, error))
-        for kernel, members in by_kernel.items():
+        for kernel, members in waiting.items():
             try:
                 kernel.add_all(*zip(*members, strict=True))
             except Exception as error:
@@ -113,6 +114,12 @@ class MomentTable:
         if tensor.device not in self._masked:
             self._masked[tensor.device] = TorchKernel(tensor.device)
         self._masked[tensor.device].add_counted(row, tensor, counting)
+
+    def _add(self, kernel: Kernel, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        try:
+            kernel.add(rows, tensor, needs)
+        except Exception as error:
+            self._instead_of(kernel, tensor.device, error).add(rows, tensor.detach(), needs)
 
     def _kernel_of(self, tensor: Tensor) -> tuple[Kernel, Tensor]:
         """The kernel that measures a tensor, and the tensor as that kernel reads it."""

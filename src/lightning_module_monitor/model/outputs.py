@@ -80,10 +80,10 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
     if isinstance(output, tuple | list):
         return _of_class(type(output), [mapped(part) for part in output])
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        twin = copy.copy(output)
+        instance = copy.copy(output)
         for name, part in parts(output):
-            object.__setattr__(twin, str(name), mapped(part))  # also of a frozen one
-        return twin
+            object.__setattr__(instance, str(name), mapped(part))  # also of a frozen one
+        return instance
     return function(output)
 
 

@@ -43,7 +43,7 @@ class ActivationProbe(GradientProbe[_Target]):
         self._output_name = output_name
         self._say = say
 
-    def see_call(self, target: _Target, _args: object, output: object) -> None:
+    def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
         site, activation, gradient = target
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
@@ -66,7 +66,7 @@ class ActivationProbe(GradientProbe[_Target]):
             if watch is not None:
                 self._observation.fail(watch, output, error)
 
-    def see_gradient(self, watch: MetricSpec, gradient: Tensor) -> None:
+    def observe_gradient(self, watch: MetricSpec, gradient: Tensor) -> None:
         """Observe the gradient of an output."""
         self._observation.observe(watch, elements_of(gradient, self.scale))
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
@@ -25,18 +24,13 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, Watched, WatchedModule
+from lightning_module_monitor.probes.base import Probe, Watched, WatchedModule, failing_alone
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures, stride_of
+from lightning_module_monitor.statistics.attention import MAX_QUERIES, attention_figures, stride_of
 
-FIGURES: Mapping[str, Callable[[AttentionFigures], Tensor]] = {
-    "attention_entropy": lambda figures: figures.entropy,
-    "attention_relative_entropy": lambda figures: figures.relative_entropy,
-    "attention_max_logit": lambda figures: figures.max_logit,
-    "attention_sink": lambda figures: figures.sink,
-}
-"""The figure of a call that each kind records."""
+FIGURES = {f"attention_{figure}": figure for figure in ("entropy", "relative_entropy", "max_logit", "sink")}
+"""The field of :class:`AttentionFigures` that each kind records."""
 
 NEEDED_KEYS = {"attention_relative_entropy": 2}
 """The number of keys that a token must attend to, where it is not one: with a single key there is nothing to choose."""
@@ -162,16 +156,11 @@ class AttentionProbe(Probe):
         if not self.is_open or is_in_backward() or is_tracing():
             return
         self.has_observed = True
-        try:
-            with torch.no_grad():
-                heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))
-                if not self._is_repeated(watched, heads, by_hand):
-                    self._observe_figures(watched, heads)
-                    self._observe_heads(watched, heads)
-        except MonitorError:
-            raise
-        except Exception as error:
-            self._fail(watched, call, error)
+        with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
+            heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))
+            if not self._is_repeated(watched, heads, by_hand):
+                self._observe_figures(watched, heads)
+                self._observe_heads(watched, heads)
 
     def see_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
         """Keep the tensors of the heads of a call of the reference until the model makes it, if they are compared.
@@ -184,13 +173,10 @@ class AttentionProbe(Probe):
         """
         if "activation_difference" not in watched.watches or self.is_suspended:
             return
-        try:
-            with torch.no_grad():
-                tensors = self._tensors(watched, read(call, True))
-                kept = {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
-                self._of_reference[watched.site.name].append(kept)
-        except Exception as error:
-            self._fail(watched, call, error)
+        with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
+            tensors = self._tensors(watched, read(call, True))
+            kept = {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
+            self._of_reference[watched.site.name].append(kept)
 
     def see_innermost(self, read: Reader, call: RawCall) -> None:
         """Observe a call within the innermost watched module that is running."""
@@ -198,7 +184,7 @@ class AttentionProbe(Probe):
             self.see(self._running[-1].watched, read, call)
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
-        """Record NaN for a call that cannot be read, e.g. tensors of a functorch transform."""
+        # E.g. tensors of a functorch transform.
         for kind, watch in watched.watches.items():
             if KINDS[kind].of_heads:
                 self._observation.fail(watch, call.output, error)
@@ -216,7 +202,6 @@ class AttentionProbe(Probe):
         return False
 
     def _observe_figures(self, watched: WatchedModule, call: AttentionCall) -> None:
-        """Observe the figures of every query token, by head."""
         wanted = [(kind, watched.watches[kind]) for kind in FIGURES if kind in watched.watches]
         query, key = call.query, call.key
         if not wanted or not (query.numel() and key.numel()):
@@ -226,7 +211,7 @@ class AttentionProbe(Probe):
         if stride_of(query.shape[2]) > 1:
             self._say(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
-        values = torch.stack([FIGURES[kind](figures) for kind, _watch in wanted])
+        values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _watch in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _watch in wanted])
         names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         watches = [watch.at(name) for _kind, watch in wanted for name in names]

@@ -53,11 +53,6 @@ class ParametersOfKind:
     sites: Sequence[ParameterSite]
     watches: Sequence[MetricSpec]
 
-    @functools.cached_property
-    def with_functions(self) -> list[int]:
-        """Indices of the parameters that a function of the user's gets."""
-        return [place for place, watch in enumerate(self.watches) if watch.functions]
-
 
 NO_PARAMETERS = ParametersOfKind((), ())
 
@@ -166,10 +161,10 @@ class Probe:
 
 
 class ModuleProbe(Probe, Generic[TargetT]):
-    """Observes calls of modules: :meth:`see_call` is called after each forward.
+    """Observes calls of modules: :meth:`observe_call` is called after each forward.
 
     Args:
-        targets: The modules, each with what :meth:`see_call` gets for it.
+        targets: The modules, each with what :meth:`observe_call` gets for it.
     """
 
     def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
@@ -181,7 +176,7 @@ class ModuleProbe(Probe, Generic[TargetT]):
         for module, target in self._targets:
             self._module_hooks.add_forward(module, CallHook(self, target))
 
-    def see_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
+    def observe_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
         """Observe a call of a module. An error goes to :meth:`fail`.
 
         Args:
@@ -211,8 +206,8 @@ class CallHook(ForwardHook):
         """Observe the call, unless torch traces it; arguments as torch gives them."""
         if is_tracing() or not self._probe.is_open:
             return
-        try:
-            self._probe.see_call(self._target, *call)
+        try:  # and no `failing_alone`, whose calls would be paid at every call of a module
+            self._probe.observe_call(self._target, *call)
         except MonitorError:
             raise
         except Exception as error:
@@ -255,7 +250,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         """Gradients that arrive from now on do not count."""
         self.counts_gradients = False
 
-    def see_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
+    def observe_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
         """Observe a gradient.
 
         Args:
@@ -278,7 +273,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         Args:
             key: What is called.
             output: ``None`` for a call without such an output.
-            call: Which call it is, for :meth:`see_gradient`; ``None`` for a recomputation.
+            call: Which call it is, for :meth:`observe_gradient`; ``None`` for a recomputation.
         """
         tensor, waiting = None if output is None else in_graph(output), self._waiting[key]
         if tensor is None or not tensor.requires_grad:
@@ -341,7 +336,7 @@ class GradientHook:
         if self.outer_pass is not None:
             self._probe.outer_pass = {backward_pass(): self.outer_pass}
         try:
-            self._probe.see_gradient(self.call, gradient)
+            self._probe.observe_gradient(self.call, gradient)
         except MonitorError:
             raise
         except Exception as error:

@@ -91,7 +91,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         self._before.take()
         self._kept = []
 
-    def see_call(self, watched: WatchedModule, _args: object, output: object) -> None:
+    def observe_call(self, watched: WatchedModule, _args: object, output: object) -> None:
         """Copy every tensor of an output, and wait for their gradients."""
         for path, tensor in named_tensors(output):
             name = watched.site.name if is_first(path) else self._output_name(watched.site.name, path)
@@ -107,7 +107,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         """Report an output that cannot be taken apart or copied."""
         self._report(f"The output of {watched.site.name!r}", error)
 
-    def see_gradient(self, call: _Call, gradient: Tensor) -> None:
+    def observe_gradient(self, call: _Call, gradient: Tensor) -> None:
         """Copy the gradient of an output."""
         self._keep("activation_gradient", *call, unscaled(gradient, self.scale))
 

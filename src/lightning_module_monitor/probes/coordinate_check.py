@@ -27,7 +27,7 @@ from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import Path, named_tensors
 from lightning_module_monitor.probes.base import CallHook, ModuleProbe, Say, WatchedModule, failing_alone
-from lightning_module_monitor.probes.operator_norms import OperatorNorms, operator_norms
+from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
     EFFECTIVE,
@@ -59,13 +59,19 @@ _NO_ALIGNMENT = -1.0
 """The ratio of norms where the input is zero. NaN would stand for values that are not finite."""
 
 
+SKIPPED = (
+    "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
+    "tensor subclass. monitor/rcc_skipped_calls counts such calls."
+)
+
+
 class Term(NamedTuple):
     """A term of the check, ``tensor - minus``, by the names of parts of a call."""
 
     kind: str
     tensor: str
-    minus: str | None = None
-    bias: str | None = None
+    minus: str = ""
+    bias: str = ""
     """The bias in the term, which the site of the weight alone leaves out."""
     alignment: str = ""
     """The alignment that is computed from the norm of the term, without the bias."""
@@ -163,7 +169,6 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         watched: The modules.
         observation: Takes the terms.
         reference: Keeps the tensors of the reference's modules.
-        operator_norms: Those of the reference, which live from step to step.
         skipped_calls: Takes the number of calls that are left out.
         further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
         log: Logs a message once.
@@ -174,14 +179,12 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         watched: Sequence[WatchedModule],
         observation: StepAccumulator,
         reference: ReferenceProbe,
-        operator_norms: OperatorNorms,
         skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
         log: Say,
     ) -> None:
         self._observation = observation
         self._reference = reference
-        self._operator_norms = operator_norms
         self._skipped_calls = skipped_calls
         self._further_name = further_name
         self._log = log
@@ -220,7 +223,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
                 if _NORM_OF_ALIGNMENT[name] not in layer.recorded_norms:
                     values.pop(norm_key, None)
 
-    def see_call(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def observe_call(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Observe the terms of one call; count it where it cannot be compared."""
         if is_in_backward():
             return  # a recomputation, which was counted
@@ -260,7 +263,8 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
 
     def _observe_operator_norms(self) -> None:
         updates: dict[str, Difference] = {}
-        references: dict[str, Callable[[], Tensor]] = {}
+        references: dict[str, Difference] = {}
+        known = self._reference.reference.operator_norms
         watches = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
         for layer in self._layers:
             if layer.norms is None:
@@ -268,17 +272,15 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             with failing_alone(functools.partial(self._observation.fail, layer.norms, layer.module)):
                 if "update" in layer.computed_norms:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
-                if "reference" in layer.computed_norms:
-                    references[layer.site] = functools.partial(_matrices, layer, layer.reference)
-        for name, norms in (("update", operator_norms(updates)), ("reference", self._operator_norms.of_reference(references))):
+                if "reference" in layer.computed_norms and layer.site not in known:
+                    references[layer.site] = Difference(_matrices(layer, layer.reference))
+        known.update(operator_norms(references))
+        of_reference = {
+            layer.site: known[layer.site] for layer in self._layers if "reference" in layer.computed_norms and layer.site in known
+        }
+        for name, norms in (("update", operator_norms(updates)), ("reference", of_reference)):
             for site, norm in norms.items():
                 self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
-
-
-SKIPPED = (
-    "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
-    "tensor subclass. monitor/rcc_skipped_calls counts such calls."
-)
 
 
 class CallTensors(NamedTuple):
@@ -286,7 +288,7 @@ class CallTensors(NamedTuple):
 
     inputs: list[Tensor]
     reference_inputs: list[Tensor]
-    outputs: dict[str, Tensor | None]
+    outputs: dict[str, Tensor]
     """The parts of :data:`RCC_TERMS` by name."""
 
 
@@ -312,12 +314,12 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
             one.requires_grad_(own_one.requires_grad)
     # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
     again = function(*inputs, reference_weight, reference_bias, module)
-    biases = [None if one is None else _like_output(layer, one, again) for one in (bias, reference_bias)]
-    change = None if biases[0] is None or biases[1] is None else Difference(biases[0], biases[1]).computed()
+    given = {"bias": bias, "reference_bias": reference_bias}
+    biases = {name: _like_output(layer, one, again) for name, one in given.items() if one is not None}
+    if len(biases) == 2:
+        biases["bias_change"] = Difference(biases["bias"], biases["reference_bias"]).computed()
     parts = {"output": own.detach(), "again": again, "reference_output": reference}
-    return CallTensors(
-        [x.detach() for x in inputs], reference_inputs, {**parts, "bias": biases[0], "reference_bias": biases[1], "bias_change": change}
-    )
+    return CallTensors([x.detach() for x in inputs], reference_inputs, parts | biases)
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
@@ -331,12 +333,10 @@ def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[st
 def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
     parts = tensors.outputs
     for term in RCC_TERMS:
-        tensor, other = parts[term.tensor], None if term.minus is None else parts[term.minus]
-        assert tensor is not None
+        tensor, other, bias = parts[term.tensor], parts.get(term.minus), parts.get(term.bias)
         rows, of_weight = _rows(term, layer.watches), _rows(term, layer.of_weight)
         if term.alignment in layer.alignments:
             of_weight.append((layer.alignments[term.alignment], OWN))
-        bias = None if term.bias is None else parts[term.bias]
         if bias is None:
             rows, of_weight = rows + of_weight, []
         yield from _with_features_last(layer, Difference(tensor, other), rows)
@@ -348,7 +348,7 @@ def _terms_of_input(
 ) -> Iterator[_Observed]:
     """The terms of one input, for the watches of each mapping by kind; the alignments get the norms of all vectors."""
     for term in RCC_INPUT_TERMS:
-        difference = Difference(own, None if term.minus is None else reference)
+        difference = Difference(own, reference if term.minus else None)
         rows = _rows(term, *watches)
         aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
         if layer.type.vectors is every_vector_once:

@@ -45,7 +45,7 @@ class DifferenceProbe(ModuleProbe[_Target]):
         for _module, (_watch, sibling) in self._targets:
             reference.want(sibling, KIND, lambda _args, _kwargs, output: named_outputs(output))
 
-    def see_call(self, target: _Target, _args: object, output: object) -> None:
+    def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Compare every output."""
         if is_in_backward():
             return  # a recomputation, which was compared

@@ -1,4 +1,4 @@
-"""Whether a step is finite: its losses, and of the gradients those that tell of what has arrived at their modules."""
+"""A flag for each step: whether its losses are finite, and the gradients that show what arrived at their modules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_module_monitor.statistics.magnitudes import Magnitudes
 
 
 class FiniteStep:
-    """Looks at losses and gradients with one number each, and puts no hook on anything.
+    """Takes the largest magnitude of losses and gradients; needs no hook.
 
-    What is not finite and reaches the loss makes it so; what arises in the backward pass reaches the gradients of what lies before. A bias
-    adds up the gradient that arrives at its module: where there is one, it tells as much as the weight does, and is small.
+    A non-finite value of the forward pass makes the loss non-finite; one of the backward pass reaches the gradients of earlier layers. The
+    gradient of a bias is the sum of what arrives at its module: where there is one, it shows as much as that of the weight, and is small.
 
     Args:
         sites: The modules.
@@ -29,28 +29,28 @@ class FiniteStep:
         self._owners = [site.module for site in sites if site.module._parameters]
         self._numbers = Magnitudes()
         self._micro_batches: list[int] = []
-        """Of every number the micro-batch that it is of."""
+        """The micro-batch of every number."""
         self.micro_batch = 0
-        """The one that is running."""
+        """The running one."""
 
-    def see_loss(self, loss: Tensor) -> None:
-        """A loss is there."""
+    def observe_loss(self, loss: Tensor) -> None:
+        """Observe a loss."""
         if not is_tracing():
             self._numbers.add(loss)
             self._note()
 
     @torch.no_grad()
-    def see_gradients(self) -> None:
-        """The gradients of a backward pass are there."""
+    def observe_gradients(self) -> None:
+        """Observe the gradients of a backward pass."""
         if is_tracing():
             return
-        # By device and dtype; on a CPU by dtype alone, which is told more quickly.
+        # By device and dtype; on a CPU by dtype alone, which is quicker.
         small: defaultdict[object, list[Tensor]] = defaultdict(list)
         for owner in self._owners:
             own = owner._parameters
             bias = own.get("bias")
-            is_told_by_bias = bias is not None and bias.requires_grad and len(own) == 2 and "weight" in own
-            for parameter in (bias,) if is_told_by_bias else own.values():
+            is_shown_by_bias = bias is not None and bias.requires_grad and len(own) == 2 and "weight" in own
+            for parameter in (bias,) if is_shown_by_bias else own.values():
                 gradient = None if parameter is None else parameter.grad
                 if gradient is None:
                     continue
@@ -61,7 +61,7 @@ class FiniteStep:
                 else:
                     self._numbers.add(gradient)
         for gradients in small.values():
-            # One look at all of them costs what one of them does.
+            # Reading all of them at once costs as much as reading one.
             self._numbers.add(torch.cat(gradients))
         self._note()
 
@@ -69,11 +69,11 @@ class FiniteStep:
         self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
 
     def is_finite(self) -> bool:
-        """Whether all was finite; as :meth:`first_nonfinite`."""
+        """Whether all values are finite; as :meth:`first_nonfinite`."""
         return self.first_nonfinite() is None
 
     def first_nonfinite(self) -> int | None:
-        """The micro-batch that was the first with what is not finite; ``None`` if all was.
+        """The first micro-batch with a non-finite value; ``None`` if all values are finite.
 
         Reads everything by one transfer, where it does not lie in the host's memory.
         """

@@ -69,7 +69,7 @@ class _Places:
 
 
 class BlockGradientProbe(GradientProbe[_Places]):
-    """Gives the gradient that arrives at each block to :meth:`see_gradient`, with the block's place.
+    """Gives the gradient that arrives at each block to :meth:`observe_gradient`, with the block's place.
 
     A module that stands at two places of ``blocks`` is called twice in a forward pass: its first call is the block at the
     first place, its second call the one at the second, and so in turn.
@@ -83,7 +83,7 @@ class BlockGradientProbe(GradientProbe[_Places]):
         self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, torch.utils.hooks.RemovableHandle] = weakref.WeakKeyDictionary()
         """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
 
-    def see_call(self, places: _Places, _args: object, output: object) -> None:
+    def observe_call(self, places: _Places, _args: object, output: object) -> None:
         """Wait for the gradient of a block's output."""
         place = None if is_in_backward() else places.begin_call()
         self.follow(places, main_tensor(output), place)
@@ -127,7 +127,7 @@ class GradientFlowProbe(BlockGradientProbe):
         self._chain = chain
         self._observation = observation
 
-    def see_gradient(self, place: int, gradient: Tensor) -> None:
+    def observe_gradient(self, place: int, gradient: Tensor) -> None:
         """Observe the gradient at a block."""
         self._observation.observe(self._chain.watches[place], elements_of(gradient, self.scale))
 

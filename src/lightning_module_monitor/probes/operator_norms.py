@@ -9,7 +9,7 @@ norms a quarter too small), and a resumed run would not have it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,23 +36,6 @@ SMALL_ELEMENTS = 1 << 14
 
 MAX_ELEMENTS = 1 << 18
 """Elements of a batch: 1 MiB of float32."""
-
-
-class OperatorNorms:
-    """Norms by site. The reference's are computed once."""
-
-    def __init__(self) -> None:
-        self._of_reference: dict[str, Tensor] = {}
-
-    def clear(self) -> None:
-        """Forget the norms, for another reference."""
-        self._of_reference.clear()
-
-    def of_reference(self, weights: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        """The norms of constant weights by site, see :func:`operator_norms`. Each weight is requested once."""
-        missing = {site: Difference(weight()) for site, weight in weights.items() if site not in self._of_reference}
-        self._of_reference |= operator_norms(missing)
-        return {site: self._of_reference[site] for site in weights}
 
 
 def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:

@@ -55,15 +55,16 @@ class ParameterProbe(Probe):
                 self._before.keep(site, parameter)
 
     def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
-        """Take in the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
+        """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
         gradients = [None if parameter is None else parameter.grad for parameter in self._there(kind, among)]
         if scale is None:
             self._observe_there(kind, gradients)
             return
-        # One after the other, as above.
-        for watch, gradient in self._pairs(kind, gradients, range(len(gradients))):
-            with self._failing(watch, gradient):
-                self._observe([(watch, unscaled(gradient, scale))])
+        # One after the other: all at once would take as much memory as the gradients.
+        for spec, gradient in zip(self.watched.get(kind, NO_PARAMETERS).watches, gradients, strict=True):
+            if gradient is not None:
+                with self._failing(spec, gradient):
+                    self._observe([(spec, unscaled(gradient, scale))])
 
     def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
@@ -90,44 +91,42 @@ class ParameterProbe(Probe):
         self._before.take()
 
     def _observe_there(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
-        """Take in one tensor of each parameter that is watched for a kind, where there is one."""
+        """Observe one tensor of each parameter that is watched for a kind, where there is one."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        self._measure(self._pairs(kind, tensors, range(len(tensors))))
-        for watch, tensor in self._pairs(kind, tensors, of_kind.with_functions):
-            self._call_functions(watch, tensor)
+        self._observe([(spec, tensor) for spec, tensor in zip(of_kind.watches, tensors, strict=True) if tensor is not None])
 
     def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
-        self._measure(pairs)
-        for watch, tensor in pairs:
-            self._call_functions(watch, tensor)
+        """Measure tensors, and give those that functions are to get to these."""
+        real = [(spec, tensor) for spec, tensor in pairs if tensor.is_floating_point() or self._pass_over(spec.site, tensor)]
+        if real:
+            self.observation.measure_all(self._own(real))
+        for spec, tensor in real:
+            if spec.functions:
+                self._call_functions(spec, tensor)
 
-    def _measure(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
-        if pairs:
-            self.observation.measure_all(self._own(pairs))
+    def _call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
+        call = functools.partial(self.observation.call_functions, spec)
+        self.whole_tensors.give(name_of(spec.kind, spec.site), tensors, call)
 
-    def _call_functions(self, watch: MetricSpec, *tensors: Tensor) -> None:
-        if watch.functions:
-            call = functools.partial(self.observation.call_functions, watch)
-            self.whole_tensors.give(name_of(watch.kind, watch.site), tensors, call)
-
-    def _own(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
+    def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
+        """What of each tensor this rank counts."""
         parts = []
-        for watch, tensor in pairs:
+        for spec, tensor in pairs:
             if type(tensor) in PLAIN:
                 # As nearly all are: the same on every rank, and for the first to count.
                 if self.rank == 0:
-                    parts.append((watch, tensor))
+                    parts.append((spec, tensor))
                 continue
-            if (watch.needs | watch.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
+            if (spec.needs | spec.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
                 if tensor.dim() == 1:
-                    self.observation.count_as_one_token(watch)
+                    self.observation.count_as_one_token(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
-                    self.observation.fail(watch, tensor, ValueError(why))
+                    self.observation.fail(spec, tensor, ValueError(why))
                     continue
             part = own_part(tensor, self.rank)
             if part is not None:
-                parts.append((watch, part))
+                parts.append((spec, part))
         return parts
 
     def _see_difference(self, watch: MetricSpec, parameter: Tensor, twin: Tensor) -> None:
@@ -143,25 +142,16 @@ class ParameterProbe(Probe):
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        for site, watch, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
-            if parameter is not None and self._is_real(site, parameter):
-                yield site, watch, parameter
+        for site, spec, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
+            if parameter is not None and (parameter.is_floating_point() or self._pass_over(site.name, parameter)):
+                yield site, spec, parameter
 
     def _there(self, kind: str, among: Among) -> list[Tensor | None]:
         """The parameters that are watched for a kind, as they are now; ``None`` for what is gone, or not among those that are meant."""
         parameters = tensors_of(self.watched.get(kind, NO_PARAMETERS).sites)
         return parameters if among is None else [one if id(one) in among else None for one in parameters]
 
-    def _pairs(self, kind: str, tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[tuple[MetricSpec, Tensor]]:
-        """What can be measured of some of the tensors, each with what is wanted of it."""
-        of_kind = self.watched.get(kind, NO_PARAMETERS)
-        sites, watches = of_kind.sites, of_kind.watches
-        return [
-            (watches[place], tensor) for place in places if (tensor := tensors[place]) is not None and self._is_real(sites[place], tensor)
-        ]
-
-    def _is_real(self, site: ParameterSite, tensor: Tensor) -> bool:
-        is_real = tensor.is_floating_point()
-        if not is_real:
-            self._passed_over[tensor.dtype].append(site.name)
-        return is_real
+    def _pass_over(self, site: str, tensor: Tensor) -> bool:
+        """Note a parameter that is no real floating one."""
+        self._passed_over[tensor.dtype].append(site)
+        return False

@@ -62,6 +62,8 @@ class Reference:
         # The first name of a shared module counts, for both.
         self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
         self.is_running = False
+        self.operator_norms: dict[str, Tensor] = {}
+        """Of its weights, by the site of a layer; they are computed once."""
         self.differentiates = False
         """Whether its forward pass runs a backward pass of its own, which needs the tensors that are otherwise not saved."""
 

@@ -44,11 +44,8 @@ def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> 
     parameter = site.tensor()
     if parameter is None:
         return None
-    return before.zero_() if is_skipped else difference(in_memory(parameter).detach(), before)
-
-
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """``after - before`` in the memory of ``before``; of half-precision tensors in float32, which does not round it again."""
-    if after.dtype in WIDE:
-        return torch.sub(after, before, out=before)
-    return widened(after) - widened(before)
+    if is_skipped:
+        return before.zero_()
+    after = in_memory(parameter).detach()
+    # Of half-precision tensors in float32, which does not round the difference again.
+    return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)

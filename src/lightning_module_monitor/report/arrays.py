@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def early(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -13,7 +16,7 @@ def early(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[:, : max(1, values.shape[1] // 4)]
 
 
-def late(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def late(values: NDArray[Scalar]) -> NDArray[Scalar]:
     """The last quarter of the records, at least one; ``(sites, steps)`` to ``(sites, some)``."""
     return values[:, -max(1, values.shape[1] // 4) :]
 

@@ -1,37 +1,22 @@
-"""The checks that look at one table at a time: rules of thumb, with their thresholds."""
+"""The detectors on a store: those with a rule are judged record by record as while training, the others on the whole run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.health.alerts import Course, when
+from lightning_module_monitor.health.detectors import Detector, Level
+from lightning_module_monitor.record import STEP_SKIPPED, Key
 from lightning_module_monitor.report.arrays import growth, late, typical, where
-from lightning_module_monitor.report.findings import Check, Finding, Level, Look, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding, count
 from lightning_module_monitor.report.run import Table, of_training
 
-MOSTLY_ZERO: dict[Level, float] = {"watch": 0.99, "sick": 0.999}
-"""Share of the elements."""
-FAINT_GRADIENT = 1e-4
-"""Of the median over the sites."""
-GROWTH: dict[Level, float] = {"watch": 30.0, "sick": 1000.0}
-"""From the first quarter of the records to the last; for what is sick also from the first record on."""
-SPIKE = 100.0
-"""Over the median of the site's own records."""
-LARGE_UPDATE: dict[Level, float] = {"watch": 0.05, "sick": 0.3}
-"""Norm of update over norm of parameter; 1e-3 is customary (A. Karpathy, "Neural Networks: Zero to Hero", part 4)."""
-SMALL_UPDATE = 1e-7
-GAIN: dict[Level, float] = {"watch": 10.0, "sick": 1000.0}
-"""Of the gradient from block to block, or one over it."""
-LARGE_LOGIT: dict[Level, float] = {"watch": 1e3, "sick": 1e4}
-"""Training ends near 1e4 (Wortsman et al., "Small-scale proxies for large-scale Transformer training instabilities", arXiv 2309.14322)."""
-COLLAPSED_ENTROPY = 0.02
-"""Of the entropy that the visible keys allow."""
 
-
-class _Seen(NamedTuple):
+class _Sick(NamedTuple):
     """A row of a table that is not as it should be."""
 
     row: int
@@ -40,157 +25,200 @@ class _Seen(NamedTuple):
     evidence: str
 
 
-def _check(
-    problem: str, sources: Iterable[tuple[Sequence[str], Sequence[str]]], needs: str, find: Callable[[Table], Iterator[_Seen]]
-) -> Callable[[Sequence[Table]], Look]:
-    """A check that looks at each table of its sources by itself: of kinds and statistics that tell the same at the first that there is."""
+def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
+    """Judge a run by a detector.
 
-    def look(tables: Sequence[Table]) -> Look:
-        seen: list[Table] = []
-        for kinds, statistics in sources:
-            there = (of_training(tables, kind, statistic) for kind in kinds for statistic in statistics)
-            seen += next(filter(None, there), [])
-        found = [
-            Finding(one.level, problem, table.kind, table.sites[one.row], table.statistic, one.step, one.evidence)
-            for table in seen
-            for one in find(table)
-        ]
-        return Look(Check(problem, sum(len(table.sites) for table in seen), needs), found)
+    Args:
+        detector: The detector.
+        tables: The tables of the run's sites.
+        skipped_steps: Steps that a ``GradScaler`` skipped.
 
-    return look
+    Returns:
+        The check, and a finding for each site that meets the detector's condition.
+    """
+    seen: list[Table] = []
+    for kinds, statistics in detector.sources:
+        there = (of_training(tables, kind, statistic) for kind in kinds for statistic in statistics)
+        seen += next(filter(None, there), [])
+    check = Check(detector.name, sum(len(table.sites) for table in seen), detector.needs)
+    if detector.rule is not None:
+        return check, _replayed(detector, seen, skipped_steps)
+    judge = _WHOLE_RUN[detector.name]
+    return check, [
+        Finding(one.level, detector.name, table.kind, table.sites[one.row], table.statistic, one.step, one.evidence)
+        for table in seen
+        for one in judge(table, detector)
+    ]
 
 
-def _zero_output(table: Table) -> Iterator[_Seen]:
+# Record by record
+
+
+def _replayed(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int]) -> list[Finding]:
+    """The findings of a rule on the records of a store: of each key the first, at the step at which it was found while training."""
+    rule = detector.alert()
+    course = Course(rule)
+    steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
+    keys = tuple(table.name._replace(site=site).format() for table in tables for site in table.sites)
+    values, is_recorded = np.empty((len(steps), len(keys))), np.zeros((len(steps), len(keys)), bool)
+    first = 0
+    for table in tables:
+        block = np.ix_(np.searchsorted(steps, table.steps), np.arange(first, first := first + len(table.sites)))
+        values[block], is_recorded[block] = table.values.T, table.is_recorded.T
+    found: dict[str, Finding] = {}
+    for step, row, is_there in zip(steps.tolist(), values, is_recorded, strict=True):
+        if rule.needs_step and step in skipped_steps:
+            continue
+        own = keys if is_there.all() else tuple(keys[place] for place in where(is_there))
+        for one in course.observe(own, row[is_there]):
+            parts = Key.parse(one.key)
+            kind = parts._replace(site="", statistic="").format().rstrip("/")
+            evidence = f"{parts.statistic} {one.words}{when(rule, step)}. {rule.words}"
+            found.setdefault(one.key, Finding(detector.level, detector.name, kind, parts.site, parts.statistic, step, evidence))
+    if rule.is_unchanged:
+        # A store does not hold which parameters require a gradient: those that never had one may be frozen on purpose.
+        trained = {site for table in tables if table.name.kind == "gradient" for site in table.sites}
+        return [one for one in found.values() if one.site in trained]
+    return list(found.values())
+
+
+# On the whole run
+
+
+def _zero_output(table: Table, detector: Detector) -> Iterator[_Sick]:
     is_fraction = table.statistic == "zero_fraction"
-    is_zero = _all_late(table, table.values == (1.0 if is_fraction else 0.0))
+    is_zero = _late_share(table, table.values == (1.0 if is_fraction else 0.0)) == 1
     for row in where(is_zero):
-        yield _Seen(row, "sick", *_since(table, row, "every element is zero"))
-    if is_fraction:
-        share = typical(late(table.values))
-        for row in where((share >= MOSTLY_ZERO["watch"]) & ~is_zero):
-            part = f"{share[row]:.3%} of the elements are zero" if share[row] < 1 else f"every element is zero {_MOSTLY}"
-            since = _first(table, table.values[row] >= MOSTLY_ZERO["watch"])
-            yield _Seen(row, _level(share[row], MOSTLY_ZERO), since, f"{part}{_late_steps(table)}")
+        yield _Sick(row, "sick", *_since(table, row, "every element is zero"))
+    share, least = typical(late(table.values)), detector.limits["watch"]
+    for row in where((share >= least) & ~is_zero) if is_fraction else ():
+        part = f"{share[row]:.3%} of the elements are zero" if share[row] < 1 else "every element is zero in half of the records or more"
+        yield _Sick(row, detector.level_of(share[row]), _first(table, table.values[row] >= least), f"{part}{_late_steps(table)}")
 
 
-def _no_gradient(table: Table) -> Iterator[_Seen]:
-    is_zero = _all_late(table, table.values == 0)
-    for row in where(is_zero):
-        yield _Seen(row, "sick", *_since(table, row, f"{table.statistic} is 0"))
-    size = typical(late(table.values))
-    usual = typical(np.where(size > 0, size, np.nan)[np.newaxis])[0]
-    for row in where((size < FAINT_GRADIENT * usual) & ~is_zero):
-        faint = f"{table.statistic} is {size[row]:.2g}, {size[row] / usual:.1g} of the median over the sites"
-        evidence = faint if size[row] > 0 else f"{table.statistic} is 0 {_MOSTLY}"
-        yield _Seen(row, "watch", _first(table, table.values[row] < FAINT_GRADIENT * usual), f"{evidence}{_late_steps(table)}")
+def _zero_gradient(table: Table, detector: Detector) -> Iterator[_Sick]:
+    share = _late_share(table, table.values == 0)
+    for row in where(share >= detector.limits["watch"]):
+        level = detector.level_of(share[row])
+        if level == "sick":
+            yield _Sick(row, level, *_since(table, row, f"{table.statistic} is 0"))
+        else:
+            evidence = f"{table.statistic} is 0 in half of the records or more{_late_steps(table)}"
+            yield _Sick(row, level, _first(table, table.values[row] == 0), evidence)
 
 
-def _growing(table: Table) -> Iterator[_Seen]:
+def _growing(table: Table, detector: Detector) -> Iterator[_Sick]:
     if table.values.shape[1] < 4:
         return
-    magnitudes = np.abs(table.values)
+    least, magnitudes = detector.limits["watch"], np.abs(table.values)
     after = typical(late(magnitudes))
-    slowly, at_once = growth(table.values), _growth_at_once(magnitudes, after)
-    for row in where((slowly >= GROWTH["watch"]) | (at_once >= GROWTH["sick"])):
+    slowly, at_once = growth(table.values), _growth_at_once(magnitudes, after, least)
+    for row in where((slowly >= least) | (at_once >= detector.limits["sick"])):
         factor = float(np.nanmax([slowly[row], at_once[row]]))
         before = after[row] / factor
-        step = int(table.steps[(magnitudes[row] >= GROWTH["watch"] * before).argmax()])
+        step = _first(table, magnitudes[row] >= least * before)
         evidence = f"{table.statistic} grew {factor:.2g} times from step {step} on, from {before:.2g} to {after[row]:.2g}"
-        yield _Seen(row, _level(factor, GROWTH), step, evidence)
+        yield _Sick(row, detector.level_of(factor), step, evidence)
 
 
-def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How many times larger each site is at the end than in its first record, where all were usual sizes.
+def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """How many times larger each site is at the end than in its first record, where all were usual sizes; shape ``(sites,)``.
 
-    It tells of what has grown within the first quarter of the records. A site that began much smaller than others, as some are meant
-    to, has not exploded by being as large as these: there it is 0, shape ``(sites,)``.
+    This shows growth within the first quarter of the records. A site that began much smaller than others, as some are meant to, has not
+    exploded when it is as large as these: there the result is 0.
     """
     with np.errstate(invalid="ignore"):
         is_size = np.isfinite(magnitudes) & (magnitudes > 0)
     first = np.where(is_size.any(axis=1), np.take_along_axis(magnitudes, is_size.argmax(axis=1)[:, np.newaxis], axis=1)[:, 0], np.nan)
-    usual = typical(first[np.newaxis])[0]
-    factors = after / first
-    return np.where(after >= GROWTH["watch"] * usual, factors, 0.0)
+    return np.where(after >= least * typical(first[np.newaxis])[0], after / first, 0.0)
 
 
-def _spiking(table: Table) -> Iterator[_Seen]:
+def _spiking(table: Table, detector: Detector) -> Iterator[_Sick]:
+    least = detector.limits["watch"]
     magnitudes = np.where(np.isfinite(table.values), np.abs(table.values), 0.0)
     usual, largest, grown = typical(np.abs(table.values)), magnitudes.max(axis=1), growth(table.values)
-    for row in where((largest >= SPIKE * usual) & (usual > 0) & ~(grown >= GROWTH["watch"])):
+    for row in where((largest >= least * usual) & (usual > 0) & ~(grown >= least)):
         step = int(table.steps[magnitudes[row].argmax()])
         evidence = f"{table.statistic} {largest[row]:.2g} at step {step}; its median over the run is {usual[row]:.2g}"
-        yield _Seen(row, "watch", step, evidence)
+        yield _Sick(row, "watch", step, evidence)
 
 
-def _large_update(table: Table) -> Iterator[_Seen]:
-    ratio = typical(late(table.values))
-    for row in where(ratio >= LARGE_UPDATE["watch"]):
-        evidence = f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}; 0.001 is customary"
-        yield _Seen(row, _level(ratio[row], LARGE_UPDATE), _first(table, table.values[row] >= LARGE_UPDATE["watch"]), evidence)
+def _above(
+    table: Table, detector: Detector, usual: NDArray[np.float64], values: NDArray[np.float64], tell: Callable[[float, int], str]
+) -> Iterator[_Sick]:
+    """Rows whose late median ``usual`` is at least the limit; ``tell`` gives the evidence, of the median and the row."""
+    least = detector.limits["watch"]
+    for row in where(usual >= least):
+        yield _Sick(row, detector.level_of(usual[row]), _first(table, values[row] >= least), tell(usual[row], row))
 
 
-def _small_update(table: Table) -> Iterator[_Seen]:
-    ratio = typical(late(table.values))
-    never = ((table.values == 0) | ~table.is_recorded).all(axis=1)
-    for row in where(ratio <= SMALL_UPDATE):
-        seen = "it has never moved" if never[row] else f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}"
-        yield _Seen(row, "sick" if never[row] else "watch", _first(table, table.values[row] <= SMALL_UPDATE), seen)
+def _large_update(table: Table, detector: Detector) -> Iterator[_Sick]:
+    def tell(ratio: float, _row: int) -> str:
+        return f"a step moves it by {ratio:.2g} of its norm{_late_steps(table)}; 0.001 is customary"
+
+    return _above(table, detector, typical(late(table.values)), table.values, tell)
 
 
-def _gain(table: Table) -> Iterator[_Seen]:
+def _large_logit(table: Table, detector: Detector) -> Iterator[_Sick]:
+    def tell(logit: float, _row: int) -> str:
+        return f"largest logit {logit:.2g}{_late_steps(table)}; training tends to fail near 1e4"
+
+    return _above(table, detector, typical(late(table.values)), table.values, tell)
+
+
+def _gain(table: Table, detector: Detector) -> Iterator[_Sick]:
+    gain = typical(late(table.values))
+
+    def tell(strength: float, row: int) -> str:
+        change = f"{strength:.2g} times {'larger' if gain[row] > 1 else 'smaller'}" if gain[row] > 0 else "zero"
+        return f"on its way back the gradient becomes {change} here{_late_steps(table)}"
+
     with np.errstate(divide="ignore"):
-        strengths = np.maximum(table.values, 1 / table.values)
-        gain = typical(late(table.values))
-        strength = np.maximum(gain, 1 / gain)
-    for row in where(strength >= GAIN["watch"]):
-        change = f"{strength[row]:.2g} times {'larger' if gain[row] > 1 else 'smaller'}" if gain[row] > 0 else "zero"
-        evidence = f"on its way back the gradient becomes {change} here{_late_steps(table)}"
-        yield _Seen(row, _level(strength[row], GAIN), _first(table, strengths[row] >= GAIN["watch"]), evidence)
+        return _above(table, detector, np.maximum(gain, 1 / gain), np.maximum(table.values, 1 / table.values), tell)
 
 
-def _large_logit(table: Table) -> Iterator[_Seen]:
-    logit = typical(late(table.values))
-    for row in where(logit >= LARGE_LOGIT["watch"]):
-        evidence = f"largest logit {logit[row]:.2g}{_late_steps(table)}; training tends to fail near 1e4"
-        yield _Seen(row, _level(logit[row], LARGE_LOGIT), _first(table, table.values[row] >= LARGE_LOGIT["watch"]), evidence)
+def _small_update(table: Table, detector: Detector) -> Iterator[_Sick]:
+    ratio, most = typical(late(table.values)), detector.limits["watch"]
+    never = ((table.values == 0) | ~table.is_recorded).all(axis=1)
+    for row in where(ratio <= most):
+        evidence = "it has never moved" if never[row] else f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}"
+        yield _Sick(row, "sick" if never[row] else "watch", _first(table, table.values[row] <= most), evidence)
 
 
-def _collapsed(table: Table) -> Iterator[_Seen]:
-    entropy = typical(late(table.values))
-    for row in where(entropy <= COLLAPSED_ENTROPY):
-        evidence = f"entropy is {entropy[row]:.2g} of the largest possible{_late_steps(table)}: a query sees one key"
-        yield _Seen(row, "watch", _first(table, table.values[row] <= COLLAPSED_ENTROPY), evidence)
+def _often(table: Table, detector: Detector) -> Iterator[_Sick]:
+    happened = table.values[0] > 0
+    share = float(happened.mean())
+    if share > detector.limits["watch"]:
+        is_skipped = table.statistic == STEP_SKIPPED
+        evidence = (
+            f"the loss scale skipped {share:.0%} of steps"
+            if is_skipped
+            else f"{np.nansum(table.values):.0f} errors, at {share:.0%} of steps"
+        )
+        yield _Sick(0, "watch", _first(table, happened), evidence)
 
 
-_SIZES = ("rms", "norm", "abs_max", "abs_mean")
-_ACTIVATION, _AT_ACTIVATION, _GRADIENT = ("activation",), ("activation_gradient",), ("gradient_before_clip", "gradient")
-_OF_GRADIENTS = "kinds: [activation_gradient, gradient], statistics: rms"
-_OF_UPDATES = "kinds: update, statistics: ratio"
-CHECKS = (
-    _check(
-        "outputs that are zero", [(_ACTIVATION, ("zero_fraction", *_SIZES))], "kinds: activation, statistics: zero_fraction", _zero_output
-    ),
-    _check("gradients that are zero or faint", [(_AT_ACTIVATION, _SIZES), (("gradient",), _SIZES)], _OF_GRADIENTS, _no_gradient),
-    _check("activations that explode", [(_ACTIVATION, _SIZES)], "kinds: activation, statistics: rms", _growing),
-    _check("gradients that explode", [(_AT_ACTIVATION, _SIZES), (_GRADIENT, _SIZES)], _OF_GRADIENTS, _growing),
-    _check("spikes of the gradient", [(_GRADIENT, _SIZES)], "kinds: gradient, statistics: norm", _spiking),
-    _check("updates that are large", [(("update",), ("ratio",))], _OF_UPDATES, _large_update),
-    _check("weights that do not move", [(("update",), ("ratio",))], _OF_UPDATES, _small_update),
-    _check("gain of the gradient between blocks", [(("gradient_flow",), ("gain",))], "the option gradient_flow", _gain),
-    _check("large logits of attention", [(("attention_max_logit",), ("max",))], "the option attention", _large_logit),
-    _check("heads that see one key", [(("attention_relative_entropy",), ("mean",))], "the option attention", _collapsed),
-)
+_WHOLE_RUN: dict[str, Callable[[Table, Detector], Iterator[_Sick]]] = {
+    "outputs that are zero": _zero_output,
+    "gradients that are zero": _zero_gradient,
+    "activations that explode": _growing,
+    "gradients that explode": _growing,
+    "spikes of the gradient": _spiking,
+    "updates that are large": _large_update,
+    "weights that do not move": _small_update,
+    "gain of the gradient between blocks": _gain,
+    "large logits of attention": _large_logit,
+    "what could not be measured": _often,
+    "skipped steps": _often,
+}
 
 
-def _level(value: float, thresholds: dict[Level, float]) -> Level:
-    return "sick" if value >= thresholds["sick"] else "watch"
-
-
-def _all_late(table: Table, is_so: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of which sites all late records are so; a site without one has none. Shape ``(sites,)``."""
-    num = max(1, len(table.steps) // 4)
-    recorded = table.is_recorded[:, -num:]
-    return np.asarray((is_so[:, -num:] | ~recorded).all(axis=1) & recorded.any(axis=1))
+def _late_share(table: Table, is_so: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """In which share of its late records something is so of each site; NaN of a site without one. Shape ``(sites,)``."""
+    is_late = late(table.is_recorded)
+    number = is_late.sum(axis=1)
+    share: NDArray[np.float64] = np.divide((late(is_so) & is_late).sum(axis=1), number, out=np.full(len(number), np.nan), where=number > 0)
+    return share
 
 
 def _since(table: Table, row: int, what: str) -> tuple[int, str]:
@@ -206,9 +234,6 @@ def _since(table: Table, row: int, what: str) -> tuple[int, str]:
 def _first(table: Table, is_so: NDArray[np.bool_]) -> int:
     """The step of the first record at which something is so of a site; shape ``(steps,)``."""
     return int(table.steps[is_so.argmax()])
-
-
-_MOSTLY = "in half of the records or more"
 
 
 def _late_steps(table: Table) -> str:

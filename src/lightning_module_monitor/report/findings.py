@@ -1,22 +1,20 @@
-"""What a verdict is made of: what was found, what was looked for, and both together."""
+"""The parts of a verdict: findings and checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Level = Literal["sick", "watch"]
-"""``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
+from lightning_module_monitor.health.detectors import Level
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be."""
+    """A site with a problem."""
 
     level: Level
     problem: str
-    """What it is, in few words: findings of one problem are shown together."""
+    """Name of the detector: findings of one problem are shown together."""
     kind: str
     site: str
     statistic: str
@@ -24,36 +22,40 @@ class Finding:
     step: int
     """The monitored step at which it began, or is at its worst."""
     evidence: str
-    """What was seen, with its numbers, in a sentence."""
+    """The evidence in a sentence, with figures."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked for."""
+    """A problem that was looked for."""
 
     problem: str
     num_series: int
-    """In how many series; 0: in none, because nothing of the sort was recorded."""
+    """Number of series that were looked at; 0 if none was recorded."""
     needs: str
-    """What has to be recorded for it, as a rule's options."""
+    """The options that record what it looks at."""
+
+
+Checked = tuple[Check, Sequence[Finding]]
+"""A check and its findings."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found, and what was looked for."""
+    """The findings of a run, and the checks."""
 
     findings: Sequence[Finding]
-    """The sick ones first; then in the order of the checks, of steps, and of the model."""
+    """The sick ones first; then in the order of checks, steps and model."""
     checks: Sequence[Check]
 
     @property
     def is_sick(self) -> bool:
-        """Whether anything is worse than unusual."""
+        """Whether any finding is sick."""
         return any(finding.level == "sick" for finding in self.findings)
 
     @property
     def level(self) -> str:
-        """The verdict in a word: ``sick``, ``watch``, ``ok``, or ``not looked at``, where there was nothing to look at."""
+        """The verdict in a word: ``sick``, ``watch``, ``ok``, or ``not looked at`` if no check had a series."""
         if self.findings:
             return "sick" if self.is_sick else "watch"
         return "ok" if any(check.num_series for check in self.checks) else "not looked at"
@@ -65,8 +67,8 @@ class Verdict:
             return "nothing was recorded that a check could look at"
         sick = {finding.site for finding in self.findings if finding.level == "sick"}
         others = {finding.site for finding in self.findings} - sick
-        told = [f"{count(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
-        return ", ".join(told) or "no check found anything"
+        levels = [f"{count(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
+        return ", ".join(levels) or "no check found anything"
 
     @property
     def beginning(self) -> Finding | None:
@@ -74,16 +76,8 @@ class Verdict:
         return min((finding for finding in self.findings if finding.level == "sick"), key=lambda finding: finding.step, default=None)
 
 
-@dataclass(frozen=True)
-class Look:
-    """What one check gives."""
-
-    check: Check
-    findings: Sequence[Finding]
-
-
 def count(number: int, noun: str) -> str:
-    """A number of things.
+    """A number with its noun.
 
     >>> count(2, "site")
     '2 sites'

@@ -8,29 +8,28 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.report.arrays import first_true
-from lightning_module_monitor.report.findings import Check, Finding, Look, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding, count
 from lightning_module_monitor.report.run import Table, of_training
 
 _PROBLEM = "values that are not finite"
 # Within a step what comes first is the cause of what comes later; backward it is the last module that comes first.
 _ORDER = ("parameter", "activation", "activation_gradient", "gradient_before_clip", "gradient", "update")
 _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
-# Statistics that are finite for finite tensors. A std of one element, or a ratio to a zero, is not.
-_FINITE = ("norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 
 
-def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Look:
-    """Find each site's first value that is not finite, in the order of events: the first of all is the one to look at.
+def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
+    """Find each site's first non-finite value, in the order of events: the first of all is the likely cause.
 
     Args:
-        tables: Those of one run's sites.
-        skipped_steps: Where a ``GradScaler`` skipped the step as its scale was too large: gradients overflow there, and do no harm.
+        tables: The tables of one run's sites.
+        skipped_steps: Steps that a ``GradScaler`` skipped, as its scale was too large: gradients overflow there, and do no harm.
 
     Returns:
         A finding for each such site.
     """
-    seen = [table for kind in _ORDER for table in _telling(tables, kind)]
+    seen = [table for kind in _ORDER for table in _tables_of(tables, kind)]
     firsts = sorted((first for table in seen for first in _firsts(table, skipped_steps)), key=lambda first: first[0])
     findings = [_finding(table, row, column) for _place, table, row, column in firsts]
     if findings:
@@ -38,7 +37,7 @@ def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) 
         at_once = sum(finding.step == first.step for finding in findings)
         evidence = f"the first: {first.evidence}, of {count(at_once, 'series')} at that step and {len(findings)} in all"
         findings[0] = dataclasses.replace(first, evidence=evidence)
-    return Look(Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings)
+    return Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings
 
 
 def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tuple[int, int, int], Table, int, int]]:
@@ -60,19 +59,19 @@ def _finding(table: Table, row: int, column: int) -> Finding:
 
 
 def nonfinite(table: Table) -> NDArray[np.bool_]:
-    """Where a tensor had an element that was not finite, as this statistic tells it; shape ``(sites, steps)``."""
+    """Where a statistic shows a non-finite element; shape ``(sites, steps)``."""
     if table.statistic == "nonfinite_count":
         return table.values > 0
     return table.is_recorded & ~np.isfinite(table.values)
 
 
-def _telling(tables: Sequence[Table], kind: str) -> Iterator[Table]:
-    """For each site of a kind the one table that tells best: the count, or else any statistic that must be finite."""
-    told: set[tuple[str, str]] = set()
-    for statistic in ("nonfinite_count", *_FINITE):
+def _tables_of(tables: Sequence[Table], kind: str) -> Iterator[Table]:
+    """For each site of a kind the most informative table: the count, or else any statistic that must be finite."""
+    known: set[tuple[str, str]] = set()
+    for statistic in FINITE_STATISTICS:
         for table in of_training(tables, kind, statistic):
-            rows = [row for row, site in enumerate(table.sites) if (table.name.prefix, site) not in told]
-            told.update((table.name.prefix, table.sites[row]) for row in rows)
+            rows = [row for row, site in enumerate(table.sites) if (table.name.prefix, site) not in known]
+            known.update((table.name.prefix, table.sites[row]) for row in rows)
             if rows:
                 yield _rows_of(table, rows)
 

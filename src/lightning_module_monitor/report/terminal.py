@@ -14,17 +14,17 @@ from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.run import Run
 
 MAX_SITES = 12
-"""Of one problem; the page has all."""
+"""Limit of the sites that are shown of one problem; the page has all."""
 STYLES = {"sick": "bold red", "watch": "yellow", "ok": "green", "not looked at": "dim"}
 
 
 def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) -> None:
-    """Print what was found, what was looked for in vain, and what could not be looked for.
+    """Print the findings, the checks without findings, and those without recorded values.
 
     Args:
-        run: What the verdict is on.
+        run: The run.
         verdict: The verdict.
-        console: Where to; default: the standard output.
+        console: Default: the standard output.
     """
     console = console or Console()
     steps = run.steps

@@ -1,67 +1,39 @@
-"""What is healthy in a run and what is not, from its numbers alone: which site, since when, by which evidence."""
+"""The verdict on a stored run: which sites have a problem, since which step, with the evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from lightning_module_monitor import record
-from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
-from lightning_module_monitor.report.checks import CHECKS
-from lightning_module_monitor.report.findings import Check, Finding, Level, Look, Verdict
+from lightning_module_monitor.health.detectors import DETECTORS, Level
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, Key
+from lightning_module_monitor.report.checks import look
+from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.nonfinite import look_for_nonfinite
-from lightning_module_monitor.report.run import Table
-
-SKIPPED_SHARE = 0.1
-"""Of the steps; a ``GradScaler`` tries a larger scale every 2,000, and skips one if that is too large."""
+from lightning_module_monitor.report.run import Table, of_training
 
 
 def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Sequence[record.Finding] = ()) -> Verdict:
-    """Look for all that these checks know.
+    """Judge a run by every detector.
 
     Args:
-        tables: Those of one run's sites.
+        tables: The tables of one run's sites.
         figures: The monitor's own, and others without sites.
-        said: What was found while the run went on: there more was known than is recorded.
+        said: The findings of training, which knew more than is recorded.
 
     Returns:
-        What was found in training; validation and other stages are not looked at.
+        The findings on training; validation and other stages are not judged. A detector with findings from training is not judged again.
     """
-    skipped = {step for table in _own(figures, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
-    looks = [look_for_nonfinite(tables, skipped), *(check(tables) for check in CHECKS), *_look_at_own_figures(figures)]
-    told = sorted(map(_as_said, said), key=lambda finding: finding.problem)
-    findings = [*told, *(finding for look in looks for finding in look.findings)]
-    return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [look.check for look in looks])
+    skipped = {step for table in of_training(figures, OWN_KIND, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
+    known = {finding.name for finding in said}
+    judged = [look(one, figures if one.is_of_monitor else tables, skipped) for one in DETECTORS.values() if one.name not in known]
+    checked = [look_for_nonfinite(tables, skipped), *(one for one in judged if one[0].num_series or one[0].needs)]
+    findings = sorted(map(_as_said, said), key=lambda finding: finding.problem) + [one for _check, found in checked for one in found]
+    return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [check for check, _found in checked])
 
 
 def _as_said(said: record.Finding) -> Finding:
     shown_by = Key.parse(said.key)
-    level: Level = "sick" if said.severity == "error" else "watch"
+    level: Level = "sick" if said.severity == "error" else DETECTORS[said.name].level if said.name in DETECTORS else "watch"
     kind = shown_by._replace(site="", statistic="").format().rstrip("/") if said.key else ""
     return Finding(level, f"said in training: {said.name}", kind, said.site, shown_by.statistic if said.key else "", said.step, said.words)
-
-
-def _look_at_own_figures(figures: Sequence[Table]) -> Iterator[Look]:
-    yield from _look_at(
-        figures, "errors", "what could not be measured", 0.0, lambda share, num: f"{num:.0f} errors, at {share:.0%} of steps"
-    )
-    yield from _look_at(
-        figures, STEP_SKIPPED, "skipped steps", SKIPPED_SHARE, lambda share, _: f"the loss scale skipped {share:.0%} of steps"
-    )
-
-
-def _look_at(figures: Sequence[Table], name: str, problem: str, most: float, tell: Callable[[float, float], str]) -> list[Look]:
-    """A figure that is larger than zero at a larger share of the steps than ``most``; nothing where there is no such figure."""
-    tables = _own(figures, name)
-    findings = []
-    for table in tables:
-        happened = table.values[0] > 0
-        if happened.mean() > most:
-            evidence = tell(float(happened.mean()), float(np.nansum(table.values)))
-            findings.append(Finding("watch", problem, table.kind, "", name, int(table.steps[happened.argmax()]), evidence))
-    return [Look(Check(problem, len(tables), ""), findings)] if tables else []
-
-
-def _own(figures: Sequence[Table], name: str) -> list[Table]:
-    return [table for table in figures if (table.name.kind, table.statistic, table.name.stage) == (OWN_KIND, name, TRAIN)]

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
-from lightning_module_monitor.sinks.store.layout import tensors_path
+from lightning_module_monitor.sinks.store.rewrite import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
+from lightning_module_monitor.sinks.store.writer import Store
 
 
 class RunFiles:
     """Writes the records of one run: values to the store, raw tensors to their own file. Either goes on where the other has to stop.
 
-    Arguments are those of :class:`~lightning_module_monitor.sinks.store.hdf5.Store`.
+    Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Store`.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        configuration: Mapping[str, object],
         keys: Iterable[str] = (),
         histogram_keys: Iterable[str] = (),
         resumed: Path | None = None,
-        resume_from: int | None = None,
-        logger: logging.Logger,
+        **options: Any,
     ) -> None:
-        self._options: dict[str, Any] = {"configuration": configuration, "resume_from": resume_from, "logger": logger}
-        self._resumed = resumed
-        self._store = Store(path, keys=keys, histogram_keys=histogram_keys, resumed=resumed, **self._options)
+        self._store = Store(path, keys=keys, histogram_keys=histogram_keys, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
+        self._options = {**options, "resumed": None if resumed is None else tensors_path(resumed)}
 
     @property
     def path(self) -> Path:
@@ -49,12 +45,10 @@ class RunFiles:
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
         self._store.write(record)
-        if self._tensors is None:
-            if not self.has_begun:
-                return  # its name is not known yet
-            resumed = None if self._resumed is None else tensors_path(self._resumed)
-            self._tensors = TensorStore(tensors_path(self.path), resumed=resumed, **self._options)
-        self._tensors.write(record)
+        if self._tensors is None and self.has_begun:  # now its name is known
+            self._tensors = TensorStore(tensors_path(self.path), **self._options)
+        if self._tensors is not None:
+            self._tensors.write(record)
 
     def close(self) -> None:
         """Close the files. Never raises; twice does no harm."""

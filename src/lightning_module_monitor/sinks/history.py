@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_module_monitor.record import Histogram, Record
-from lightning_module_monitor.sinks.store.hdf5 import Store
 from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.writer import Store
 
 
 class StorageManager:

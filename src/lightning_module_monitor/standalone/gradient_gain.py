@@ -193,7 +193,7 @@ class _Probe(BlockGradientProbe):
         self._pass_of.clear()
         self.forget_calls()
 
-    def see_gradient(self, place: int, gradient: Tensor) -> None:
+    def observe_gradient(self, place: int, gradient: Tensor) -> None:
         """Take the gradient at a block in."""
         now = self._entered(self.backward_pass())
         before = self._pass_of.get(place, now)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.model.hooks import ForwardHook, HookSet, Unobserved, is_tracing
+from lightning_module_monitor.model.hooks import ForwardHook, HookSet, Unobserved, backward_pass, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Tracker:
         """Keep what a module returned, and see to it that its gradient is kept."""
         # A forward pass within a backward pass is the recomputation of a checkpointed one. Its outputs get hooks all the same:
         # under reentrant checkpointing they are the only ones with a gradient.
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._places.clear()
             self.stashes.append(self._kept(event))
         if grad:
@@ -303,7 +303,7 @@ class Tracker:
             return
         value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
         stash = self._kept(Event(awaited.name, awaited.type, True, value, (), {}))
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         places = self._places
         index = min((places[task, number] for number in numbers if (task, number) in places), default=len(self.stashes))
         self.stashes.insert(index, stash)

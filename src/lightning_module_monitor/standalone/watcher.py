@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_module_monitor.config import Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.hooks import ForwardHook, HookSet, is_in_backward
-from lightning_module_monitor.monitor import ModuleMonitor, check_prefix
-from lightning_module_monitor.record import Histogram, Record
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.record import Histogram, Record, check_prefix
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_histograms
 

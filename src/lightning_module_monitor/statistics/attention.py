@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -108,7 +107,7 @@ def attention_figures(
     for queries in _slices(num_queries, min(most // num_keys, math.ceil(num_queries / parts))):
         seen = positions[queries]
         end = min(num_keys, seen[-1] + 1) if is_causal else num_keys
-        causal = [_Hiding.of_causal(seen, end, dtype, query.device)] if is_causal else []
+        causal = [_causal_mask(seen, end, query.device)] if is_causal else []
         for samples, some_heads in itertools.product(
             _slices(batch, most // (heads * len(seen) * num_keys)), _slices(heads, most // (len(seen) * num_keys))
         ):
@@ -119,12 +118,12 @@ def attention_figures(
             flat = logits.flatten(0, 1)
             # Into a buffer, whose dtype autocast keeps: it would round the logits.
             torch.baddbmm(flat, of_block.flatten(0, 1), key[samples, some_heads, :, :end].flatten(0, 1), beta=0, alpha=scale, out=flat)
-            hidings = causal + [_Hiding.of_mask(_of_block(mask, block, end), dtype) for mask in masks]
-            if hidings:
-                hiding = functools.reduce(operator.and_, hidings)
-                logits += hiding.bias
-                if masks:
-                    visible[block] = end - hiding.hides.expand(-1, -1, -1, end).sum(3)
+            of_masks = causal + [_of_block(mask, block, end) for mask in masks]
+            if of_masks:
+                logits += functools.reduce(torch.add, [_bias(mask, dtype) for mask in of_masks])
+            if masks:
+                hidden = functools.reduce(torch.logical_or, map(_hidden, of_masks))
+                visible[block] = end - hidden.expand(-1, -1, -1, end).sum(3)
             sums[:, samples, some_heads, queries] = _softmax_sums(logits, weights)
     max_logit, total, below, first = sums
     entropy = total.log() - below / total
@@ -133,27 +132,20 @@ def attention_figures(
     return AttentionFigures(entropy, relative, max_logit, F.threshold(first, NO_WEIGHT, 0.0) / total, visible)
 
 
-class _Hiding(NamedTuple):
-    """The effect of masks on a block of logits, to whose shape both broadcast."""
+def _causal_mask(queries: range, num_keys: int, device: torch.device) -> Tensor:
+    rows = torch.arange(queries.start, queries.stop, queries.step, device=device).unsqueeze(1)
+    return (torch.arange(num_keys, device=device) <= rows)[None, None]
 
-    bias: Tensor
-    hides: Tensor
 
-    @classmethod
-    def of_mask(cls, mask: Tensor, dtype: torch.dtype) -> _Hiding:
-        if mask.dtype == torch.bool:
-            return cls((mask.to(dtype) - 1.0) * HIDDEN, ~mask)
-        hides = mask <= HIDING_BIAS
-        return cls(mask.to(dtype).masked_fill(hides, -HIDDEN), hides)
+def _hidden(mask: Tensor) -> Tensor:
+    return ~mask if mask.dtype == torch.bool else mask <= HIDING_BIAS
 
-    @classmethod
-    def of_causal(cls, positions: range, num_keys: int, dtype: torch.dtype, device: torch.device) -> _Hiding:
-        rows = torch.arange(positions.start, positions.stop, positions.step, device=device).unsqueeze(1)
-        hides = torch.arange(num_keys, device=device) > rows
-        return cls(hides.to(dtype).mul_(-HIDDEN)[None, None], hides[None, None])
 
-    def __and__(self, other: _Hiding) -> _Hiding:
-        return _Hiding(self.bias + other.bias, self.hides | other.hides)
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as an addend of the logits."""
+    if mask.dtype == torch.bool:
+        return (mask.to(dtype) - 1.0) * HIDDEN
+    return mask.to(dtype).masked_fill(_hidden(mask), -HIDDEN)
 
 
 def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:

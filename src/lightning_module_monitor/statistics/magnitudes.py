@@ -1,4 +1,4 @@
-"""The largest magnitude of each of many tensors: one number that also tells whether anything in it is NaN or infinite."""
+"""The largest magnitude of each of many tensors: one number that also shows whether an element is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BITS = {torch.float32: np.int32, torch.bfloat16: np.int16}
 """Integers as long as the floats."""
 
 UNKNOWN = -1
-"""Stands for the place of a number that there is not."""
+"""The place of a number that does not exist."""
 
 
 class Magnitudes:
@@ -38,7 +38,7 @@ class Magnitudes:
         return len(self._numbers)
 
     def add(self, tensor: Tensor) -> int:
-        """Take a tensor in, of any shape and floating dtype, which is left as it is. A complex one counts by its real and imaginary parts.
+        """Add a tensor, of any shape and floating dtype, which is left as it is. A complex one counts by its real and imaginary parts.
 
         Returns:
             The place of its number; ``UNKNOWN`` if it has no element.
@@ -76,7 +76,7 @@ class Magnitudes:
         return found
 
     def may_have_nonfinite(self) -> bool:
-        """Whether there may be anything that is not finite; without a look at other devices."""
+        """Whether there may be a non-finite element; reads nothing from other devices."""
         return self._has_nonfinite or self._has_tensors
 
     def clear(self) -> None:
@@ -86,7 +86,7 @@ class Magnitudes:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Real elements of all that there is: of a sparse tensor the zeros tell nothing."""
+    """The stored elements as real numbers; the zeros of a sparse tensor change nothing."""
     tensor = tensor.detach()
     dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

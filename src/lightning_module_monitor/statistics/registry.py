@@ -2,7 +2,7 @@
 
 ``n`` is the number of elements and ``x`` an element, over all micro-batches and calls of a step; a token is a slice
 along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay. What finite
-tensors do not have (the variance of one element, zero over zero) is a NaN of its own, ``values.UNDEFINED``.
+tensors do not have (the variance of one element, zero over zero) is a NaN of its own, ``UNDEFINED``.
 """
 
 from __future__ import annotations
@@ -53,26 +53,28 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def _mean(moments: Moments) -> Array:
+    """``m = sum(x) / n``."""
     return moments.mean
 
 
 def _var(moments: Moments) -> Array:
-    # Bessel's correction; a single element has no variance: 0 / 0 is NaN, as torch's.
+    """``sum((x - m)**2) / (n - 1)``, at least 0: with Bessel's correction, as ``torch.var``. One element has none."""
     return _over(moments.deviations, moments.elements - 1)
 
 
 def _std(moments: Moments) -> Array:
+    """``sqrt(var)``, at least 0, as ``torch.std``."""
     var = _var(moments)
     return np.where(np.isnan(var), var, _sqrt(var))
 
 
 def _skewness(moments: Moments) -> Array:
-    # m3 / m2**1.5, without a correction for bias, as scipy.stats.skew has it.
+    """``sqrt(n) * sum((x - m)**3) / sum((x - m)**2)**1.5``, without a correction for bias, as ``scipy.stats.skew``."""
     return _standardized(np.sqrt(moments.elements) * moments.third, 1.5, moments)
 
 
 def _kurtosis(moments: Moments) -> Array:
-    # m4 / m2**2 - 3, without a correction for bias, as scipy.stats.kurtosis has it.
+    """``n * sum((x - m)**4) / sum((x - m)**2)**2 - 3``, at least -2, without a correction for bias, as ``scipy.stats.kurtosis``."""
     return _standardized(moments.elements * moments.fourth - 3 * moments.deviations**2, 2.0, moments)
 
 
@@ -83,51 +85,63 @@ def _standardized(numerator: Array, power: float, moments: Moments) -> Array:
 
 
 def _norm(moments: Moments) -> Array:
+    """``sqrt(sum(x**2))``, at least 0, as ``torch.linalg.vector_norm``."""
     return _sqrt(moments.squares)
 
 
 def _rms(moments: Moments) -> Array:
+    """``sqrt(sum(x**2) / n)``, at least 0."""
     return _sqrt(moments.squares / moments.elements)
 
 
 def _min(moments: Moments) -> Array:
+    """The smallest element; NaN if any is NaN, as ``torch.min``."""
     return moments.minimum
 
 
 def _max(moments: Moments) -> Array:
+    """The largest element; NaN if any is NaN, as ``torch.max``."""
     return moments.maximum
 
 
 def _abs_mean(moments: Moments) -> Array:
+    """``sum(|x|) / n``, at least 0."""
     return moments.magnitude / moments.elements
 
 
 def _abs_max(moments: Moments) -> Array:
+    """The largest ``|x|``, at least 0."""
     largest: Array = np.maximum(moments.maximum, -moments.minimum)
     return largest
 
 
 def _zero_fraction(moments: Moments) -> Array:
+    """The share of elements that are zero, from 0 to 1."""
     return moments.zeros / moments.elements
 
 
 def _nonfinite_count(moments: Moments) -> Array:
+    """The number of elements that are NaN or infinite."""
     return moments.nonfinite
 
 
 def _token_norm(moments: Moments) -> Array:
+    """The mean over tokens of ``sqrt(sum(x**2))``, at least 0."""
     return moments.token_norm / moments.tokens
 
 
 def _token_rms(moments: Moments) -> Array:
+    """The mean over tokens of ``sqrt(sum(x**2) / features)``, at least 0: the measure of the coordinate check (arXiv 2505.22491)."""
     return moments.token_rms / moments.tokens
 
 
 def _ratio(moments: Moments, base: Moments) -> Array:
+    """``norm(x) / norm(base)``, at least 0; of an update the update ratio of Karpathy's makemore. Zero over zero is undefined."""
     return _over(_norm(moments), _norm(base))
 
 
 def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
+    """``sum(x * y) / (norm(x) * norm(y))``, from -1 to 1; undefined where a norm is 0."""
     # Rounding must not make it more than one can be.
     norms = _norm(current) * _norm(reference)
     cosine: Array = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
@@ -165,10 +179,6 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
 }
-"""Statistic by name. ``std`` and ``var`` are unbiased (``n - 1``), as torch's; ``skewness`` is the third
-standardized moment and ``kurtosis`` the fourth minus 3, both without a correction for bias; ``norm`` is Euclidean; ``zero_fraction``
-is from 0 to 1; ``token_norm`` and ``token_rms`` are means over the tokens; ``ratio`` is the norm over that of what it is
-relative to, NaN where both are zero; ``cosine`` is that of the angle between the two tensors of a difference; ``hist`` is a
-histogram over the bins of ``Histogram``; ``dead_fraction`` is that of the units (channels, features) that were zero throughout the last
-monitored steps, up to ten. Add an entry to have a statistic of your own under a name that a rule can give: a function ``Tensor ->
-Tensor``, or a :class:`Statistic`."""
+"""Statistic by name; the formulas are at the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
+the share of units (channels, features) that were zero throughout the last monitored steps, up to ten. Add an entry to have a statistic of
+your own under a name that a rule can give: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""

@@ -1,4 +1,4 @@
-"""How much of what a squashing function gives lies where it is flat."""
+"""Which part of a squashing function's outputs lies where it is flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The health of a run: what is found of values that are not finite, and by alerts on what is recorded; and what follows from it."""
+"""The health of a run: findings of the non-finite probe and of alerts, and the actions that follow them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteOfRun
 
 
 class HealthOfRun:
-    """Looks out for what the options say, and does what is to follow.
+    """Judges every record by the watches and alerts, and performs the actions that follow.
 
     Args:
-        health: What is watched: a ``Health``, or its options by name.
-        alerts: Rules of the user's: each an ``Alert``, or its options by name.
+        health: A ``Health``, or its options by name.
+        alerts: The user's rules: each an ``Alert``, or its options by name.
         monitor: Gets the rules that the watches need.
-        on_error: ``raise``: an error of ours in a hook is one.
-        messages: Where findings are said.
+        on_error: ``raise``: an error of ours in a hook is raised.
+        messages: Logs the findings.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -44,18 +44,18 @@ class HealthOfRun:
         self._on_error = on_error
         self._messages = messages
         self.findings: list[Finding] = []
-        """Of the run, in their order."""
+        """All findings of the run, in their order."""
         monitor.add_rules(watch_rules(self._options.watches), "health.watch", are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
-        """Of the run that is resumed, or was: what :meth:`state` gave."""
+        """What :meth:`state` gave for the run that is resumed, or at its end."""
         self._details: dict[str, list[int]] = {}
-        """Of which sites detail was raised, and for which steps."""
+        """Steps with raised detail, by site."""
         self._awaited: list[tuple[str, re.Pattern[str]]] = []
-        """Patterns that match no key that was planned: the first record may have some."""
+        """Patterns that match no planned key: the first record may have some."""
         self._is_fit = False
         self.nonfinite: NonfiniteOfRun | None = None
-        """Looks for values that are not finite, while there is a model; ``None`` also where nobody is to."""
+        """Finds non-finite values, while there is a model; ``None`` where ``nonfinite`` is ``ignore``."""
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,32 +64,32 @@ class HealthOfRun:
     # The run
 
     def begin_fit(self) -> None:
-        """A fit begins; what was before is no matter, unless :meth:`resume` says so."""
+        """A fit begins, anew unless :meth:`resume` follows."""
         self._state = {}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on as the run that gave a state would have; before or after :meth:`begin`."""
+        """Continue the run that gave a state; before or after :meth:`begin`."""
         self._state = state
         if self._alerts is not None:
             self._go_on(self._alerts)
 
     def state(self) -> dict[str, Any]:
-        """What a run needs that goes on from here, so that it says nothing again and forgets no streak: in plain numbers and texts."""
+        """What a resumed run needs, so that it repeats no finding and loses no streak: in plain numbers and texts."""
         if self._alerts is None or not self._is_fit:
             return self._state
-        is_told = self.nonfinite is not None and self.nonfinite.is_told
-        return {"alerts": self._alerts.state(), "is_told": is_told, "details": self._details}
+        is_reported = self.nonfinite is not None and self.nonfinite.is_reported
+        return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
 
     def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
-        """The model is there.
+        """The model exists.
 
         Args:
-            planned_keys: Keys of numbers that are known to come.
-            histograms: Keys of histograms that are.
-            is_fit: Whether it is to be trained.
+            planned_keys: Planned keys of numbers.
+            histograms: Planned keys of histograms.
+            is_fit: Whether the model is to be trained.
 
         Raises:
-            ConfigError: If an alert is about none that there can be.
+            ConfigError: If an alert can match no key.
         """
         planner = self._monitor.planner
         self._awaited = [
@@ -112,22 +112,22 @@ class HealthOfRun:
     def _go_on(self, alerts: Alerts) -> None:
         alerts.load(self._state.get("alerts", {}))
         if self.nonfinite is not None:
-            self.nonfinite.is_told = self._state.get("is_told", False)
+            self.nonfinite.is_reported = self._state.get("is_told", False)
         for site, steps in self._state.get("details", {}).items() if self.may_capture else ():
             self._raise_detail(site, steps)
 
     @property
     def may_capture(self) -> bool:
-        """Whether raw tensors may follow a finding."""
+        """Whether an action captures raw tensors."""
         return any("capture" in rule.then for rule in self._options.alerts)
 
     @property
     def is_at_every_step(self) -> bool:
-        """Whether every step is looked at."""
+        """Whether non-finite values are looked for in every step."""
         return self._options.is_at_every_step
 
     def close(self) -> None:
-        """Take every hook off, and forget the run but for its findings; a second call does no harm."""
+        """Take every hook off, and forget the run except for its findings; a second call does no harm."""
         self._state = self.state()
         if self.nonfinite is not None:
             self.nonfinite.close()
@@ -142,26 +142,26 @@ class HealthOfRun:
     # What is found
 
     def note(self, finding: Finding | None) -> None:
-        """Something was found: the next record has it."""
+        """Add a finding to the next record."""
         if finding is not None:
             self._pending.append(finding)
 
     @property
     def nonfinite_option(self) -> str:
-        """What was asked for of values that are not finite."""
+        """The option ``nonfinite``."""
         return self._options.nonfinite
 
     @property
     def is_fatal(self) -> bool:
-        """Whether training is to end by an error where a value is not finite."""
+        """Whether a non-finite value ends training by an error."""
         return self._options.nonfinite == STOP
 
     def examined(self, step: int, record: Record | None) -> Record | None:
-        """A record with what is wrong by the alerts, and what was found before."""
+        """A record with the findings of the alerts on it, and those noted before."""
         found, self._pending = self._pending, []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
-            self._say_what_is_missing(record)
+            self._report_missing_keys(record)
             for alarm in self._alerts.alarms(record):
                 found.append(alarm.finding)
                 self._following += [(action, alarm.finding) for action in alarm.then]
@@ -170,8 +170,8 @@ class HealthOfRun:
         self.findings += found
         return dataclasses.replace(record or Record(step), findings=found)
 
-    def _say_what_is_missing(self, record: Record) -> None:
-        """Say once of which alerts there is no key in the first record, which may be wrong by a letter."""
+    def _report_missing_keys(self, record: Record) -> None:
+        """Log the alerts that match no key of the first record: there may be a typo."""
         for label, pattern in self._awaited:
             if is_first_process() and not any(map(pattern.fullmatch, record.values)):
                 message = (
@@ -181,12 +181,12 @@ class HealthOfRun:
         self._awaited = []
 
     def follow(self, trainer: Trainer, findings: Sequence[Finding], folder: Folder) -> None:
-        """Say what was found, and do what is to follow; on every rank the same.
+        """Log findings and perform their actions, on every rank the same.
 
         Args:
             trainer: Is stopped, or saves a checkpoint.
-            findings: What was found in this step.
-            folder: Where checkpoints go.
+            findings: Those of this step.
+            folder: Gives the folder of checkpoints.
         """
         for one in findings if trainer.is_global_zero else ():
             level = logging.ERROR if one.severity == "error" else logging.WARNING
@@ -204,8 +204,8 @@ class HealthOfRun:
                 self._raise_detail(finding.site, list(steps))
 
     def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Save a checkpoint, which gets its name once it is whole; on every rank."""
-        # That plugin writes in a thread of its own, and may not have begun when the call returns.
+        """Save a checkpoint, on every rank; it gets its name when it is complete."""
+        # This plugin writes in its own thread, which may not have begun when the call returns.
         is_written_later = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
         written = path if is_written_later else path.with_name(f".{path.name}.new")
         try:

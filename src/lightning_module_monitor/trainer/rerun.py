@@ -1,4 +1,4 @@
-"""A step, run again by a copy of the model: who made the first value that is not finite in it, and what it was called with."""
+"""Runs a micro-batch of a step again, on a copy of the model that shares its weights, to find the first non-finite value in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,20 +24,20 @@ from lightning_module_monitor.model.hooks import UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import copied, named_tensors
 from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Seen
+from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.training_reference import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
-"""What the batches of micro-batches that are over may hold until the step is, beside that of the one that is running: 256 MiB. Lightning
-would have let them go."""
+"""Limit of what the batches of earlier micro-batches may hold until the step is over, beside that of the running one: 256 MiB. Lightning
+would have released them."""
 
 
 class _Kept:
     """What a micro-batch is run again with.
 
     Args:
-        batch: As its ``training_step`` is about to get it. What that puts into it, or takes out, changes nothing of what is kept.
+        batch: As its ``training_step`` is about to get it. What that puts into its containers changes nothing of what is kept.
         batch_idx: Its number.
         random_states: As they are before it.
     """
@@ -53,40 +53,32 @@ class _Kept:
         return dict(_memory(tensor) for _path, tensor in named_tensors(self.batch))
 
     def was_written_to(self) -> bool:
-        """Whether anybody has written into its tensors, or into what holds them and cannot be copied."""
+        """Whether its tensors, or what holds them and cannot be copied, were written to."""
         return _versions(self.batch) != self._versions
 
 
-@dataclass
-class _Call:
-    """A call of a module, as it was made."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random_states: RandomStates
-    autocast: torch.dtype | None
-
-
-class StepAgain:
-    """Keeps the batches of a step, as far as there is room, and the random states before each.
-
-    A copy of the model is only made when a step is to be run again: before its optimizer has moved the weights.
-    """
+class StepRerun:
+    """Keeps the batches of a step, as far as there is room, and the random states before each, to run one again before the update."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept | None] = []
         """By micro-batch; ``None`` where there was no room."""
+        self._weights: list[nn.Parameter] = []
+        """Those of the model when the first step began."""
+        self._versions: list[int] = []
+        """Of each of them before the step: its forward pass may write into some."""
 
     def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool) -> None:
         """A micro-batch is about to be run, the first one of a step, or another."""
         if is_first:
             self.forget()
+            self._weights = self._weights or [one for one in pl_module.parameters() if not one.is_inference()]
+            self._versions = [one._version for one in self._weights]
         self._kept.append(_Kept(batch, batch_idx, RandomStates.now(pl_module.device)))
         self._make_room()
 
     def _make_room(self) -> None:
-        """Let go of those that came last, but for the one that is running, until what is held beside that is no more than it may be."""
+        """Release the newest batches, but for the running one, until the rest holds no more than it may."""
         *earlier, running = self._kept
         assert running is not None
         for number in reversed(range(len(earlier))):
@@ -102,18 +94,18 @@ class StepAgain:
     def look(
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], micro_batch: int, *, is_scaled: bool
     ) -> Producer | None:
-        """Run a micro-batch again, and look at all of it.
+        """Run a micro-batch again, and observe all of it.
 
         Args:
             trainer: The run's.
             pl_module: The model.
             sites: Its modules that are watched.
-            micro_batch: The first one that had what is not finite. Where its batch was not kept, the next one that was is run, for what
-                is not finite often stays.
-            is_scaled: Whether the loss is: what overflows in the backward pass is seen to by who scales it.
+            micro_batch: The first one with a non-finite value. Where its batch was not kept, the next one that was is run, as non-finite
+                values often persist.
+            is_scaled: Whether the loss is scaled: then the scaler handles what overflows in the backward pass.
 
         Returns:
-            Who made the first value that is not finite, or why that cannot be known; ``None`` if all was finite this time.
+            The module that made the first non-finite value, or why it is not known; ``None`` if all was finite this time.
         """
         number, kept = next((number, one) for number, one in enumerate(self._kept) if number >= micro_batch and one is not None)
         obstacle = ""
@@ -121,42 +113,43 @@ class StepAgain:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
-        seen = self._seen(trainer, pl_module, sites, kept, is_scaled=is_scaled)
-        found = None if seen is None else producer(seen)
+        found = producer(self._observed(trainer, pl_module, sites, kept, is_scaled=is_scaled))
         if found is not None and found.site == ROOT and found.is_forward:
             found = replace(found, words=f"{found.words} {_in_words(kept.batch)}")
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
-        # Of two ranks that saw it in the same micro-batch, one that knows more comes first.
+        # Of two ranks with the same micro-batch, one that knows more comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False)
 
-    def _seen(self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool) -> Seen | None:
-        """What is seen when a micro-batch is run again; ``None`` if all is finite."""
-        twin = _twin(pl_module)
+    def _observed(
+        self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
+    ) -> Observed | None:
+        """What the probe observes when a micro-batch is run again; ``None`` if all is finite."""
+        twin = self._twin(pl_module)
         probe = NonfiniteProbe(_same_sites(pl_module, twin, sites), _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
-            loss = self._run(trainer, pl_module, twin, kept)
+            loss = _run(trainer, pl_module, twin, kept)
             if loss is not None:
                 probe.begin_backward(loss)
                 if loss.requires_grad and not is_scaled:
                     loss.backward()
             probe.end_micro_batch()
-            return probe.seen()
+            return probe.observed()
         finally:
             probe.close()
 
     def snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, site: ModuleSite | None) -> Snapshot:
-        """The call in which a module made what is not finite, and all that it takes to make it again.
+        """The call in which a module made the non-finite value, with everything that makes it again.
 
         Args:
             trainer: The run's.
             pl_module: The model.
-            found: Who it was.
-            step: When.
+            found: What was found.
+            step: Number of the step.
             site: The module, if it was one.
 
         Raises:
@@ -165,62 +158,91 @@ class StepAgain:
         kept = self._kept[found.micro_batch]  # of one that is not known the last
         if kept is None:
             raise RuntimeError(f"the batch of micro-batch {found.micro_batch} was not kept")
-        call = None if site is None else self._called_again(trainer, pl_module, found, kept, site)
-        return Snapshot(
+        alone = Snapshot(
             step=step,
             site=found.site,
             words=found.words,
             is_forward=found.is_forward,
             batch=kept.batch,
             batch_random_states=kept.random_states,
-            module=None if call is None else call.module,
-            args=() if call is None else call.args,
-            kwargs={} if call is None else call.kwargs,
-            random_states=None if call is None else call.random_states,
-            autocast=None if call is None else call.autocast,
         )
-
-    def _called_again(self, trainer: Trainer, pl_module: LightningModule, found: Producer, kept: _Kept, site: ModuleSite) -> _Call | None:
-        """The call that was meant; ``None`` if it does not come."""
-        twin = _twin(pl_module)
-        [same] = _same_sites(pl_module, twin, [site])
-        calls: list[_Call] = []
+        if site is None:
+            return alone
+        twin, device = self._twin(pl_module), pl_module.device
+        snapshots: list[Snapshot] = []
         countdown = itertools.count(-found.call)
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if next(countdown) == 0:
-                device = pl_module.device
-                dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
                 memo: dict[int, Tensor] = {}
-                calls.append(_Call(_plain_copy(module), copied(args, memo), copied(kwargs, memo), RandomStates.now(device), dtype))
+                dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+                inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
+                snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
 
+        [same] = _same_sites(pl_module, twin, [site])
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():
-            self._run(trainer, pl_module, twin, kept)
-        return calls[0] if calls else None
+            _run(trainer, pl_module, twin, kept)
+        return snapshots[0] if snapshots else alone
 
-    @staticmethod
-    def _run(trainer: Trainer, pl_module: LightningModule, twin: LightningModule, kept: _Kept) -> Tensor | None:
-        """Run a micro-batch; returns its loss."""
-        with unchanged_random_states(pl_module.device):
-            kept.random_states.restore()
-            output = run_training_step(twin, trainer, kept.batch, kept.batch_idx)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        return loss if isinstance(loss, Tensor) else None
+    def _twin(self, pl_module: LightningModule) -> LightningModule:
+        """A copy of the model with its weights in the same memory; those that the step's forward pass wrote into are copies."""
+        for tensor in (*pl_module.parameters(), *pl_module.buffers()):
+            in_memory(tensor)
+        unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=True) if one._version == version}
+        shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
+        twin = copy.deepcopy(pl_module, copies_without_graph(pl_module) | shared)
+        own = set(pl_module.modules()) & set(twin.modules())
+        if own:
+            raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(own.pop()).__name__} with it")
+        silence(twin)
+        for weight in twin.parameters():
+            if weight.requires_grad and weight.is_leaf:
+                weight.register_post_accumulate_grad_hook(_release_gradient)
+        return twin
 
 
-def site_of(sites: list[ModuleSite], found: Producer) -> ModuleSite | None:
-    """The module that made it; ``None`` if it was the LightningModule's own code, or the batch."""
-    return None if found.site == ROOT else next(site for site in sites if site.name == found.site)
+class _SharedWeight(nn.Parameter):
+    """A weight in the memory of the model's. Operations that write into it raise its version; ``data`` has none, and gives a copy."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().clone()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # torch's own descriptor
+
+
+def _can_be_shared(weight: nn.Parameter) -> bool:
+    """Whether a weight is a plain parameter, or one of a tensor's class (DTensor): a class of parameters has attributes of its own."""
+    return type(weight) is nn.Parameter or not issubclass(type(weight), nn.Parameter)
+
+
+def _shared(weight: nn.Parameter) -> nn.Parameter:
+    return (_SharedWeight if type(weight) is nn.Parameter else nn.Parameter)(weight.detach(), weight.requires_grad)
+
+
+def _release_gradient(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _run(trainer: Trainer, pl_module: LightningModule, twin: LightningModule, kept: _Kept) -> Tensor | None:
+    """Run a micro-batch; returns its loss."""
+    with unchanged_random_states(pl_module.device):
+        kept.random_states.restore()
+        output = run_training_step(twin, trainer, kept.batch, kept.batch_idx)
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _versions(batch: object) -> list[tuple[object, int, int]]:
-    """What changes with every write into a tensor of a batch. Into one of inference mode nobody can write while a model trains."""
+    """What changes with every write into a tensor of a batch. One of inference mode cannot be written to while a model trains."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
 
 
 def _in_words(batch: object) -> str:
-    """Whether a batch is finite: where nobody but it and the LightningModule's own code can be accused, it tells which of them."""
+    """Whether a batch is finite: it tells the batch from the LightningModule's own code, where it was one of them."""
     numbers = Magnitudes()
     for _path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
@@ -237,31 +259,23 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _twin(pl_module: LightningModule) -> LightningModule:
-    known = copies_without_graph(pl_module)
-    for tensor in (*pl_module.parameters(), *pl_module.buffers()):
-        in_memory(tensor)
-    twin = copy.deepcopy(pl_module, known)
-    shared = set(pl_module.modules()) & set(twin.modules())
-    if shared:
-        raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(shared.pop()).__name__} with it")
-    silence(twin)
-    return twin
-
-
 def _same_sites(pl_module: LightningModule, twin: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
     """Sites of a copy, under the same names."""
     same = dict(zip(pl_module.modules(), twin.modules(), strict=True))
     return [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 
-def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy without hooks: ours do nothing in a copy, and those of others may not be fit for a file."""
-    twin = copy.deepcopy(module)
-    for part in twin.modules():
+def _on_host(module: nn.Module) -> nn.Module:
+    """A copy with its weights and buffers in host memory, and without hooks: those of others may not be fit for a file."""
+    memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in module.buffers()}
+    for one in module.parameters():
+        if type(one) in (nn.Parameter, _SharedWeight):
+            memo[id(one)] = nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
+    own = copy.deepcopy(module, memo)
+    for part in own.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()
-    return twin
+    return own
 
 
 def _raise(error: Exception) -> None:

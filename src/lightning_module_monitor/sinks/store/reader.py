@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import FINITE, NOT_FINITE, Finding, Key
-from lightning_module_monitor.sinks.store import findings, frames, layout, lock, tensors
-from lightning_module_monitor.sinks.store.inspection import inspect
-from lightning_module_monitor.sinks.store.killed import is_in_use
-from lightning_module_monitor.sinks.store.rewrite import rewrite
-from lightning_module_monitor.sinks.store.tensors import StoredTensor
+from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key
+from lightning_module_monitor.sinks.store import rewrite, schema, tensors
+from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.schema import StoredTensor
 
 if TYPE_CHECKING:
     import pandas
@@ -48,9 +46,8 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
     reader = StoreReader(Path(path))
-    with layout.open_store(reader.path) as file:
-        inspect(file, reader.path)
-    return reader
+    with open_store(reader.path, is_checked=False):
+        return reader
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,33 +81,25 @@ class HistogramMatrix:
 
 
 class StoreReader:
-    """A store's content. Each call opens the file anew and closes it again, so that it always tells the newest.
+    """The content of a store. Each call opens the file anew and closes it again, so that it has the newest records.
 
-    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or spoiled by then.
+    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         """The file."""
-        self._has_inspected_tensors = False
+        self._has_checked_tensors = False
+
+    # -------------------------------------------------------------- one key
 
     def keys(self) -> list[str]:
         """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
-        return self._keys(of_histograms=False)
+        return [schema.join(group, column) for group, columns in self._recorded(of_histograms=False).items() for column in columns]
 
     def histogram_keys(self) -> list[str]:
         """The keys of all histograms that were recorded, which :meth:`histogram` takes, group by group, in the order of the columns."""
-        return self._keys(of_histograms=True)
-
-    def _keys(self, of_histograms: bool) -> list[str]:
-        with layout.open_store(self.path) as file:
-            tables = _columns(file, of_histograms)
-            return [
-                layout.join(group, column)
-                for group, columns in tables.items()
-                for column, is_filled in zip(columns, _filled(file[group], np.all), strict=True)
-                if is_filled
-            ]
+        return [schema.join(group, column) for group, columns in self._recorded(of_histograms=True).items() for column in columns]
 
     def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """One key's values.
@@ -125,88 +114,13 @@ class StoreReader:
         Raises:
             KeyError: If there is no such key; the message names the nearest.
         """
-        group, column = layout.split(key)
-        with layout.open_store(self.path) as file:
-            columns = layout.read_columns_of(file, group)
-            if column in columns:
-                steps = layout.read_steps(file[group])
-                values: NDArray[np.float64] = file[group]["values"][: len(steps), columns.index(column)]
-                present = ~layout.is_absent(values)
-                return steps[present], values[present]
+        found = self._column(*schema.split(key))
+        if found is not None:
+            return found[0], np.asarray(found[1], np.float64)
         if key in self.histogram_keys():
             message = f"{key!r} in {str(self.path)!r} is a histogram, and no series of numbers; read it with histogram({key!r})."
-            raise layout.AbsentKeyError(message)
-        message = f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}"
-        raise layout.AbsentKeyError(message)
-
-    def kinds(self) -> list[str]:
-        """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
-
-        Keys without a kind, such as ``loss``, are those of ``logged``.
-        """
-        with layout.open_store(self.path) as file:
-            return list(_group_by_kind(_recorded(file)))
-
-    def matrix(self, kind: str) -> Matrix:
-        """All numbers of one kind, in one read.
-
-        Args:
-            kind: One of :meth:`kinds`.
-
-        Returns:
-            Steps, keys and values.
-
-        Raises:
-            KeyError: If there is no such kind; the message names the nearest.
-        """
-        with layout.open_store(self.path) as file:
-            group, columns = self._table_of(kind, _columns(file))
-            steps, values = _read_table(file[group])
-        is_recorded = ~layout.is_absent(values)
-        values[~is_recorded] = np.nan
-        filled = np.flatnonzero(is_recorded.any(axis=0))
-        keys = _keys_of(group, [columns[place] for place in filled])
-        return Matrix(keys, steps, values[:, filled], is_recorded[:, filled])
-
-    def histogram_kinds(self) -> list[str]:
-        """The kinds that have histograms, which :meth:`histogram_matrix` takes."""
-        with layout.open_store(self.path) as file:
-            return list(_group_by_kind(_recorded(file, of_histograms=True)))
-
-    def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
-        """The histograms of one kind, in one read.
-
-        Args:
-            kind: One of :meth:`histogram_kinds`.
-            max_rows: Of more records than that read so many, evenly spaced: histograms take far more memory than numbers.
-
-        Returns:
-            Steps, keys and counts.
-
-        Raises:
-            KeyError: If there is no such kind; the message names the nearest.
-        """
-        with layout.open_store(self.path) as file:
-            group, columns = self._table_of(kind, _columns(file, of_histograms=True))
-            steps, values = layout.read_steps(file[group]), file[group]["values"]
-            num_rows = len(steps) if max_rows is None else min(len(steps), max_rows)
-            rows = np.linspace(0, max(0, len(steps) - 1), num_rows).round().astype(np.int64)
-            read = [values[row] for row in rows]
-            counts: NDArray[np.int64] = np.array(read, np.int64).reshape(len(rows), *values.shape[1:])
-            edges: NDArray[np.float64] = values.attrs["edges"]
-        is_absent = layout.is_absent(counts[..., 0])
-        counts[is_absent] = 0
-        filled = np.flatnonzero(~is_absent.all(axis=0))
-        keys, counts = _keys_of(group, [columns[place] for place in filled]), counts[:, filled]
-        return HistogramMatrix(keys, steps[rows], counts[..., FINITE], counts[..., NOT_FINITE], edges)
-
-    def _table_of(self, kind: str, tables: dict[str, list[str]]) -> tuple[str, list[str]]:
-        """The group and the columns of a kind."""
-        group_by_kind = _group_by_kind(tables)
-        if kind not in group_by_kind:
-            message = f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}"
-            raise layout.AbsentKeyError(message)
-        return group_by_kind[kind], tables[group_by_kind[kind]]
+            raise AbsentKeyError(message)
+        raise AbsentKeyError(f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}")
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """One key's histograms.
@@ -221,11 +135,11 @@ class StoreReader:
         Raises:
             KeyError: If there is no such key; the message names the nearest.
         """
-        steps, rows, edges = self._histogram_rows(key)
-        return steps, rows[:, FINITE], edges
+        steps, rows = self._histogram_rows(key)
+        return steps, rows[:, FINITE], EDGES.copy()
 
     def nonfinite(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What is no finite element of one key's histograms.
+        """Counts of the elements of one key's histograms that are not finite.
 
         Args:
             key: One of :meth:`histogram_keys`.
@@ -236,36 +150,105 @@ class StoreReader:
         Raises:
             KeyError: If there is no such key; the message names the nearest.
         """
-        steps, rows, _edges = self._histogram_rows(key)
+        steps, rows = self._histogram_rows(key)
         return steps, rows[:, NOT_FINITE]
 
-    def _histogram_rows(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Steps, rows of counts, and edges."""
-        group, column = layout.split_histogram(key)
-        with layout.open_store(self.path) as file:
-            columns = layout.read_columns_of(file, group)
-            if column in columns:
-                steps, values = layout.read_steps(file[group]), file[group]["values"]
-                rows: NDArray[np.int64] = values[: len(steps), columns.index(column)]
-                present = ~layout.is_absent(rows[:, 0])
-                return steps[present], rows[present], values.attrs["edges"]
-        message = f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}"
-        raise layout.AbsentKeyError(message)
+    def _histogram_rows(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = self._column(*schema.split_histogram(key))
+        if found is None:
+            raise AbsentKeyError(f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}")
+        return found[0], np.asarray(found[1], np.int64)
+
+    def _column(self, group: str, column: str) -> tuple[NDArray[np.int64], schema.Values] | None:
+        """Steps and rows in which a column was recorded; ``None`` if there is no such column."""
+        with open_store(self.path) as file:
+            columns = schema.read_columns_of(file, group)
+            if column not in columns:
+                return None
+            steps, place = schema.read_steps(file[group]), columns.index(column)
+            rows: schema.Values = file[group]["values"][: len(steps), place : place + 1]
+        recorded = schema.is_recorded(rows)[:, 0]
+        return steps[recorded], rows[recorded, 0]
+
+    # -------------------------------------------------------------- one kind
+
+    def kinds(self) -> list[str]:
+        """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
+
+        Keys without a kind, such as ``loss``, are those of ``logged``.
+        """
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded(of_histograms=False))))
+
+    def histogram_kinds(self) -> list[str]:
+        """The kinds that have histograms, which :meth:`histogram_matrix` takes."""
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded(of_histograms=True))))
+
+    def matrix(self, kind: str) -> Matrix:
+        """All numbers of one kind, in one read.
+
+        Args:
+            kind: One of :meth:`kinds`.
+
+        Returns:
+            Steps, keys and values.
+
+        Raises:
+            KeyError: If there is no such kind; the message names the nearest.
+        """
+        with open_store(self.path) as file:
+            return _numbers(file, self._group_of(file, kind, of_histograms=False))
+
+    def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
+        """The histograms of one kind, in one read.
+
+        Args:
+            kind: One of :meth:`histogram_kinds`.
+            max_rows: Of more records than that read so many, evenly spaced: histograms take far more memory than numbers.
+
+        Returns:
+            Steps, keys and counts.
+
+        Raises:
+            KeyError: If there is no such kind; the message names the nearest.
+        """
+        with open_store(self.path) as file:
+            keys, steps, rows, is_recorded = _table(file, self._group_of(file, kind, of_histograms=True), max_rows)
+        counts: NDArray[np.int64] = np.where(is_recorded[..., np.newaxis], rows, 0)
+        return HistogramMatrix(keys, steps, counts[..., FINITE], counts[..., NOT_FINITE], EDGES.copy())
+
+    def _group_of(self, file: h5py.File, kind: str, *, of_histograms: bool) -> str:
+        groups = (group for group in schema.read_columns(file) if schema.has_histograms(group) is of_histograms)
+        group_by_kind = {schema.kind_of(group): group for group in groups}
+        if kind not in group_by_kind:
+            raise AbsentKeyError(f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}")
+        return group_by_kind[kind]
+
+    def _recorded(self, *, of_histograms: bool) -> dict[str, list[str]]:
+        """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
+        with open_store(self.path) as file:
+            found = {
+                group: [column for column, is_filled in zip(columns, _filled(file[group]), strict=True) if is_filled]
+                for group, columns in schema.read_columns(file).items()
+                if schema.has_histograms(group) is of_histograms
+            }
+        return {group: columns for group, columns in found.items() if columns}
+
+    # -------------------------------------------------------------- all of it
 
     def findings(self) -> list[Finding]:
         """What was found to be wrong with the model, in the order in which it was found."""
-        with layout.open_store(self.path) as file:
-            return findings.read(file)
+        with open_store(self.path) as file:
+            return schema.read_findings(file)
 
     @property
     def attributes(self) -> dict[str, object]:
-        """What the file says of itself.
+        """The attributes of the file.
 
         ``format_version`` (int), ``package_version``, ``started`` (ISO 8601, UTC), and ``configurations``: a list with one
         ``{"started", "first_step", "configuration"}`` for each run that wrote to the file.
         """
-        with layout.open_store(self.path) as file:
-            return {"format_version": int(file.attrs["format_version"]), **vars(layout.read_attributes(file))}
+        with open_store(self.path) as file:
+            return {"format_version": int(file.attrs["format_version"]), **vars(schema.read_attributes(file))}
 
     def to_frame(self) -> pandas.DataFrame:
         """Every number as a tidy frame, a row per recorded value.
@@ -278,10 +261,14 @@ class StoreReader:
             ImportError: If pandas is not installed.
         """
         pd = require("pandas", "pandas")
-        with layout.open_store(self.path) as file:
-            tables = [(_keys_of(group, columns), *_read_table(file[group])) for group, columns in _columns(file).items()]
-        names = ["step", "stage", "kind", "site", "statistic", "value"]
-        parts = [pd.DataFrame(frames.tidy(*table), columns=names) for table in tables]
+        with open_store(self.path) as file:
+            matrices = [_numbers(file, group) for group in schema.read_columns(file) if not schema.has_histograms(group)]
+        parts = []
+        for matrix in matrices:
+            row, column = np.nonzero(matrix.is_recorded)
+            texts = [(key.stage, f"{key.prefix}/{key.kind}" if key.prefix else key.kind, key.site, key.statistic) for key in matrix.keys]
+            named = dict(zip(("stage", "kind", "site", "statistic"), np.array(texts, dtype=object).reshape(-1, 4)[column].T, strict=True))
+            parts.append(pd.DataFrame({"step": matrix.steps[row], **named, "value": matrix.values[row, column]}))
         frame: pandas.DataFrame = pd.concat(parts, ignore_index=True)
         return frame
 
@@ -299,7 +286,16 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
             ImportError: If xarray is not installed.
         """
-        return frames.to_dataset(require("xarray", "xarray"), self.matrix(kind))
+        xr, matrix = require("xarray", "xarray"), self.matrix(kind)
+        place = {site: index for index, site in enumerate(dict.fromkeys(key.site for key in matrix.keys))}
+        tables = {key.statistic: np.full((len(matrix.steps), len(place)), np.nan) for key in matrix.keys}
+        for column, key in enumerate(matrix.keys):
+            tables[key.statistic][:, place[key.site]] = matrix.values[:, column]
+        variables = {statistic: (("step", "site"), table) for statistic, table in tables.items()}
+        dataset: xarray.Dataset = xr.Dataset(variables, coords={"step": matrix.steps, "site": list(place)})
+        return dataset.squeeze("site", drop=True) if list(place) == [""] else dataset
+
+    # -------------------------------------------------------------- raw tensors
 
     def tensor(self, kind: str, site: str, step: int, call: int = 0) -> Tensor:
         """A raw tensor that the callback's ``capture`` wrote, bit for bit as it was.
@@ -321,23 +317,11 @@ class StoreReader:
             FileNotFoundError: If nothing was.
         """
         with self._open_tensors() as file:
-            value = tensors.find_tensor(file, kind, site, step, call)
+            value = tensors.find_tensor(file, schema.tensor_path(kind, site, step, call))
             if value is None:
-                raise layout.AbsentKeyError(
-                    self._not_captured(tensors.read_tensors(file), {"kind": kind, "site": site, "step": step, "call": call})
-                )
+                wanted = StoredTensor(kind, site, step, call, "", ())
+                raise AbsentKeyError(f"{str(self.path)!r} has no raw tensor of {_not_captured(schema.read_tensors(file), wanted)}")
             return value
-
-    def _not_captured(self, found: list[StoredTensor], wanted: Mapping[str, str | int]) -> str:
-        """Which part of what is wanted is wrong, with the nearest right one."""
-        for name, value in wanted.items():
-            known = dict.fromkeys(getattr(one, name) for one in found)
-            if value not in known:
-                break
-            found = [one for one in found if getattr(one, name) == value]
-        near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
-        given = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-        return f"{str(self.path)!r} has no raw tensor of {given}: there is no such {name}{near}"
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
         """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
@@ -352,10 +336,21 @@ class StoreReader:
         """
         try:
             with self._open_tensors() as file:
-                found = tensors.read_tensors(file)
+                found = schema.read_tensors(file)
         except FileNotFoundError:
             return []
         return [one for one in found if kind in (None, one.kind) and site in (None, one.site) and step in (None, one.step)]
+
+    @contextmanager
+    def _open_tensors(self) -> Iterator[h5py.File]:
+        # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
+        beside = rewrite.tensors_path(self.path)
+        with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as file:
+            self._has_checked_tensors = True
+            if not schema.has_tensors(file):
+                message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
+                raise FileNotFoundError(message)
+            yield file
 
     def repair(self) -> None:
         """Make a store that a kill left half open readable for every HDF5 program; its content stays. Atomic.
@@ -365,79 +360,50 @@ class StoreReader:
         Raises:
             RuntimeError: If a run is still writing to it.
         """
-        path = self.path.resolve()
-        held = lock.acquire(path)
-        if held is None:
-            message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
-            raise RuntimeError(message)
-        try:
-            temporary = layout.temporary_path(path)
-            with layout.open_store(path, has_writer=False) as source:
-                if not is_in_use(path):
-                    return
-                rewrite(source, temporary)
-            layout.replace(temporary, path)
-        finally:
-            lock.release(held)
-
-    @contextmanager
-    def _open_tensors(self) -> Iterator[h5py.File]:
-        # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
-        beside = layout.tensors_path(self.path)
-        path = beside if beside.exists() else self.path
-        with layout.open_store(path) as file:
-            if not self._has_inspected_tensors:
-                inspect(file, path)
-                self._has_inspected_tensors = True
-            if not tensors.has_tensors(file):
-                message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
-                raise FileNotFoundError(message)
-            yield file
+        rewrite.repair(self.path.resolve())
 
 
-def _columns(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
-    """The columns of the tables of numbers, or of those of histograms, by group."""
-    return {group: columns for group, columns in layout.read_columns(file).items() if layout.has_histograms(group) is of_histograms}
-
-
-def _recorded(file: h5py.File, of_histograms: bool = False) -> dict[str, list[str]]:
-    """Those of :func:`_columns` of tables in which anything was recorded."""
-    tables = _columns(file, of_histograms)
-    return {group: columns for group, columns in tables.items() if _filled(file[group], np.any).any()}
-
-
-def _filled(group: h5py.Group, is_enough: Callable[[NDArray[np.bool_]], np.bool_]) -> NDArray[np.bool_]:
-    """Which columns of a table were ever recorded: a planned site may never run. Shape ``(columns,)``.
-
-    Args:
-        group: The table.
-        is_enough: Takes what is known so far; true if no further row needs to be read: ``np.all`` or ``np.any``.
-    """
-    values, num_rows = group["values"], len(layout.read_steps(group))
+def _filled(group: h5py.Group) -> NDArray[np.bool_]:
+    """Which columns of a table were ever recorded, shape ``(columns,)``; in blocks, until all are."""
+    values, num_rows = group["values"], len(schema.read_steps(group))
     filled = np.zeros(values.shape[1], dtype=np.bool_)
-    rows_per_read = max(1, _BYTES_PER_READ // (8 * max(1, int(np.prod(values.shape[1:])))))
+    rows_per_read = max(1, _BYTES_PER_READ // max(1, 8 * int(np.prod(values.shape[1:]))))
     for first in range(0, num_rows, rows_per_read):
-        if is_enough(filled):
+        if filled.all():
             break
-        block = values[first : min(first + rows_per_read, num_rows)]
-        filled |= ~layout.is_absent(block[..., 0] if block.ndim > 2 else block).all(axis=0)
+        filled |= schema.is_recorded(values[first : min(first + rows_per_read, num_rows)]).any(axis=0)
     return filled
 
 
-def _read_table(group: h5py.Group) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps, shape ``(rows,)``, and values, shape ``(rows, columns)``."""
-    steps = layout.read_steps(group)
-    return steps, group["values"][: len(steps)]
+def _table(
+    file: h5py.File, group: str, max_rows: int | None = None
+) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
+    """Keys, steps and values of the columns of a table that were recorded, and where they were; shape ``(rows, columns)``."""
+    columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
+    if max_rows is None or len(steps) <= max_rows:
+        values: schema.Values = file[group]["values"][: len(steps)]
+    else:
+        rows = np.linspace(0, len(steps) - 1, max_rows).round().astype(np.int64)
+        steps, values = steps[rows], file[group]["values"][rows]
+    is_recorded = schema.is_recorded(values)
+    filled = np.flatnonzero(is_recorded.any(axis=0))
+    keys = [Key.parse(schema.join(group, columns[place])) for place in filled]
+    return keys, steps, values[:, filled], is_recorded[:, filled]
 
 
-def _keys_of(group: str, columns: list[str]) -> list[Key]:
-    return [Key.parse(layout.join(group, column)) for column in columns]
+def _numbers(file: h5py.File, group: str) -> Matrix:
+    keys, steps, values, is_recorded = _table(file, group)
+    return Matrix(keys, steps, np.where(is_recorded, values, np.nan), is_recorded)
 
 
-def _group_by_kind(tables: dict[str, list[str]]) -> dict[str, str]:
-    return {_head(group, columns): group for group, columns in tables.items()}
-
-
-def _head(group: str, columns: list[str]) -> str:
-    """A group's kind as a user knows it."""
-    return layout.join(group, columns[0])[: -len(columns[0])].removesuffix("/") or group
+def _not_captured(found: list[StoredTensor], wanted: StoredTensor) -> str:
+    """Which part of what is wanted is wrong, with the nearest right one."""
+    fields = StoredTensor._fields[:4]
+    for name, value in zip(fields, wanted, strict=False):
+        known = dict.fromkeys(getattr(one, name) for one in found)
+        if value not in known:
+            break
+        found = [one for one in found if getattr(one, name) == value]
+    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+    given = ", ".join(f"{name} {value!r}" for name, value in zip(fields, wanted, strict=False))
+    return f"{given}: there is no such {name}{near}"

@@ -48,12 +48,32 @@ def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
     file.flush()
 
 
-def index_bytes(num_rows: int, num_new: int = 1) -> int:
-    """What HDF5's own bookkeeping for the rows of a table takes at most, with the rest of a chunk of steps.
+def growth(dataset: h5py.Dataset, num_new: int, num_rows: int | None = None) -> int:
+    """What new rows of a dataset take in the file at most.
 
-    Measured for one new row: 5 KB at first, 20 KB at 100,000 rows.
+    Args:
+        dataset: The dataset, in chunks of rows.
+        num_new: Number of new rows.
+        num_rows: Number of all its rows in the end; default: as many as it has.
     """
+    num_bytes = row_bytes(dataset) * (num_new + dataset.chunks[0] - 1)
+    return num_bytes + index_bytes(len(dataset) if num_rows is None else num_rows, num_new) if num_new else 0
+
+
+def row_bytes(dataset: h5py.Dataset) -> int:
+    """Size of one row of a dataset."""
+    num_bytes: int = dataset.dtype.itemsize * math.prod(dataset.shape[1:])
+    return num_bytes
+
+
+def index_bytes(num_rows: int, num_new: int) -> int:
+    """What HDF5's own bookkeeping for new rows takes at most; measured for one: 5 KB at first, 20 KB at 100,000 rows."""
     return 8192 + 64 * num_new + 512 * math.isqrt(num_rows)
+
+
+def bytes_beside_tensors(num_tensors: int) -> int:
+    """What HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    return (1 << 16) + (1 << 14) * num_tensors
 
 
 def close(file: h5py.File) -> None:

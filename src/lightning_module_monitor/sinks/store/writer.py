@@ -1,26 +1,28 @@
-"""What all files of a run have in common: one writer, a name of their own, whole after a kill, never the end of the training."""
+"""Writers of a run's files: one writer per file, a name of their own, whole after a kill, never the end of the training."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import logging
 import os
 import re
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 from filelock import BaseFileLock
 
-from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store import layout, lock
-from lightning_module_monitor.sinks.store.inspection import inspect
-from lightning_module_monitor.sinks.store.rewrite import Count
-from lightning_module_monitor.sinks.store.space import NoSpaceError
+from lightning_module_monitor.record import NUM_COUNTS, Record
+from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
+from lightning_module_monitor.sinks.store.opening import open_store
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Writer(ABC):
 
     Args:
         path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
-            taken instead (``monitor-2.h5``), and said.
+            taken instead (``monitor-2.h5``), and logged.
         configuration: What this run was configured with; kept in the file's attributes as JSON.
         resumed: The file of the run that is resumed, or whose next loop this is. If it is the one at ``path``, this run goes on in it.
             Otherwise this run begins its own file with a copy of the other one, which is only read.
@@ -49,7 +51,7 @@ class Writer(ABC):
     """The file; the name it really has is known when the first record is written."""
 
     _ITEMS = "rows"
-    """What there is a number of in a message."""
+    """What a message counts."""
 
     failed: bool
     """Whether any record could not be written."""
@@ -80,33 +82,23 @@ class Writer(ABC):
         self._num_to_skip, self._next_distance = 0, 1
 
     def write(self, record: Record) -> None:
-        """Append what there is of a record, and flush it. Never raises.
-
-        Args:
-            record: What one step gave. Nothing is written after :meth:`close`.
-        """
-        if self._is_closed:
-            return
+        """Append what there is of a record, and flush it. Never raises; nothing is written after :meth:`close`."""
         try:
-            if self._concerns(record):
-                self._write(record)
-        except Exception as error:  # whatever it is, it must not end the training
-            self._give_up(error)
-
-    def _write(self, record: Record) -> None:
-        if self._num_to_skip:
-            self._num_to_skip -= 1
-            self._num_missing += 1
-            return
-        try:
+            if self._is_closed or not self._concerns(record):
+                return
+            if self._num_to_skip:
+                self._num_to_skip -= 1
+                self._num_missing += 1
+                return
             if self._lock is None:
                 self._begin(record)
             self._append(record)
-        except OSError as error:
+        except Exception as error:  # whatever it is, it must not end the training
             # Nothing is open before the beginning, and a file whose space was refused is as it was flushed.
-            if self._lock is not None and not isinstance(error, NoSpaceError):
-                raise
-            self._postpone(record.step, error)
+            if isinstance(error, space.NoSpaceError) or (self._lock is None and isinstance(error, OSError)):
+                self._postpone(record.step, error)
+            else:
+                self._give_up(error)
         else:
             if self._num_missing:
                 self._logger.info("%s is written again from step %d on; %d records are missing.", self.path, record.step, self._num_missing)
@@ -129,20 +121,8 @@ class Writer(ABC):
         """Whether there is anything to do about a record."""
 
     @abstractmethod
-    def _create_content(self, file: h5py.File, record: Record) -> None:
-        """Fill a new file with all that is to be there before it is appended to."""
-
-    @abstractmethod
-    def _copy(self, source: h5py.File, target: Path, attributes: layout.Attributes, record: Record, *, with_superseded: bool) -> Count:
-        """Copy the file of the run that is resumed, so that this run goes on in the copy.
-
-        Args:
-            source: The file, open in any mode.
-            target: Where the copy should be.
-            attributes: Replaces the source's own.
-            record: The first one of this run; the copy has room for it.
-            with_superseded: Whether the copy has what this run supersedes, and what is superseded already.
-        """
+    def _columns(self, record: Record) -> dict[str, list[str]] | None:
+        """Columns by group of the tables that are to be in the file before it is appended to; ``None``: it is for raw tensors."""
 
     @abstractmethod
     def _put_in_place(self, temporary: Path) -> None:
@@ -158,91 +138,95 @@ class Writer(ABC):
 
     def _taken(self, path: Path) -> str:
         """Why a new file cannot be at ``path``; empty if it can."""
-        return "it exists" if layout.is_there(path) else ""
+        return "it exists" if rewrite.is_there(path) else ""
 
     def _sweep(self, path: Path) -> None:
         """Remove what a killed run left beside the file at ``path``."""
         held = lock.acquire(path) if lock.exists(path) else None
         if held is not None:
-            layout.temporary_path(path).unlink(missing_ok=True)
+            rewrite.temporary_path(path).unlink(missing_ok=True)
             lock.release(held)
 
     # -------------------------------------------------------------- beginning
 
     def _begin(self, record: Record) -> None:
         """Open the file to go on in, or a new one; after an error nothing is open."""
+        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
-            self._open(record)
+            if self._resumed is not None and not rewrite.is_there(self._resumed):
+                self._resumed = None
+            reason = self._go_on(run, record) if self._resumed == self.path else ""
+            if self._lock is None:
+                self._create(run, record, reason)
+            self._put_in_place(rewrite.temporary_path(self.path))
         except BaseException:
             self.path = self._wanted
             self._let_go()
             raise
         self.has_begun = True
 
-    def _open(self, record: Record) -> None:
-        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
-        if self._resumed is not None and not layout.is_there(self._resumed):
-            self._resumed = None
-        reason = self._go_on(run, record) if self._resumed == self.path else ""
-        if self._lock is None:
-            self._create(run, record, reason)
-
     def _go_on(self, run: dict[str, object], record: Record) -> str:
-        """Go on in the file at ``path``, if that is possible; otherwise return why not."""
+        """Prepare to go on in the file at ``path``; returns why that is not possible, without the lock."""
         self._lock = lock.acquire(self.path)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
-        temporary = layout.temporary_path(self.path)
-        try:
-            count = self._copy_resumed(temporary, run, record, is_own=True)
-        except NoSpaceError:
-            raise
-        except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
+        count = self._copy_resumed(run, record, is_own=True)
+        if isinstance(count, str):
             self._let_go()
             self._resumed = None
-            return f"it cannot be resumed: {_reason(error)}".rstrip(".")
-        self._put_in_place(temporary)
+            return f"it cannot be resumed: {count}".rstrip(".")
         if self._resume_from is not None:
             message = "%s goes on from step %d; %d %s of steps that run again are now in its group superseded."
             self._logger.info(message, self.path, self._resume_from, count.superseded, self._ITEMS)
         return ""
 
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
-        """Begin a new file, at ``path`` or beside it."""
+        """Prepare a new file, to be at ``path`` or beside it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         reason = reason or self._taken(self._wanted) or "another run begins it"
         self.path, self._lock = self._lock_free_name()
         if self.path != self._wanted:
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
-        temporary = layout.temporary_path(self.path)
-        if not self._begin_with_copy(temporary, run, record):
-            with layout.new_file(temporary, layout.Attributes(_package_version(), str(run["started"]), [run])) as file:
-                self._create_content(file, record)
-        self._put_in_place(temporary)
-
-    def _begin_with_copy(self, temporary: Path, run: dict[str, object], record: Record) -> bool:
-        """Copy what the file of the resumed run has of earlier steps; returns whether there is one that can be read."""
-        if self._resumed is None:
-            return False
-        try:
-            count = self._copy_resumed(temporary, run | {"copied_from": str(self._resumed)}, record, is_own=False)
-        except NoSpaceError:
-            raise
-        except Exception as error:  # see _go_on
+        if self._resumed is not None:
+            count = self._copy_resumed(run | {"copied_from": str(self._resumed)}, record, is_own=False)
+            if not isinstance(count, str):
+                message = "%s goes on from step %s; it begins with a copy of %d %s of earlier steps from %s, which is left as it is."
+                self._logger.info(message, self.path, record.step, count.kept, self._ITEMS, self._resumed)
+                return
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
-            self._logger.warning(message, self.path, self._resumed, _reason(error))
-            return False
-        message = "%s goes on from step %s; it begins with a copy of %d %s of earlier steps from %s, which is left as it is."
-        self._logger.info(message, self.path, record.step, count.kept, self._ITEMS, self._resumed)
-        return True
+            self._logger.warning(message, self.path, self._resumed, count)
+        attributes = schema.Attributes(_package_version(), str(run["started"]), [run])
+        rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record))
 
-    def _copy_resumed(self, temporary: Path, run: dict[str, object], record: Record, *, is_own: bool) -> Count:
+    def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
+        """Copy the file of the resumed run, with a place for the record; returns why that is not possible instead."""
         assert self._resumed is not None
-        with layout.open_store(self._resumed, has_writer=not is_own and lock.has_holder(self._resumed)) as source:
-            inspect(source, self._resumed)
-            attributes = layout.read_attributes(source)
-            attributes.configurations.append(run)
-            return self._copy(source, temporary, attributes, record, with_superseded=is_own)
+        has_writer = not is_own and lock.has_holder(self._resumed)
+        temporary, columns = rewrite.temporary_path(self.path), self._columns(record)
+        try:
+            with open_store(self._resumed, has_writer=has_writer, is_checked=False) as source:
+                attributes = schema.read_attributes(source)
+                if columns is not None:  # once: the file of raw tensors has the same configurations
+                    self._report_changes(attributes.configurations[-1], record.step)
+                attributes.configurations.append(run)
+                options: dict[str, Any] = {"attributes": attributes, "before_step": self._resume_from, "with_superseded": is_own}
+                return rewrite.rewrite(source, temporary, more=columns, **options)
+        except space.NoSpaceError:
+            raise
+        except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
+            return _reason(error)
+
+    def _report_changes(self, before: Mapping[str, Any], step: int) -> None:
+        """Report which options the resumed run had with other values."""
+        was, now = before["configuration"], json.loads(json.dumps(dict(self._configuration), default=str))
+        changes = [
+            f"{name} was {textwrap.shorten(json.dumps(was.get(name)), 100)}, is {textwrap.shorten(json.dumps(now.get(name)), 100)}"
+            for name in {**was, **now}
+            if was.get(name) != now.get(name)
+        ]
+        if changes:
+            message = "The run that is resumed had another configuration (%s). In its store rows from step %d on are of this one."
+            self._logger.warning(message, "; ".join(changes), step)
 
     def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
         """The first free name, at which no other run begins a file while its lock is held."""
@@ -257,7 +241,7 @@ class Writer(ABC):
 
     # -------------------------------------------------------------- ending
 
-    def _postpone(self, step: int, error: OSError) -> None:
+    def _postpone(self, step: int, error: Exception) -> None:
         """Lose a record for want of space, and the next ones up to the next trial."""
         if not self._num_missing:
             rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
@@ -278,6 +262,159 @@ class Writer(ABC):
         if self._lock is not None:
             lock.release(self._lock)
         self._lock = None
+
+
+class _Table:
+    """A group of the open file.
+
+    Args:
+        group: The group; what is written goes behind its last complete row.
+        part: Its columns among those of all tables of numbers, or of histograms.
+    """
+
+    def __init__(self, group: h5py.Group, part: slice) -> None:
+        steps = schema.read_steps(group)
+        self.values, self.steps, self.part = group["values"], group["steps"], part
+        self.num_rows = len(steps)
+        self._last_step = int(steps[-1]) if len(steps) else -1
+        self._last_row: schema.Values | None = self.values[len(steps) - 1] if len(steps) else None
+
+    def put_values(self, step: int, row: schema.Values) -> None:
+        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
+        if self._last_row is not None and step == self._last_step:
+            merged, recorded = self._last_row.copy(), schema.is_recorded(row)
+            merged[recorded] = row[recorded]
+            _put(self.values, self.num_rows - 1, merged)
+            self._last_row = merged
+        else:
+            _put(self.values, self.num_rows, row)
+            self._last_row = row
+
+    def put_step(self, step: int) -> None:
+        """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
+        if step != self._last_step or not self.num_rows:
+            _put(self.steps, self.num_rows, step)
+            self.num_rows += 1
+            self._last_step = step
+
+
+class Store(Writer):
+    """Writes the values, histograms and findings of the records of one run, one row in each group that a record has any of.
+
+    A second record of a step is merged into the first. Read it with ``load_store``.
+
+    Args:
+        path: Where the file should be.
+        keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
+        histogram_keys: Likewise of histograms.
+        **options: The other arguments of :class:`Writer`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, keys: Iterable[str] = (), histogram_keys: Iterable[str] = (), **options: Any
+    ) -> None:
+        super().__init__(path, **options)
+        self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
+        self._file: h5py.File | None = None
+        self._tables: list[_Table] = []
+        self._places: dict[str, int] = {}
+        """Of a key in the row of all numbers."""
+        self._histogram_places: dict[str, int] = {}
+        """Of a key in the rows of all histograms."""
+
+    def _concerns(self, record: Record) -> bool:
+        return bool(record.values or record.histograms or record.findings)
+
+    def _taken(self, path: Path) -> str:
+        # The tensors of a run whose store is gone would be read as those of the new one.
+        beside = rewrite.tensors_path(path)
+        return super()._taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
+
+    def _sweep(self, path: Path) -> None:
+        super()._sweep(path)
+        super()._sweep(rewrite.tensors_path(path))
+
+    def _columns(self, record: Record) -> dict[str, list[str]]:
+        return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
+
+    def _put_in_place(self, temporary: Path) -> None:
+        self._file = rewrite.append_in_place(temporary, self.path)
+        self._tables, self._places, self._histogram_places = [], {}, {}
+        for group, columns in schema.read_columns(self._file).items():
+            places = self._histogram_places if schema.has_histograms(group) else self._places
+            start = len(places)
+            places |= {schema.join(group, column): start + index for index, column in enumerate(columns)}
+            self._tables.append(_Table(self._file[group], slice(start, start + len(columns))))
+
+    def _append(self, record: Record) -> None:
+        assert self._file is not None
+        self._make_columns(record)
+        rows = self._rows(record)
+        findings, new = self._file[schema.FINDINGS], schema.finding_rows(record.findings)
+        for_steps = sum(space.growth(table.steps, 1) for table, _row in rows)
+        for_values = sum(space.growth(table.values, 1) for table, _row in rows) + space.growth(findings, len(new))
+        with space.room(self._file, for_values + for_steps):
+            for table, row in rows:
+                table.put_values(record.step, row)
+            if len(new):
+                findings.resize(len(findings) + len(new), axis=0)
+                findings[-len(new) :] = new
+        # The steps last: a row is complete once its step is there, so its values must be on their way before.
+        with space.room(self._file, for_steps):
+            for table, _row in rows:
+                table.put_step(record.step)
+
+    def _rows(self, record: Record) -> list[tuple[_Table, schema.Values]]:
+        """The tables that get a row, with the row."""
+        numbers = np.full(len(self._places), schema.ABSENT)
+        numbers[[self._places[key] for key in record.values]] = np.fromiter(record.values.values(), np.float64, len(record.values))
+        counts = np.full((len(self._histogram_places) if record.histograms else 0, NUM_COUNTS), schema.NOT_COUNTED, np.int64)
+        for key, histogram in record.histograms.items():
+            counts[self._histogram_places[key]] = histogram.row
+        rows = [(table, (counts if table.values.ndim > 2 else numbers)[table.part]) for table in self._tables]
+        return [(table, row) for table, row in rows if schema.is_recorded(row).any()]
+
+    def _make_columns(self, record: Record) -> None:
+        """Make a column for each of the record's keys, in a new file that replaces this one."""
+        late = [key for key in record.values if key not in self._places]
+        late_histograms = [key for key in record.histograms if key not in self._histogram_places]
+        new = late + late_histograms
+        if new:
+            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(new), new[0])
+            temporary = rewrite.temporary_path(self.path)
+            rewrite.rewrite(self._file, temporary, more=schema.columns_by_group(late, late_histograms))
+            space.close(self._file)
+            self._put_in_place(temporary)
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        successor = None
+        # After a Ctrl-C, or without space, in the middle of a row there are values without a step, which xarray would not open.
+        if any(len(table.values) > table.num_rows for table in self._tables):
+            with suppress(space.NoSpaceError):
+                rewrite.rewrite(file, rewrite.temporary_path(self.path))
+                successor = rewrite.temporary_path(self.path)
+        space.close(file)
+        if successor is not None:
+            rewrite.replace(successor, self.path)
+
+    def _let_go(self) -> None:
+        if self._file is not None:
+            rewrite.abandon(self._file)
+        self._file, self._tables = None, []
+        super()._let_go()
+
+
+def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
+    """Write one item of a dataset that grows along its first axis. ``dataset[index] = item`` takes four times as long."""
+    rows = np.array([item], dataset.dtype)
+    if len(dataset) <= index:
+        dataset.id.set_extent((index + 1, *rows.shape[1:]))
+    place = dataset.id.get_space()
+    place.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
+    dataset.id.write(h5py.h5s.create_simple(rows.shape), place, rows)
 
 
 def _numbered(path: Path) -> Iterator[Path]:

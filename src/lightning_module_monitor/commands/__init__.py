@@ -1,1 +1,0 @@
-"""What the command line does with stores, one subcommand a file."""

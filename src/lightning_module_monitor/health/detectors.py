@@ -1,0 +1,328 @@
+"""The table of detectors: what each looks at, its limits, their source, and what to try.
+
+Those with a ``rule`` are judged record by record, while training and later on a store, by the same code. The others need the whole run: the
+report judges them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.health.alerts import Action, AlertRule, Figures
+from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
+
+Level = Literal["sick", "watch"]
+"""``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
+
+FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
+"""Statistics that show a non-finite element: the number of such elements, and those that are finite for finite tensors, unlike the ``std``
+of one element or a ratio to a zero."""
+
+Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
+"""Kinds and statistics. Of each entry those that are recorded first in its order are looked at, kinds before statistics."""
+
+
+@dataclass(frozen=True)
+class Detector:
+    """Something that is often wrong with a model, and how it shows."""
+
+    name: str
+    sources: Sources
+    """The values of training that it looks at."""
+    formula: str
+    limit: str
+    """From where on it fires, in words; ``rule`` or ``limits`` has the number."""
+    source: str
+    cure: str
+    level: Level = "watch"
+    """Of a detector with a rule."""
+    rule: AlertRule | None = None
+    """Without its name, and what it concerns: the rest gives that."""
+    limits: Mapping[Level, float] = field(default_factory=dict)
+    """Of a detector without."""
+    recorded_by: str = ""
+    """The options that record what it looks at, beside ``health.watch``; empty if nothing does where it does not apply."""
+
+    @property
+    def needs(self) -> str:
+        """The options that record what it looks at."""
+        return f"health: {{watch: {self.name}}}" if self.rule is not None else self.recorded_by
+
+    @property
+    def is_of_monitor(self) -> bool:
+        """Whether it looks at the monitor's own figures, which have no sites."""
+        return self.sources[0][0][0] == OWN_KIND
+
+    def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
+        """The detector as a rule on the values that are recorded for it."""
+        assert self.rule is not None, f"{self.name} needs the whole run"
+        return replace(self.rule, name=self.name, concerns=self._concerns, then=then, words=f"{self.limit} Try: {self.cure}.")
+
+    def _concerns(self, parts: Key, _key: str) -> bool:
+        return parts.stage == TRAIN and any(
+            (parts.kind, parts.statistic) == (kinds[0], statistics[0]) for kinds, statistics in self.sources
+        )
+
+    def level_of(self, value: float) -> Level:
+        """The level of a value that is at least the limit of ``watch``."""
+        return "sick" if value >= self.limits.get("sick", math.inf) else "watch"
+
+
+@functools.lru_cache(maxsize=64)
+def _is_weight(keys: tuple[str, ...]) -> NDArray[np.bool_]:
+    return np.array(["weight" in Key.parse(key).site for key in keys])
+
+
+def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """Every value of a weight over the largest of them. Zeros are left out: a weight without any gradient has not faded.
+
+    So are biases: in front of BatchNorm one gets no more than what rounding leaves.
+    """
+    is_size = _is_weight(keys) & (values > 0) & np.isfinite(values)
+    largest = values[is_size].max(initial=0.0)
+    return Figures(
+        keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size, is_smallest_first=True
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _of_kinds(keys: tuple[str, ...]) -> dict[str, NDArray[np.intp]]:
+    """Places of the keys of each kind."""
+    kinds = np.array([Key.parse(key).kind for key in keys])
+    return {kind: np.flatnonzero(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
+
+
+def totals(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """The norm of all tensors of a kind together, where it is finite, shown by the largest of them."""
+    places = _of_kinds(keys)
+    norms = np.array([math.hypot(*values[own]) for own in places.values()])
+    largest = [keys[own[values[own].argmax()]] for own in places.values()]
+    return Figures(tuple(places), norms, largest, is_there=np.isfinite(norms))
+
+
+NEXT_TO_NONE = 1e-4
+"""A gradient whose norm is below this part of the largest one moves little: its parameter may stay as it is."""
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters_and_gradients(keys: tuple[str, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp], tuple[str, ...]]:
+    """Places of the parameters, of the gradient of each (-1: none), and the parameters' keys."""
+    parts = [Key.parse(key) for key in keys]
+    gradients = {one.site: place for place, one in enumerate(parts) if one.kind == "gradient"}
+    places = [place for place, one in enumerate(parts) if one.kind == "parameter"]
+    own = [gradients.get(parts[place].site, -1) for place in places]
+    return np.array(places, np.intp), np.array(own, np.intp), tuple(keys[place] for place in places)
+
+
+def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """The norm of every parameter but those whose gradient is next to none; nothing of a step without any gradient."""
+    places, own, named = _parameters_and_gradients(keys)
+    gradients = values[_of_kinds(keys).get("gradient", np.empty(0, np.intp))]
+    least = NEXT_TO_NONE * gradients[np.isfinite(gradients)].max(initial=0.0)
+    # Without any gradient, training_step left the batch out.
+    is_there = np.where(own < 0, math.inf, values[own]) > least if len(gradients) else np.zeros(len(places), bool)
+    return Figures(named, values[places], named, is_there, is_idle=own < 0)
+
+
+def _nothing(_parts: Key, _key: str) -> bool:
+    """Stands where a detector puts what it concerns."""
+    return False
+
+
+_rule = functools.partial(AlertRule, "", _nothing)
+_SIZES = ("rms", "norm", "abs_max", "abs_mean")
+_OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
+_HEURISTIC = "a heuristic"
+
+DETECTORS = {
+    detector.name: detector
+    for detector in (
+        Detector(
+            "dead_units",
+            [(["activation"], ["dead_fraction"])],
+            formula="the fraction of a ReLU's units (channels where an output has four or five dimensions, else the last one) that were "
+            "zero for every input in the last 10 records, in all micro-batches and on all ranks",
+            limit="More than half of the units were zero for every input of 10 records, on all ranks: they get no gradient, and stay dead.",
+            source="L. Lu, Y. Shin, Y. Su, G. Karniadakis, Dying ReLU and Initialization, arXiv 1903.06733; the limit is a heuristic",
+            cure="a lower learning rate, biases that start at 0 or above, LeakyReLU or GELU, a normalization layer in front",
+            rule=_rule(above=0.5, for_steps=10),
+        ),
+        Detector(
+            "saturation",
+            [(["activation"], ["saturated_fraction"])],
+            formula="the fraction of the outputs of a Sigmoid or Tanh where its slope is below 4 % of its largest; of a Softmax, of its "
+            "distributions the fraction with a probability above 0.99",
+            limit="More than 90 % of the outputs were in the flat part in 3 records: next to no gradient comes through.",
+            source="X. Glorot, Y. Bengio, Understanding the difficulty of training deep feedforward neural networks, AISTATS 2010; "
+            "the limit is a heuristic",
+            cure="a smaller initialization or learning rate, a normalization layer in front; for a softmax a scale of 1 / sqrt(d), "
+            "or a temperature",
+            rule=_rule(above=0.9, for_steps=3),
+        ),
+        Detector(
+            "vanishing",
+            [(["gradient"], ["rms", "norm"])],
+            formula="the rms of a weight's gradient over the largest one of all weights; gradients that are exactly zero are left out. "
+            "Of a store without rms, norms",
+            limit="Its gradient was below a millionth of the largest weight gradient's rms in 3 records: it hardly learns.",
+            source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
+            "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
+            cure="residual connections, normalization layers, an initialization that keeps the scale (He, orthogonal), fewer layers",
+            rule=_rule(figures=relative_to_largest, below=1e-6, for_steps=3, needs_step=True),
+        ),
+        Detector(
+            "exploding",
+            list(reversed(_OF_PARAMETERS)),
+            formula="the norm of all gradients together, and that of all parameters, over the largest one of the first 3 records",
+            limit="All of that kind together are more than 100 times what they were in the first records, and this has most of it.",
+            source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
+            "the limit is a heuristic",
+            cure="a lower learning rate, warm-up, clipping of gradients",
+            level="sick",
+            rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True),
+        ),
+        Detector(
+            "frozen_updates",
+            _OF_PARAMETERS,
+            formula="the norm of a parameter that requires a gradient is the same to the last bit as in the record before; "
+            "where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and had one "
+            "before, as an expert that was not chosen",
+            limit="It requires a gradient, and has not moved from record to record, 3 times.",
+            source="plain arithmetic: what moves changes its norm",
+            cure="look whether the optimizer has it, whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
+            "and, in half precision, whether its updates are rounded away",
+            rule=_rule(figures=moved_by_gradients, is_unchanged=True, for_steps=3, needs_step=True),
+        ),
+        Detector(
+            "entropy_collapse",
+            [(["attention_relative_entropy"], ["mean"])],
+            formula="the entropy of a head's attention weights over the logarithm of the number of visible keys, mean over query tokens",
+            limit="The head looked at a single key for nearly every token in 3 records (relative entropy below 0.01).",
+            source="S. Zhai and others, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv 2303.06296; "
+            "the limit is a heuristic",
+            cure="a lower learning rate or longer warm-up, a normalization of queries and keys, a smaller scale of the logits",
+            rule=_rule(below=0.01, for_steps=3),
+        ),
+        Detector(
+            "outputs that are zero",
+            [(["activation"], ["zero_fraction", *_SIZES])],
+            formula="the fraction of an output's elements that are zero, median of the last quarter of the records; or its size is 0 in "
+            "all of them",
+            limit="99 % of the elements are zero (sick: 99.9 %)",
+            source=_HEURISTIC,
+            cure="as for dead_units; look whether the module is meant to be idle",
+            limits={"watch": 0.99, "sick": 0.999},
+            recorded_by="kinds: activation, statistics: zero_fraction",
+        ),
+        Detector(
+            "gradients that are zero",
+            [(["activation_gradient"], _SIZES), (["gradient"], _SIZES)],
+            formula="the size of a gradient in the last quarter of the records",
+            limit="zero in half of them (sick: in all)",
+            source="plain arithmetic",
+            cure="look for a detach() or no_grad() in its way, and for dead units behind it",
+            limits={"watch": 0.5, "sick": 1.0},
+            recorded_by="kinds: [activation_gradient, gradient], statistics: rms",
+        ),
+        Detector(
+            "activations that explode",
+            [(["activation"], _SIZES)],
+            formula="the median size of the last quarter of the records over that of the first quarter; or, for what is sick, over that of "
+            "the first record",
+            limit="100 times, as for exploding (sick: 1000 times)",
+            source=_HEURISTIC,
+            cure="a lower learning rate, a normalization layer, a smaller initialization",
+            limits={"watch": 100.0, "sick": 1000.0},
+            recorded_by="kinds: activation, statistics: rms",
+        ),
+        Detector(
+            "gradients that explode",
+            [(["activation_gradient"], _SIZES)],
+            formula="as for activations that explode, of the gradients that arrive at outputs",
+            limit="100 times, as for exploding (sick: 1000 times)",
+            source=_HEURISTIC,
+            cure="as for exploding",
+            limits={"watch": 100.0, "sick": 1000.0},
+            recorded_by="kinds: activation_gradient, statistics: rms",
+        ),
+        Detector(
+            "spikes of the gradient",
+            [(["gradient_before_clip", "gradient"], _SIZES)],
+            formula="the largest size of a gradient over its median in the run; of what does not grow",
+            limit="100 times",
+            source=_HEURISTIC,
+            cure="clipping of gradients; look at the batch of that step",
+            limits={"watch": 100.0},
+            recorded_by="kinds: gradient, statistics: norm",
+        ),
+        Detector(
+            "updates that are large",
+            [(["update"], ["ratio"])],
+            formula="the norm of an update over that of its parameter, median of the last quarter of the records",
+            limit="0.05 (sick: 0.3); 0.001 is customary",
+            source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for what is customary; the limits are a heuristic',
+            cure="a lower learning rate",
+            limits={"watch": 0.05, "sick": 0.3},
+            recorded_by="kinds: update, statistics: ratio",
+        ),
+        Detector(
+            "weights that do not move",
+            [(["update"], ["ratio"])],
+            formula="the same; sick is what was 0 in every record",
+            limit="at most 1e-7, the rounding of float32",
+            source="plain arithmetic",
+            cure="as for frozen_updates",
+            limits={"watch": 1e-7},
+            recorded_by="kinds: update, statistics: ratio",
+        ),
+        Detector(
+            "gain of the gradient between blocks",
+            [(["gradient_flow"], ["gain"])],
+            formula="max(gain, 1 / gain), median of the last quarter of the records",
+            limit="10 (sick: 1000)",
+            source=_HEURISTIC,
+            cure="residual connections, normalization layers, another initialization",
+            limits={"watch": 10.0, "sick": 1000.0},
+            recorded_by="the option gradient_flow",
+        ),
+        Detector(
+            "large logits of attention",
+            [(["attention_max_logit"], ["max"])],
+            formula="a head's largest logit, median of the last quarter of the records",
+            limit="1e3 (sick: 1e4, near which training tends to fail)",
+            source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
+            cure="a normalization of queries and keys, a lower learning rate",
+            limits={"watch": 1e3, "sick": 1e4},
+            recorded_by="the option attention",
+        ),
+        Detector(
+            "what could not be measured",
+            [([OWN_KIND], ["errors"])],
+            formula="the share of steps with an error of the monitor",
+            limit="any",
+            source="plain arithmetic",
+            cure="the log has each error once",
+            limits={"watch": 0.0},
+        ),
+        Detector(
+            "skipped steps",
+            [([OWN_KIND], [STEP_SKIPPED])],
+            formula="the share of steps that the loss scale skipped",
+            limit="10 %; a GradScaler tries a larger scale every 2,000 steps, and skips one if it is too large",
+            source=_HEURISTIC,
+            cure="a lower learning rate, bfloat16",
+            limits={"watch": 0.1},
+        ),
+    )
+}
+"""Detector by name, which is the name of its findings."""
+
+BUILT_IN = {name: one for name, one in DETECTORS.items() if one.rule is not None}
+"""Those that ``health.watch`` may name."""

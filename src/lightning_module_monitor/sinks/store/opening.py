@@ -1,0 +1,126 @@
+"""How a store is opened for reading: while it is written, after a kill, after its end; damaged, or made by another program."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.record import EDGES, LABELS
+from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store.killed import ClosedView, is_cut_short, is_in_use
+from lightning_module_monitor.sinks.store.space import NoSpaceError
+
+_ATTEMPTS = 3
+"""A run can begin or end between the look at a file and its opening."""
+
+_MAX_COMPRESSION = 1032
+"""What deflate, the one filter that the store uses, compresses by at most (zlib's own figure)."""
+
+
+class AbsentKeyError(KeyError):
+    """A whole file does not have what was asked for."""
+
+
+@contextmanager
+def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) -> Iterator[h5py.File]:
+    """A store's file opened for reading, whether it is being written, was left by a kill, or was closed.
+
+    Args:
+        path: The file.
+        has_writer: Whether another run may be writing to it. If not, damage done by a crash of the machine is an error at once, where HDF5
+            waits for a writer to mend it.
+        is_checked: Whether its content was checked before; otherwise it is checked now.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it is not a store that this version can read, or if anything in the block fails to be read.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no store at {str(path)!r}.")
+    # Whether it is in use decides how it is opened: HDF5 would try to read a plain file that was cut short as if it were growing.
+    is_cut = is_in_use(path) and is_cut_short(path)
+    with ExitStack() as stack:
+        view = stack.enter_context(ClosedView(path)) if is_cut or (not has_writer and is_in_use(path)) else None
+        file = stack.enter_context(_open(path, view))
+        try:
+            _check_version(file, path)
+            if not is_checked:
+                _check_content(file, path)
+            yield file
+        except (FileNotFoundError, ConfigError, AbsentKeyError, NoSpaceError):
+            raise
+        except Exception as error:  # h5py, numpy and json have an exception each for a file that is not as it should be
+            how = "cut short: what was asked for lies behind its end" if is_cut else "damaged: what was asked for cannot be read"
+            what = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            raise ConfigError(f"{str(path)!r} is {how} ({what}). Give a whole copy of it.") from error
+
+
+def _open(path: Path, view: ClosedView | None) -> h5py.File:
+    for _ in range(_ATTEMPTS):
+        with suppress(OSError):
+            # No HDF5 lock anywhere: a reader's shared lock would make the writer fail. Writers have their own (see lock.py).
+            return h5py.File(view, "r") if view else h5py.File(path, "r", swmr=is_in_use(path), locking=False)
+    path.open("rb").close()  # raises the reason if the file may not be read at all
+    message = f"{str(path)!r} is not a readable HDF5 file: damaged, cut short, or of another kind. Give the path of a monitor's store."
+    raise ValueError(message)
+
+
+def _check_version(file: h5py.File, path: Path) -> None:
+    version = file.attrs.get("format_version")
+    if not isinstance(version, int | np.integer) or version < 1 or "configurations" not in file.attrs:
+        message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
+        raise ConfigError(message)
+    if version > schema.FORMAT_VERSION:
+        remedy = "Update lightning-module-monitor to read it."
+        raise ConfigError(f"{str(path)!r} has format version {version}, newer than {schema.FORMAT_VERSION}. {remedy}")
+
+
+def _check_content(file: h5py.File, path: Path) -> None:
+    """Check that a file holds all of its data itself, and that its parts fit each other.
+
+    HDF5 follows what points out of a file: to any file of the machine, whose content would be exported as if it were recorded.
+    """
+    num_bytes = path.stat().st_size
+    found = list(schema.walk(file))
+    for name, item in found:
+        if not isinstance(item, h5py.HLObject) or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
+            message = f"{str(path)!r} has data outside of itself, at {name!r}. A store holds all of its data; do not trust this file."
+            raise ConfigError(message)
+    for name, item in found:
+        name.encode()  # fails for a name that is no text
+        if isinstance(item, h5py.Dataset):
+            _check_size(name, item, num_bytes)
+    schema.read_attributes(file)
+    for group, columns in schema.read_columns(file, with_superseded=True).items():
+        _check_table(file[group], columns, schema.has_histograms(group))
+    for name, _item in found:
+        if schema.is_findings(name):
+            schema.read_findings(file[name].parent)
+
+
+def _check_size(name: str, dataset: h5py.Dataset, num_bytes: int) -> None:
+    """Check that a dataset is no larger than the file can hold: memory is asked for by its shape."""
+    size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
+    if size > num_bytes * (_MAX_COMPRESSION if dataset.compression else 1):
+        raise ValueError(f"{name!r} has the shape {dataset.shape}, of {size} bytes; the file has {num_bytes}")
+
+
+def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) -> None:
+    values, steps = group["values"], group["steps"]
+    shape = (len(columns), len(LABELS)) if has_histograms else (len(columns),)
+    expected = {
+        "columns": len(columns) > 0,
+        "values": values.shape[1:] == shape and values.dtype == (np.int64 if has_histograms else np.float64),
+        "steps": steps.ndim == 1 and steps.dtype == np.int64,
+        "edges": not has_histograms or np.array_equal(values.attrs["edges"], EDGES),
+    }
+    for name, is_as_expected in expected.items():
+        if not is_as_expected:
+            raise ValueError(f"{name!r} of {group.name!r} is not as the store writes it")

@@ -1,0 +1,113 @@
+"""One table of detectors: while training and on the stored run the same names, limits, sites and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lightning_module_monitor.health.alerts import Alerts
+from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS
+from lightning_module_monitor.record import Key, Record
+from lightning_module_monitor.report.run import Table
+from lightning_module_monitor.report.verdict import verdict_on
+
+Rows = dict[str, list[float]]
+ABSENT = -777.0
+SKIPPED = "monitor/step_skipped"
+
+
+def tables(rows: Rows) -> list[Table]:
+    """Series as the report reads them, a table for each kind and statistic; the n-th record is of step 10 n."""
+    grouped: dict[Key, Rows] = {}
+    for key, values in rows.items():
+        parts = Key.parse(key)
+        grouped.setdefault(parts._replace(site=""), {})[parts.site] = values
+    found = []
+    for name, sites in grouped.items():
+        values = np.array(list(sites.values()))
+        is_recorded = values != ABSENT
+        steps = np.flatnonzero(is_recorded.any(axis=0))
+        found.append(Table(name, tuple(sites), steps * 10, np.where(is_recorded, values, np.nan)[:, steps], is_recorded[:, steps]))
+    return found
+
+
+def while_training(names: Sequence[str], rows: Rows) -> list[tuple[str, str, int]]:
+    """Name, first site and step of what is found while training."""
+    alerts = Alerts([BUILT_IN[name].alert() for name in names])
+    num = len(next(iter(rows.values())))
+    records = [Record(step * 10, {key: values[step] for key, values in rows.items() if values[step] != ABSENT}) for step in range(num)]
+    return [(one.finding.name, one.finding.site, one.finding.step) for record in records for one in alerts.alarms(record)]
+
+
+def on_the_store(rows: Rows) -> list[tuple[str, str, int]]:
+    """The same of the verdict on what was stored."""
+    figures = tables({key: values for key, values in rows.items() if key == SKIPPED})
+    sites = tables({key: values for key, values in rows.items() if key != SKIPPED})
+    return [(one.problem, one.site, one.step) for one in verdict_on(sites, figures).findings if one.problem in BUILT_IN]
+
+
+FINE = [1.0, 1.1, 0.9, 1.2, 0.8, 1.3, 0.7, 1.4]
+CASES: dict[str, tuple[Rows, int]] = {
+    "dead_units": ({"activation/a/dead_fraction": [0.0] * 12, "activation/b/dead_fraction": [0.1, *[0.6] * 11]}, 100),
+    "saturation": ({"activation/b/saturated_fraction": [0.95, math.nan, 0.95, 0.95, ABSENT, 0.95]}, 50),
+    "vanishing": (
+        {"gradient/a.weight/rms": FINE, "gradient/b.weight/rms": [1, 1, *[1e-7] * 6], SKIPPED: [0, 0, 0, 1, 0, 0, 0, 0]},
+        50,
+    ),
+    "exploding": ({"gradient/a/norm": FINE, "gradient/b/norm": [1, 2, 1, 40, 400, 900, 1, 1]}, 40),
+    "frozen_updates": (
+        {
+            "parameter/a/norm": FINE,
+            "parameter/b/norm": [1, 2, 2, ABSENT, 2, 2, 2, 2],
+            "gradient/a/norm": FINE,
+            "gradient/b/norm": [1, 1, 1, ABSENT, 1, 1, 1, 1],
+        },
+        50,
+    ),
+    "entropy_collapse": ({"attention_relative_entropy/b/mean": [0.5, 0.5, 0.015, 0.009, 0.001, 0.0, 0.0]}, 50),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_store_shows_what_training_showed(name: str) -> None:
+    """Site and step are those by hand, from the same records, with gaps and skipped steps."""
+    rows, step = CASES[name]
+    assert while_training([name], rows) == [(name, "b", step)] or while_training([name], rows) == [(name, "b.weight", step)]
+    assert on_the_store(rows) == while_training([name], rows)
+
+
+def test_every_detector_is_documented_in_the_table() -> None:
+    """With its source, what to try, and a limit in numbers; each that is judged record by record is shown above."""
+    assert set(CASES) == set(BUILT_IN)
+    for detector in DETECTORS.values():
+        assert detector.formula
+        assert detector.source
+        assert detector.cure
+        assert (detector.rule is None) == bool(detector.limits)
+
+
+def test_any_records_give_the_same_in_both_places() -> None:
+    """Random series that cross their limits now and then, some of them absent or not finite: of each site the first finding."""
+    random = np.random.default_rng(0)
+    names = ("vanishing", "exploding", "frozen_updates")
+    num_found = 0
+    for _ in range(20):
+        rows: Rows = {}
+        for site in ("a.weight", "b.weight", "c.bias"):
+            for kind, statistic in (("gradient", "rms"), ("gradient", "norm"), ("parameter", "norm")):
+                series = 10.0 ** random.choice([-8, 0, 0, 3], size=40)
+                series = np.repeat(series[::4], 4) if random.random() < 0.5 else series
+                series[random.random(40) < 0.05] = random.choice([math.nan, math.inf, 0.0])
+                rows[f"{kind}/{site}/{statistic}"] = series.tolist()
+        for absent in np.flatnonzero(random.random(40) < 0.1).tolist():
+            for values in rows.values():
+                values[absent] = ABSENT
+        live = while_training(names, rows)
+        stored = on_the_store(rows)
+        num_found += len(live)
+        first = {(name, site): step for name, site, step in reversed(live)}
+        assert {(name, site): step for name, site, step in stored}.items() >= first.items()
+    assert num_found > 20
