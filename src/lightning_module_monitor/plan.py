@@ -22,7 +22,7 @@ from lightning_module_monitor.probes.base import ParametersOfKind, Say, SiteT, W
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.matching import can_occur, check_tensor_parallel, idle_kinds, is_picked, matching
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
-from lightning_module_monitor.schedule import Listed, ParsedSchedule
+from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 DETAIL = "detail"
@@ -277,7 +277,8 @@ class Planner:
         """All that is recorded of the model, and when: what has to be the same on all ranks that monitor it together."""
         asked = [f"gradient_flow {self._schedule}"]
         for rule in (*self.rules, *self._captures):
-            when = f"at steps {sorted(rule.schedule.steps)}" if isinstance(rule.schedule, Listed) else str(rule.schedule)
+            steps = rule.schedule.value
+            when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
             asked += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
         return asked + [_path(spec) for spec in (self._chain.watches if self._chain is not None else ())]
 

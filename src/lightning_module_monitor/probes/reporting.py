@@ -89,17 +89,18 @@ class ErrorReporter:
             self._reported.add(once or message)
             self._logger.warning("%s Said once; monitor/errors counts them.", message)
 
-    def log_once(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+    def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
         """Log a fact once; one that is no problem is logged by one of several ranks.
 
         Args:
             message: A sentence.
             level: Of the logger.
             once: What is reported once; by default the sentence itself.
+            error: Its traceback is logged too.
         """
         if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
-            self._logger.log(level, message)
+            self._logger.log(level, message, exc_info=error)
 
     def forget(self) -> None:
         """Allow everything to be reported again."""
