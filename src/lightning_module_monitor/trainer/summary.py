@@ -29,15 +29,12 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     """What a monitored step has and takes, in lines: sites x statistics by kind, keys, bytes of the table, and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
-    watches = plan.expected()
+    specs = plan.expected()
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
-    sites = Counter(watch.kind for watch in watches)
+    sites = Counter(spec.kind for spec in specs)
     for kind, num_sites in sites.items():
         names = dict.fromkeys(
-            name
-            for watch in watches
-            if watch.kind == kind
-            for name in (*watch.statistics, *watch.histograms, *watch.functions, *watch.units)
+            name for spec in specs if spec.kind == kind for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units)
         )
         sites_in_words = (
             f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"
@@ -46,11 +43,11 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
-    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.watches)
+    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.specs)
     if copies:
         lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
-    num_rows = sum(1 for watch in watches if not KINDS[watch.kind].of_heads) + num_blocks
+    num_rows = sum(1 for spec in specs if not KINDS[spec.kind].of_heads) + num_blocks
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
@@ -60,9 +57,9 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     else:
         lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({schedule}; max_steps is not set)")
     if captured is not None:
-        kinds = Counter(watch.kind for watch in captured.specs())
+        kinds = Counter(spec.kind for spec in captured.specs())
         wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
-        size = _in_bytes(sum(_num_bytes(one) * len(one.watches) for one in captured.parameters))
+        size = _in_bytes(sum(_num_bytes(one) * len(one.specs) for one in captured.parameters))
         lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
 
