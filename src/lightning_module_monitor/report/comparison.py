@@ -1,4 +1,4 @@
-"""What runs have in common, and where they differ: sites are matched by name."""
+"""Common and different parts of runs: sites are matched by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Match:
 
     kind: str
     num_matched: int
-    """How many are in every run."""
+    """Number of sites in every run."""
     num_sites: Sequence[int]
-    """How many each run has."""
+    """Number of sites of each run."""
     unmatched: Sequence[Sequence[str]]
-    """Of each run the sites that are not in every run."""
+    """For each run its sites that are not in every run."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,25 @@ def match(runs: Sequence[Run]) -> list[Match]:
         One entry for each kind that one of them has.
     """
     kinds = dict.fromkeys(table.kind for run in runs for table in run.tables)
-    return [_match(kind, [_sites(run, kind) for run in runs]) for kind in kinds]
-
-
-def _match(kind: str, sites: Sequence[Mapping[str, None]]) -> Match:
-    in_all = {site for site in sites[0] if all(site in others for others in sites)}
-    return Match(kind, len(in_all), [len(own) for own in sites], [[site for site in own if site not in in_all] for own in sites])
-
-
-def _sites(run: Run, kind: str) -> dict[str, None]:
-    return dict.fromkeys(site for table in run.tables if table.kind == kind for site in table.sites)
+    matches = []
+    for kind in kinds:
+        sites = [dict.fromkeys(site for table in run.tables if table.kind == kind for site in table.sites) for run in runs]
+        in_all = {site for site in sites[0] if all(site in own for own in sites)}
+        unmatched = [[site for site in own if site not in in_all] for own in sites]
+        matches.append(Match(kind, len(in_all), [len(own) for own in sites], unmatched))
+    return matches
 
 
 def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
-    """The series of both runs that differ most, by factor: of each kind and site the statistic that does.
+    """The series of both runs with the largest factors between them: one statistic for each kind and site.
 
     Args:
         before: The run that is compared with.
         after: The run that is compared.
-        most: How many at most.
+        most: Largest number of series.
 
     Returns:
-        Series whose late medians differ, the farthest from each other foremost: those of which one is zero.
+        Series whose late medians differ, the largest factors first; they are infinite where one is zero.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
     changes: dict[tuple[str, str], Change] = {}
@@ -105,7 +102,7 @@ def differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def as_text(value: object) -> str:
-    """An option's value for people: text as it is, and all else as JSON; a list of several things on several lines."""
+    """The value of an option as text: text unchanged, all else as JSON; a list of mappings on several lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):

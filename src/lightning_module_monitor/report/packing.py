@@ -14,7 +14,7 @@ from lightning_module_monitor.report.run import Table
 MANTISSA_BITS = 12
 """Of float32's 23: a relative error of 1.2e-4 at most."""
 ABSENT_BITS = 0x7FC0_0001
-"""A NaN that spells "not recorded"; data.js knows it."""
+"""The NaN for "not recorded", as in data.js."""
 
 _DROPPED_BITS = 23 - MANTISSA_BITS
 _LARGEST = 3.4e38
@@ -25,7 +25,7 @@ class Condensed(NamedTuple):
 
     first_steps: NDArray[np.int64]
     last_steps: NDArray[np.int64]
-    """The steps that each column stands for, from the first to the last; shape ``(columns,)``."""
+    """The first and last step of each column, shape ``(columns,)``."""
     values: NDArray[np.float64]
     """Shape ``(sites, columns)``."""
     is_recorded: NDArray[np.bool_]
@@ -33,14 +33,11 @@ class Condensed(NamedTuple):
 
 
 def condense(table: Table, max_columns: int) -> Condensed:
-    """Let a column stand for several steps: of each site the value of the largest magnitude, and before all one that is not finite.
+    """Let a column stand for several steps: for each site the value of largest magnitude; one that is not finite takes precedence.
 
     Args:
         table: The table.
-        max_columns: How many columns there may be.
-
-    Returns:
-        The table as it is, if it has no more steps than that.
+        max_columns: Largest number of columns; a table with no more steps stays as it is.
     """
     num_sites, num_steps = table.values.shape
     each = -(-num_steps // max_columns)

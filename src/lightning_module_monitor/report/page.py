@@ -162,6 +162,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
     verdict = verdict_on(run.tables, run.figures, run.said)
+    found = {finding.problem for finding in verdict.findings}
     return {
         "name": name,
         "path": run.path,
@@ -170,7 +171,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "level": verdict.level,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": _problems(verdict),
-        "passed": [check for check in verdict.checks if check.num_series and not _has_found(verdict, check.problem)],
+        "passed": [check for check in verdict.checks if check.num_series and check.problem not in found],
         "blind": [check for check in verdict.checks if not check.num_series],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
@@ -181,19 +182,11 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
     }
 
 
-def _has_found(verdict: Verdict, problem: str) -> bool:
-    return any(finding.problem == problem for finding in verdict.findings)
-
-
 def _problems(verdict: Verdict) -> list[dict[str, Any]]:
-    """The findings, those of one problem together."""
+    """The findings, grouped by problem."""
     grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem))
     return [
-        {
-            "level": level,
-            "name": problem,
-            "findings": [{**vars(finding), "series": _series(finding)} for finding in findings],
-        }
+        {"level": level, "name": problem, "findings": [{**vars(finding), "series": _series(finding)} for finding in findings]}
         for (level, problem), findings in grouped
     ]
 
@@ -204,7 +197,7 @@ def _shown_change(change: Change) -> dict[str, Any]:
 
 
 def _series(shown_by: Finding | Change) -> str:
-    """What the page's script shows when a site's name is pressed; nothing where no series shows it."""
+    """The series that the page's script shows when a site's name is pressed; empty if there is none."""
     if not shown_by.statistic:
         return ""
     return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
@@ -212,15 +205,13 @@ def _series(shown_by: Finding | Change) -> str:
 
 def _extent(run: Run) -> str:
     steps = run.steps
-    return (
-        f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(run.sites), 'site')}"
-        if steps
-        else "nothing recorded yet"
-    )
+    if not steps:
+        return "nothing recorded yet"
+    return f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(run.sites), 'site')}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """What is known of the run, and what it costs to monitor it."""
+    """Facts about the run, and the cost of monitoring it."""
     attributes, steps = run.attributes, run.steps
     facts = [
         ("store", run.path),

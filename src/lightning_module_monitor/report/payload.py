@@ -1,4 +1,4 @@
-"""What the page's script gets: the tables and histograms of the runs, packed."""
+"""Input of the page's script: the tables and histograms of the runs, packed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FEWEST_HISTOGRAMS, MOST_HISTOGRAMS = 8, 60
 
 
 class Payload:
-    """Gathers what is alike in many tables, so that it is on the page once.
+    """Packs tables; lists that several tables share are on the page once.
 
     Args:
-        num_series: How many series all tables will have together.
-        num_histogram_series: Likewise of histograms.
+        num_series: Number of series of all tables together.
+        num_histogram_series: Number of series of all histograms together.
     """
 
     def __init__(self, num_series: int, num_histogram_series: int) -> None:

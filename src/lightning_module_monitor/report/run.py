@@ -1,4 +1,4 @@
-"""A store as the report takes it: for each kind and statistic one table, sites by steps."""
+"""A store as input of the report: for each kind and statistic one table, sites by steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Table:
     """One statistic of one kind."""
 
     name: Key
-    """What all its keys have in common; its site is empty."""
+    """The common part of its keys; its site is empty."""
     sites: tuple[str, ...]
     """In the order of the store, which is the model's."""
     steps: NDArray[np.int64]
@@ -26,57 +26,50 @@ class Table:
     values: NDArray[np.float64]
     """Shape ``(sites, steps)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
-    """Where something was, be it the NaN of elements that are not finite; shape ``(sites, steps)``."""
+    """Where a value was recorded, which may be NaN; shape ``(sites, steps)``."""
 
     @property
     def kind(self) -> str:
-        """The kind as people know it, with prefix and stage: ``validation/activation``."""
+        """The kind with prefix and stage: ``validation/activation``."""
         return self.name._replace(statistic="").format()
 
     @property
     def statistic(self) -> str:
-        """What was computed of each tensor."""
+        """Name of the statistic."""
         return self.name.statistic
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What there is of one run."""
+    """The content of one store."""
 
     path: str
     attributes: Mapping[str, Any]
-    """What the file says of itself: versions, start, configurations."""
+    """Versions, start, configurations."""
     tables: list[Table]
     """Of sites, kind by kind."""
     figures: list[Table]
-    """What has no sites: the monitor's own figures, summaries over sites, values that a user logs. Each has one row."""
+    """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
     said: list[Finding]
-    """What was found while it ran."""
+    """The findings of training."""
     histograms: list[Key]
-    """Names of its histograms, which are read one by one."""
+    """Keys of its histograms, which are read one by one."""
 
     @property
     def sites(self) -> set[str]:
-        """All that numbers or histograms are of."""
+        """All sites with numbers or histograms."""
         return {site for table in self.tables for site in table.sites} | {key.site for key in self.histograms}
 
     @property
     def steps(self) -> list[int]:
-        """All that were monitored, ascending."""
+        """All monitored steps, ascending."""
         arrays = [table.steps for table in (*self.tables, *self.figures)]
         steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
         return steps
 
 
 def read_run(store: StoreReader) -> Run:
-    """Read all numbers of a store.
-
-    Args:
-        store: Its reader; the run may be going on.
-
-    Returns:
-        Its tables, of the newest records too.
-    """
+    """Read all numbers of a store, of which the run may be going on."""
     tables: list[Table] = []
     figures: list[Table] = []
     for kind in store.kinds():
