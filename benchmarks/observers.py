@@ -97,8 +97,8 @@ class EagerEngine(Engine):
         self.patches = ExitStack()
 
     def begin(self, step: int) -> None:
-        self.patches.enter_context(mock.patch.object(numba_kernel, "loops", return_value=None))
-        self.patches.enter_context(mock.patch.object(triton_kernel, "takes", return_value=False))
+        self.patches.enter_context(mock.patch.object(numba_kernel, "loops", lambda: None))
+        self.patches.enter_context(mock.patch.object(triton_kernel, "takes", lambda _tensor: False))
         super().begin(step)
 
     def end(self) -> int:

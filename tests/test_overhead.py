@@ -18,7 +18,7 @@ from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_
 from lightning_module_monitor.trainer.overhead import CLOSEST, HostClock, Overhead
 
 
-class SetClock:
+class SetClock(HostClock):
     """A clock that is set by hand. What was launched is done when :attr:`done` has come to it."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The user's wish, as dataclasses that YAML can hold, and its one check."""
+"""Rules and other options, as dataclasses that YAML can hold, and their check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from lightning_module_monitor.statistics.registry import STATISTICS, HistogramSt
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One line of the wish: what to observe, where, and what to compute of it.
+    """What to observe, where, and what to compute of it.
 
     Attributes:
         kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
@@ -74,7 +74,7 @@ class GradientFlow:
 
 @dataclass(frozen=True)
 class ParsedGradientFlow:
-    """A gradient flow that was found to make sense, but for its blocks, which the model has to have."""
+    """A checked :class:`GradientFlow`, except its blocks, which are looked up in the model."""
 
     blocks: str | tuple[str, ...]
     norm: str
@@ -100,29 +100,29 @@ class Capture:
     kinds: str | list[str] = field(default_factory=lambda: ["activation", "activation_gradient", "parameter", "gradient"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParsedRule:
-    """A rule that was found to make sense, in the form that the engine uses."""
+    """A checked :class:`Rule`, or a :class:`Capture`, which has no statistics."""
 
     label: str
     """Path of the rule, for messages: ``rules[2]``."""
     kinds: tuple[str, ...]
     sites: tuple[re.Pattern[str], ...]
-    exclude: tuple[re.Pattern[str], ...]
-    types: tuple[type[nn.Module], ...] | None
-    leaf_modules: bool
-    statistics: Mapping[str, Statistic]
-    histograms: tuple[str, ...]
-    functions: tuple[UserFunction, ...]
-    units: tuple[str, ...]
-    """Names of the statistics of units."""
     schedule: ParsedSchedule
+    exclude: tuple[re.Pattern[str], ...] = ()
+    types: tuple[type[nn.Module], ...] | None = None
+    leaf_modules: bool = False
+    statistics: Mapping[str, Statistic] = field(default_factory=dict)
+    histograms: tuple[str, ...] = ()
+    functions: tuple[UserFunction, ...] = ()
+    units: tuple[str, ...] = ()
+    """Names of the statistics of units."""
     is_optional: bool = False
-    """Whether it may match nothing: nobody has asked for these very sites."""
+    """Whether it may match nothing: the user has not named its sites."""
 
 
 def default_rules() -> list[Rule]:
-    """What is watched where the user gives no rules: useful, and bounded in cost."""
+    """The rules of a callback or monitor without ``rules``: useful, and bounded in cost."""
     return [
         Rule(kinds="activation", leaf_modules=True, statistics=["rms", "abs_max", "nonfinite_count"]),
         Rule(kinds=["parameter", "gradient"], statistics="norm"),
@@ -138,14 +138,7 @@ def attention_rules() -> list[Rule]:
 
 
 def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
-    """All of the refined coordinate check.
-
-    Args:
-        statistics: Of its terms.
-
-    Returns:
-        That of the terms first; then those of operator norms and alignments, which a model without a layer of a known type has none of.
-    """
+    """The rules of the refined coordinate check: first that of its terms, with these statistics; then operator norms and alignments."""
     kinds = [kind for kind in KINDS.values() if kind.name.startswith("rcc_")]
     terms = Rule(kinds=[kind.name for kind in kinds if not kind.values], statistics=list(statistics))
     return [terms, *(Rule(kinds=kind.name) for kind in kinds if kind.values)]
@@ -159,42 +152,36 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         label: Its path, for messages.
         schedule: The monitor's schedule, for a rule without one of its own.
 
-    Returns:
-        The checked rule.
-
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
     """
     rule = options_of(Rule, rule, label, "{kinds: activation, statistics: norm}")
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise ConfigError(f"{label}.kinds {kind!r} is not a kind; expected {_kinds_in_short()}{nearest(str(kind), KINDS)}")
+        check_choice(kind, KINDS, f"{label}.kinds {kind!r} is not a kind", _KINDS_IN_SHORT)
     if not kinds:
-        raise ConfigError(f"{label}.kinds is empty; expected at least one of {_kinds_in_short()}.")
+        raise ConfigError(f"{label}.kinds is empty; expected at least one of {_KINDS_IN_SHORT}.")
     has_values = [kind for kind in kinds if KINDS[kind].values]
     if has_values and len(kinds) > 1:
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
     if not isinstance(rule.leaf_modules, bool):
         raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
-    statistics, histograms, functions, units = (_parse_values if has_values else _parse_statistics)(rule, label, kinds)
+    types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
+    computed = _parse_values(rule, label, kinds[0]) if has_values else _parse_statistics(rule, label, kinds)
     return ParsedRule(
         label=label,
         kinds=kinds,
         sites=parse_patterns(_not_empty(rule.sites, f"{label}.sites", "'.*' for every site"), f"{label}.sites"),
         exclude=parse_patterns(rule.exclude, f"{label}.exclude"),
-        types=_parse_types(rule.types, f"{label}.types"),
+        types=None if types is None else tuple(_parse_type(one, f"{label}.types") for one in types),
         leaf_modules=rule.leaf_modules,
-        statistics=statistics,
-        histograms=histograms,
-        functions=functions,
-        units=units,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
+        **computed,
     )
 
 
 def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradientFlow:
-    """Check what is asked of the gradient's flow; the blocks are looked up when there is a model.
+    """Check a gradient flow; its blocks are looked up when there is a model.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
@@ -205,9 +192,8 @@ def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradien
         expected = "expected a container's name, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks is {flow.blocks!r}; {expected}, e.g. 'model.blocks'.")
     blocks = flow.blocks if isinstance(flow.blocks, str) else names
-    return ParsedGradientFlow(
-        blocks, parse_norm(flow.norm, "gradient_flow.norm"), parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
-    )
+    thresholds = parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
+    return ParsedGradientFlow(blocks, parse_norm(flow.norm, "gradient_flow.norm"), thresholds)
 
 
 def parse_norm(norm: str, label: str) -> str:
@@ -216,8 +202,7 @@ def parse_norm(norm: str, label: str) -> str:
     Raises:
         ConfigError: If it is none.
     """
-    if not isinstance(norm, str) or norm not in NORMS:
-        raise ConfigError(f"{label} {norm!r} is not a norm; expected {', '.join(NORMS)}{nearest(str(norm), NORMS)}")
+    check_choice(norm, NORMS, f"{label} {norm!r} is not a norm")
     return norm
 
 
@@ -237,7 +222,10 @@ def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
 
 
 def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
-    """Check what is to be captured: a rule that wants the tensors themselves, and no statistic of them.
+    """Check a capture.
+
+    Returns:
+        A rule that records the tensors themselves, and no statistic of them.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
@@ -245,22 +233,10 @@ def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
     capture = options_of(Capture, capture, "capture", "{sites: model.head, steps: [0, 100]}")
     kinds = _not_empty(capture.kinds, "capture.kinds", "activation")
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in CAPTURED:
-            expected = f"expected {', '.join(CAPTURED)}{nearest(str(kind), CAPTURED)}"
-            raise ConfigError(f"capture.kinds {kind!r} is no kind of tensor that can be captured; {expected}")
-    return ParsedRule(
-        label="capture",
-        kinds=kinds,
-        sites=parse_patterns(_not_empty(capture.sites, "capture.sites", "'model.head'"), "capture.sites"),
-        exclude=(),
-        types=None,
-        leaf_modules=False,
-        statistics={},
-        histograms=(),
-        functions=(),
-        units=(),
-        schedule=parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps"),
-    )
+        check_choice(kind, CAPTURED, f"capture.kinds {kind!r} is no kind of tensor that can be captured")
+    sites = parse_patterns(_not_empty(capture.sites, "capture.sites", "'model.head'"), "capture.sites")
+    steps = parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps")
+    return ParsedRule(label="capture", kinds=kinds, sites=sites, schedule=steps)
 
 
 def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re.Pattern[str], ...]:
@@ -279,32 +255,26 @@ def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re
     return tuple(compiled)
 
 
-def check_name(name: str, label: str) -> str:
-    """The name of a statistic or function, if it may stand in a key.
-
-    Raises:
-        ConfigError: If a logger would not take it.
-    """
+def _check_name(name: object, label: str) -> None:
     if not isinstance(name, str) or not name or fit_for_loggers(name, MAX_STATISTIC_LENGTH) != name:
         raise ConfigError(
             f"{label} {name!r} cannot stand in a key; expected at most {MAX_STATISTIC_LENGTH} letters, digits, '_', '-' and single dots."
         )
-    return name
 
 
 Options = TypeVar("Options")
 
 
 def options_of(kind: type[Options], value: object, label: str, example: str) -> Options:
-    """Options as their dataclass; those of a mapping too, as YAML has them.
+    """Options as their dataclass.
 
-    LightningCLI makes the dataclass itself where it finds nothing wrong in it; else it would say so in many lines, and not what to do.
+    LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it; its own message would be long, and name no remedy.
 
     Args:
         kind: The dataclass.
-        value: One of it, or a mapping.
-        label: What it is called in messages.
-        example: Of what YAML may hold.
+        value: An instance of it, or a mapping, as YAML has it.
+        label: Path of the option, for messages.
+        example: What YAML may hold.
 
     Raises:
         ConfigError: If it is neither, if there is no such option, or one is missing that has no default.
@@ -324,6 +294,22 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
     return kind(**value)
 
 
+def check_choice(value: object, known: Collection[str], wrong: str, expected: str = "") -> None:
+    """Check that a value is a known name.
+
+    Args:
+        value: Any value.
+        known: The names.
+        wrong: Begin of the message.
+        expected: The names in the message, if not all of them.
+
+    Raises:
+        ConfigError: If it is not; says the nearest one.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{wrong}; expected {expected or ', '.join(known)}{nearest(str(value), known)}")
+
+
 def as_tuple(value: object) -> tuple[Any, ...]:
     """One value, several, or none, as a tuple.
 
@@ -335,31 +321,24 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
 
 
-def _kinds_in_short() -> str:
-    """Every kind, large families by what their names begin with: a message has to stay within two lines."""
-    families = ("attention_", "rcc_")
-    return ", ".join(dict.fromkeys(next((f"{family}*" for family in families if name.startswith(family)), name) for name in KINDS))
-
-
-Parsed = tuple[dict[str, Statistic], tuple[str, ...], tuple[UserFunction, ...], tuple[str, ...]]
-"""Statistics by name, names of histograms, functions, names of statistics of units."""
+_FAMILIES = ("attention_", "rcc_")
+_KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{one}*" for one in _FAMILIES if name.startswith(one)), name) for name in KINDS))
+"""Every kind, large families by their common beginning: a message has to stay within two lines."""
 
 OF_UNITS = ("activation", "activation_gradient")
 """The kinds whose tensors have units."""
 
 
-def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
-    """Built-in statistics by name, names of histograms, and functions: the rule's own and those that stand in ``STATISTICS``."""
+def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of ``ParsedRule`` that hold statistics; functions are the rule's own and those in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
     statistics: dict[str, Statistic] = {}
     histograms: dict[str, None] = {}
     functions: dict[str, UserFunction] = {}
     units: dict[str, None] = {}
     for name in as_tuple(rule.statistics):
-        if not isinstance(name, str) or name not in STATISTICS:
-            known = ", ".join(STATISTICS)
-            raise ConfigError(f"{label}.statistics {name!r} is not a statistic; expected {known}{nearest(str(name), STATISTICS)}")
-        check_name(name, f"{label}.statistics")
+        check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic")
+        _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)
         if isinstance(statistic, HistogramStatistic):
@@ -380,18 +359,20 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
         function = _imported(given, f"{label}.functions {name!r}") if isinstance(given, str) else given
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
-        functions[check_name(name, f"{label}.functions")] = UserFunction(name, function, aggregate)
+        _check_name(name, f"{label}.functions")
+        functions[name] = UserFunction(name, function, aggregate)
     if not (statistics or histograms or functions or units):
         raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
-    return statistics, tuple(histograms), tuple(functions.values()), tuple(units)
+    return {
+        "statistics": statistics,
+        "histograms": tuple(histograms),
+        "functions": tuple(functions.values()),
+        "units": tuple(units),
+    }
 
 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
-    """Check that there is such a statistic of all kinds of a rule.
-
-    Raises:
-        ConfigError: If not.
-    """
+    """Check that a statistic exists for all kinds of a rule."""
     if isinstance(statistic, UnitStatistic):
         why, unfit, fit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if kind not in OF_UNITS], [*OF_UNITS]
     elif isinstance(statistic, Statistic) and statistic.paired:
@@ -407,19 +388,17 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
         raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
 
 
-def _parse_values(rule: Rule, label: str, kinds: tuple[str, ...]) -> Parsed:
-    """The names of the values of the one kind, which has no statistics, all of them where none is given."""
-    kind = KINDS[kinds[0]]
+def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Any]:
+    """As :func:`_parse_statistics`, for a kind that has named values and no statistics; all values if none is given."""
+    kind, names = KINDS[name_of_kind], as_tuple(rule.statistics)
     if rule.functions:
         raise ConfigError(
             f"{label}.functions: {kind.name!r} has no tensor to call them with; expected statistics: {', '.join(kind.values)}."
         )
-    for name in as_tuple(rule.statistics):
-        if name not in kind.values:
-            expected = f"expected {', '.join(kind.values)}{nearest(str(name), kind.values)}"
-            raise ConfigError(f"{label}.statistics {name!r} is none of {kind.name!r}; {expected}")
-    # What is told by another is joined like the results of a function.
-    return {}, (), tuple(UserFunction(name, float, "mean") for name in as_tuple(rule.statistics) or kind.values), ()
+    for name in names:
+        check_choice(name, kind.values, f"{label}.statistics {name!r} is none of {kind.name!r}")
+    # Such values are joined like the results of a function.
+    return {"functions": tuple(UserFunction(name, float, "mean") for name in names or kind.values)}
 
 
 def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:
@@ -438,15 +417,7 @@ def _not_empty(value: object, label: str, example: str) -> tuple[Any, ...]:
     return as_tuple(value)
 
 
-def _parse_types(types: object, label: str) -> tuple[type[nn.Module], ...] | None:
-    """Module classes; ``None`` for all."""
-    if types is None:
-        return None
-    return tuple(_parse_type(one, label) for one in _not_empty(types, label, "torch.nn.Linear"))
-
-
 def _parse_type(value: object, label: str) -> type[nn.Module]:
-    """A module class, given as itself or by its import path."""
     found = _imported(value, label) if isinstance(value, str) else value
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear.")
@@ -454,7 +425,6 @@ def _parse_type(value: object, label: str) -> type[nn.Module]:
 
 
 def _imported(path: str, label: str) -> object:
-    """What is at an import path."""
     module_path, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_path)

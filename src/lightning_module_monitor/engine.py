@@ -153,7 +153,7 @@ class StepEngine:
         """
         kind = "gradient_before_clip" if before_clip else "gradient"
         among, factor = _identities(parameters), _as_scale(scale)
-        self._notify("gradients", Probe.see_gradients, kind, among, factor)
+        self._notify("gradients", Probe.observe_gradients, kind, among, factor)
 
     def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them.
@@ -162,7 +162,7 @@ class StepEngine:
             parameters: Which ones, where several optimizers have their own; all without it.
         """
         among = _identities(parameters)
-        self._notify("parameters", Probe.see_parameters, among)
+        self._notify("parameters", Probe.observe_parameters, among)
 
     def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
@@ -172,7 +172,7 @@ class StepEngine:
             is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever anybody else did.
         """
         among = _identities(parameters)
-        self._notify("updates", Probe.see_updates, among, is_skipped=is_skipped)
+        self._notify("updates", Probe.observe_updates, among, is_skipped=is_skipped)
 
     @unchanged_grad_mode()
     def after_micro_batch(self) -> None:
@@ -310,25 +310,25 @@ class StepEngine:
         self._leave_out_what_is_gone()
         plan, sites = self.planner.plan(due, stage), self.planner.index
         state, reducer = self._lasting(due, stage)
-        observation = StepAccumulator(self._reporter.of_spec, state)
+        accumulator = StepAccumulator(self._reporter.of_spec, state)
         expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
-        self._context = StepContext(step, stage, observation, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
+        self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
         rank = 0 if reducer is None else reducer.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, observation, whole_tensors, self._reporter.log_once, self._reference, rank),
-            ActivationProbe(plan.outputs, observation, sites.further_name, self._reporter.log_once),
+            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference, rank),
+            ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
         if plan.chain is not None:
-            probes.append(GradientFlowProbe(plan.chain, observation))
+            probes.append(GradientFlowProbe(plan.chain, accumulator))
         if captured is not None:
             probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors))
         if self._reference is not None:
-            probes += self._reference_probes(plan, observation, self._reference)
+            probes += self._reference_probes(plan, accumulator, self._reference)
         attention = AttentionProbe(
             plan.modules,
             plan.modules_with_heads,
-            observation,
+            accumulator,
             sites.head_name,
             self._reporter.log_once,
             is_asked_for=self.planner.asks_for_attention(due),
@@ -351,16 +351,16 @@ class StepEngine:
             self._states[stage, due] = SeriesState(), reducer
         return self._states[stage, due]
 
-    def _reference_probes(self, plan: Plan, observation: StepAccumulator, reference: Reference) -> list[Probe]:
+    def _reference_probes(self, plan: Plan, accumulator: StepAccumulator, reference: Reference) -> list[Probe]:
         """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
         name, say = self.planner.index.further_name, self._reporter.log_once
-        twins = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
+        reference_calls = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
         probes: list[Probe] = [
-            DifferenceProbe(plan.modules, observation, twins, name),
-            CoordinateCheckProbe(plan.modules, observation, twins, self._own_figure(RCC_SKIPPED_CALLS), name, say),
+            DifferenceProbe(plan.modules, accumulator, reference_calls, name),
+            CoordinateCheckProbe(plan.modules, accumulator, reference_calls, self._own_figure(RCC_SKIPPED_CALLS), name, say),
         ]
         # The last to be attached: by then it is known what is wanted of it.
-        return [*probes, twins] if twins.is_needed() else []
+        return [*probes, reference_calls] if reference_calls.is_needed() else []
 
     def _notify(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         if self._context is not None and self.is_monitoring():

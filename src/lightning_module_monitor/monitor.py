@@ -82,7 +82,7 @@ class ModuleMonitor(StepEngine):
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
         logger: Where problems and late keys are said.
-        rules: What to watch; methods like :meth:`add_activation_metric` add more.
+        rules: What to spec; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is watched, in every step that ``monitor_step_fn`` picks.
         capture: Which raw tensors the records of which steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
@@ -355,7 +355,7 @@ class ModuleMonitor(StepEngine):
         sites = self.planner.index
         site, attention = sites.module_site(module), self._context.attention
         if site is not None and attention is not None:
-            watched = self.planner.told_attention(attention.watched(site), self._context.stage)
+            watched = self.planner.attention_by_hand(attention.watched(site), self._context.stage)
             attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
         elif all(module is not one for one in self._module.modules()):
             raise ValueError(_none_of(module, "that are watched", [one.name for one in sites.modules]))
@@ -417,11 +417,11 @@ class ModuleMonitor(StepEngine):
             expected = f"expected one of your own, e.g. 'own/{parts.statistic}'"
             raise ValueError(f"key {whole!r} is one that the monitor records itself; {expected}.")
         if self._context is not None and self.is_monitoring():
-            watch = self._own_spec(parts.kind, parts.site, parts.statistic, self._context.stage)
+            spec = self._own_spec(parts.kind, parts.site, parts.statistic, self._context.stage)
             size = value.numel() if isinstance(value, Tensor) else 1
             value = value.detach() if isinstance(value, Tensor) else value
             function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
-            self._context.accumulator.add_result(watch, function, value, size)
+            self._context.accumulator.add_result(spec, function, value, size)
         elif force:
             last = self.storage.last_step()
             number = float(value)

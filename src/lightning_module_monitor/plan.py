@@ -22,7 +22,7 @@ from lightning_module_monitor.probes.base import ParametersOfKind, Say, SiteT, W
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.matching import can_occur, check_tensor_parallel, idle_kinds, is_picked, matching
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
-from lightning_module_monitor.schedule import Listed, ParsedSchedule
+from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 DETAIL = "detail"
@@ -49,7 +49,7 @@ class Plan:
     @functools.cached_property
     def outputs(self) -> list[WatchedModule]:
         """The modules of which an output, or the gradient that arrives at one, is watched."""
-        return [one for one in self.modules if not one.watches.keys().isdisjoint(activations.KINDS)]
+        return [one for one in self.modules if not one.specs.keys().isdisjoint(activations.KINDS)]
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
@@ -66,53 +66,52 @@ class Plan:
         """The parameters again, of each kind that is watched."""
         by_kind: defaultdict[str, list[WatchedParameter]] = defaultdict(list)
         for one in self.parameters:
-            for kind in one.watches:
+            for kind in one.specs:
                 by_kind[kind].append(one)
         return {
-            kind: ParametersOfKind([one.site for one in members], [one.watches[kind] for one in members])
-            for kind, members in by_kind.items()
+            kind: ParametersOfKind([one.site for one in members], [one.specs[kind] for one in members]) for kind, members in by_kind.items()
         }
 
     def specs(self) -> list[MetricSpec]:
         """Every specification of a rule, modules first, in the model's order."""
-        of_modules = [watch for one in self.modules for watch in one.watches.values()]
-        of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
-        return of_modules + [watch for one in self.parameters for watch in one.watches.values()]
+        of_modules = [spec for one in self.modules for spec in one.specs.values()]
+        of_modules = [one for spec in of_modules for one in (spec.by_layer.values() or [spec])]
+        return of_modules + [spec for one in self.parameters for spec in one.specs.values()]
 
     def all_specs(self) -> list[MetricSpec]:
         """Those of the rules, and of the gradient flow."""
-        return self.specs() + ([] if self.chain is None else list(self.chain.watches))
+        return self.specs() + ([] if self.chain is None else list(self.chain.specs))
 
     def knows_all_keys(self, kind: str = "") -> bool:
         """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
-        return all(len(watch.planned_keys()) == len(watch.keys()) for watch in self.specs() if kind in ("", watch.kind))
+        return all(len(spec.planned_keys()) == len(spec.keys()) for spec in self.specs() if kind in ("", spec.kind))
 
     def has_coordinate_check(self) -> bool:
         """Whether anything of the refined coordinate check is watched."""
-        return any(watch.kind in rcc_layers.KINDS for watch in self.specs())
+        return any(spec.kind in rcc_layers.KINDS for spec in self.specs())
 
     def has_heads(self) -> bool:
         """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
-        return any(KINDS[watch.kind].of_heads for watch in self.specs())
+        return any(KINDS[spec.kind].of_heads for spec in self.specs())
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.planned_keys()]
+        of_rules = [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.planned_keys()]
         return of_rules + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
-        return [key for watch in self.expected() if not KINDS[watch.kind].of_heads for key in watch.histogram_keys]
+        return [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.histogram_keys]
 
     def expected(self) -> list[MetricSpec]:
         """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [one for watched in self.modules for kind, one in watched.watches.items() if can_occur(watched.site, kind)]
-        of_modules = [one for watch in of_modules for one in (watch.by_layer.values() or [watch])]
-        of_parameters = [one for watched in self.parameters for kind, one in watched.watches.items() if watched.site.has(kind)]
+        of_modules = [one for watched in self.modules for kind, one in watched.specs.items() if can_occur(watched.site, kind)]
+        of_modules = [one for spec in of_modules for one in (spec.by_layer.values() or [spec])]
+        of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(of_modules + of_parameters, key=lambda watch: order[watch.kind])
+        return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
 
 
 class Planner:
@@ -184,7 +183,7 @@ class Planner:
             of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
             self._chain = Chain(
                 blocks=[index.module_by_name[name] for name in names],
-                watches=[norm_watch(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
+                specs=[norm_watch(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
                 transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
                 thresholds=self._gradient_flow.thresholds,
                 prefix=self.prefix,
@@ -277,9 +276,10 @@ class Planner:
         """All that is recorded of the model, and when: what has to be the same on all ranks that monitor it together."""
         asked = [f"gradient_flow {self._schedule}"]
         for rule in (*self.rules, *self._captures):
-            when = f"at steps {sorted(rule.schedule.steps)}" if isinstance(rule.schedule, Listed) else str(rule.schedule)
+            steps = rule.schedule.value
+            when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
             asked += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
-        return asked + [_path(spec) for spec in (self._chain.watches if self._chain is not None else ())]
+        return asked + [_path(spec) for spec in (self._chain.specs if self._chain is not None else ())]
 
     # When
 
@@ -325,7 +325,7 @@ class Planner:
         captures = [capture for capture in self._captures if step is None or capture.schedule(step)]
         return self._plan(captures) if captures and self._index is not None else None
 
-    def told_attention(self, watched: WatchedModule, stage: str) -> WatchedModule:
+    def attention_by_hand(self, watched: WatchedModule, stage: str) -> WatchedModule:
         """What is recorded of a call of attention that the model reports by hand: by default the mean entropy."""
         if any(KINDS[kind].of_heads for rule in self.rules for kind in rule.kinds):
             return watched
@@ -333,7 +333,7 @@ class Planner:
             rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
             self._plans[stage] = self._plan([rule], stage)
         by_hand = next(one for one in self._plans[stage].modules if one.site is watched.site)
-        return Watched(watched.site, {**by_hand.watches, **watched.watches})
+        return Watched(watched.site, {**by_hand.specs, **watched.specs})
 
     def _forget_plans(self) -> None:
         self._plans, self._taken = {}, {}

@@ -9,86 +9,50 @@ from typing import Literal
 from lightning_module_monitor.errors import ConfigError
 
 Schedule = int | list[int] | Literal["log"] | Callable[[int], bool]
-"""Every n-th step from 0 on, the listed steps, 1, 2, 5, 10, 20, 50, ..., or those for which a function says so."""
+"""Every n-th step from 0 on, the listed steps, 1, 2, 5, 10, 20, 50, ..., or those for which a function returns True."""
 
 
 @dataclass(frozen=True)
-class EveryN:
-    """Steps 0, n, 2n, ..."""
+class ParsedSchedule:
+    """A checked schedule: a function of the step."""
 
-    n: int
-
-    def __call__(self, step: int) -> bool:
-        """Whether a step is monitored."""
-        return step % self.n == 0
-
-    def __str__(self) -> str:
-        return "every step" if self.n == 1 else f"every {self.n} steps"
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Just these steps."""
-
-    steps: frozenset[int]
+    value: int | frozenset[int] | Literal["log"] | Callable[[int], bool]
 
     def __call__(self, step: int) -> bool:
         """Whether a step is monitored."""
-        return step in self.steps
+        if isinstance(self.value, int):
+            return step % self.value == 0
+        if isinstance(self.value, frozenset):
+            return step in self.value
+        if self.value == "log":
+            digits = str(step)
+            return digits[0] in "125" and not digits[1:].strip("0")
+        return bool(self.value(step))
 
     def __str__(self) -> str:
-        return f"at {len(self.steps)} listed steps"
-
-
-@dataclass(frozen=True)
-class Logarithmic:
-    """Steps 1, 2, 5, 10, 20, 50, ..."""
-
-    def __call__(self, step: int) -> bool:
-        """Whether a step is monitored."""
-        digits = str(step)
-        return digits[0] in "125" and not digits[1:].strip("0")
-
-    def __str__(self) -> str:
-        return "at steps 1, 2, 5, 10, ..."
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Steps for which a function of the user's says so."""
-
-    is_chosen: Callable[[int], bool]
-
-    def __call__(self, step: int) -> bool:
-        """Whether a step is monitored."""
-        return bool(self.is_chosen(step))
-
-    def __str__(self) -> str:
-        return "at steps of your choice"
-
-
-ParsedSchedule = EveryN | Listed | Logarithmic | Chosen
+        if isinstance(self.value, int):
+            return "every step" if self.value == 1 else f"every {self.value} steps"
+        if isinstance(self.value, frozenset):
+            return f"at {len(self.value)} listed steps"
+        return "at steps 1, 2, 5, 10, ..." if self.value == "log" else "at steps of your choice"
 
 
 def parse_schedule(value: object, label: str) -> ParsedSchedule:
-    """Check a schedule and make it a function of the step.
+    """Check a schedule.
 
     Args:
         value: One of the forms of :data:`Schedule`.
         label: Path of the option, for messages.
 
-    Returns:
-        A function that says whether a step is monitored.
-
     Raises:
         ConfigError: If it has none of the forms.
     """
     if value == "log":
-        return Logarithmic()
+        return ParsedSchedule("log")
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ConfigError(f"{label} is {value}; expected a number of steps >= 1. Use 1 to monitor every step.")
-        return EveryN(value)
+        return ParsedSchedule(value)
     if isinstance(value, Iterable) and not isinstance(value, str):
         steps = list(value)
         for step in steps:
@@ -96,7 +60,7 @@ def parse_schedule(value: object, label: str) -> ParsedSchedule:
                 raise ConfigError(f"{label} lists {step!r}; expected step numbers >= 0, e.g. [0, 100, 1000].")
         if not steps:
             raise ConfigError(f"{label} is an empty list; expected at least one step. Leave the rule out to monitor nothing.")
-        return Listed(frozenset(steps))
+        return ParsedSchedule(frozenset(steps))
     if callable(value):
-        return Chosen(value)
+        return ParsedSchedule(value)
     raise ConfigError(f"{label} is {value!r}; expected a number of steps, a list of steps, 'log', or a function of the step.")

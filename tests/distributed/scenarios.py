@@ -40,7 +40,7 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.trainer.optimizers import OptimizerSteps
+from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -405,9 +405,9 @@ class Count(Callback):
 BROKEN = {
     1: (ModuleMonitor, "begin_backward"),
     2: (MomentTable, "add_all"),
-    3: (OptimizerSteps, "finish"),
+    3: (OptimizerTracker, "finish"),
     5: (StepAccumulator, "_local"),
-    7: (OptimizerSteps, "finish"),
+    7: (OptimizerTracker, "finish"),
 }
 """What of the monitor raises on the last rank, by step; the last of them in the last step."""
 

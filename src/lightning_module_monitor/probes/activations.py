@@ -24,7 +24,7 @@ class ActivationProbe(GradientProbe[_Target]):
 
     Args:
         watched: The modules, of each of which one of ``KINDS`` is recorded.
-        observation: Takes tensors.
+        accumulator: Takes tensors.
         output_name: Names further outputs, from the module's site and the path to the output.
         say: Logs a message once.
     """
@@ -32,14 +32,14 @@ class ActivationProbe(GradientProbe[_Target]):
     def __init__(
         self,
         watched: Sequence[WatchedModule],
-        observation: StepAccumulator,
+        accumulator: StepAccumulator,
         output_name: Callable[[str, Path], str],
         say: Callable[[str], None],
     ) -> None:
         super().__init__(
-            [(one.site.module, (one.site.name, one.watches.get("activation"), one.watches.get("activation_gradient"))) for one in watched]
+            [(one.site.module, (one.site.name, one.specs.get("activation"), one.specs.get("activation_gradient"))) for one in watched]
         )
-        self._observation = observation
+        self._accumulator = accumulator
         self._output_name = output_name
         self._say = say
 
@@ -55,21 +55,21 @@ class ActivationProbe(GradientProbe[_Target]):
                 name = self._output_name(site, path)
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
             if of_output is not None and not is_in_backward():
-                self._observation.observe(of_output, elements_of(tensor))
+                self._accumulator.observe(of_output, elements_of(tensor))
             # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
             if of_gradient is not None and (differentiated := in_graph(tensor)).requires_grad:
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        for watch in target[1:]:
-            if watch is not None:
-                self._observation.fail(watch, output, error)
+        for spec in target[1:]:
+            if spec is not None:
+                self._accumulator.fail(spec, output, error)
 
-    def observe_gradient(self, watch: MetricSpec, gradient: Tensor) -> None:
+    def observe_gradient(self, spec: MetricSpec, gradient: Tensor) -> None:
         """Observe the gradient of an output."""
-        self._observation.observe(watch, elements_of(gradient, self.scale))
+        self._accumulator.observe(spec, elements_of(gradient, self.scale))
 
-    def fail_gradient(self, watch: MetricSpec, gradient: Tensor, error: Exception) -> None:
+    def fail_gradient(self, spec: MetricSpec, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
-        self._observation.fail(watch, gradient, error)
+        self._accumulator.fail(spec, gradient, error)

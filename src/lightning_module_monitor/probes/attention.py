@@ -81,7 +81,7 @@ class AttentionProbe(Probe):
     Args:
         watched: The modules.
         with_heads: Those of them of which a kind of heads is recorded.
-        observation: Takes figures and tensors.
+        accumulator: Takes figures and tensors.
         head_name: Names heads.
         say: Logs a message once.
         is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
@@ -95,7 +95,7 @@ class AttentionProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         with_heads: Sequence[WatchedModule],
-        observation: StepAccumulator,
+        accumulator: StepAccumulator,
         head_name: HeadName,
         say: Callable[[str], None],
         *,
@@ -105,7 +105,7 @@ class AttentionProbe(Probe):
         self.has_observed = False
         self._all = watched
         self._watched = [one for one in map(_Watching.of, with_heads) if one.can_attend()]
-        self._observation = observation
+        self._accumulator = accumulator
         self._head_name = head_name
         self._say = say
         self._hooks = HookSet()
@@ -157,7 +157,7 @@ class AttentionProbe(Probe):
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
-            heads = read(call, not watched.watches.keys().isdisjoint(KINDS_OF_TENSORS))
+            heads = read(call, not watched.specs.keys().isdisjoint(KINDS_OF_TENSORS))
             if not self._is_repeated(watched, heads, by_hand):
                 self._observe_figures(watched, heads)
                 self._observe_heads(watched, heads)
@@ -171,7 +171,7 @@ class AttentionProbe(Probe):
             call: The function's arguments and output.
             to_host: Whether they wait in the memory of the host.
         """
-        if "activation_difference" not in watched.watches or self.is_suspended:
+        if "activation_difference" not in watched.specs or self.is_suspended:
             return
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
             tensors = self._tensors(watched, read(call, True))
@@ -185,9 +185,9 @@ class AttentionProbe(Probe):
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
         # E.g. tensors of a functorch transform.
-        for kind, watch in watched.watches.items():
+        for kind, spec in watched.specs.items():
             if KINDS[kind].of_heads:
-                self._observation.fail(watch, call.output, error)
+                self._accumulator.fail(spec, call.output, error)
 
     def _is_repeated(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
         """Whether the last call was this one: found first and then reported by the model, or the other way round."""
@@ -202,7 +202,7 @@ class AttentionProbe(Probe):
         return False
 
     def _observe_figures(self, watched: WatchedModule, call: AttentionCall) -> None:
-        wanted = [(kind, watched.watches[kind]) for kind in FIGURES if kind in watched.watches]
+        wanted = [(kind, watched.specs[kind]) for kind in FIGURES if kind in watched.specs]
         query, key = call.query, call.key
         if not wanted or not (query.numel() and key.numel()):
             return
@@ -214,22 +214,22 @@ class AttentionProbe(Probe):
         values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _watch in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _watch in wanted])
         names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
-        watches = [watch.at(name) for _kind, watch in wanted for name in names]
+        specs = [spec.at(name) for _kind, spec in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
-        rows, counting = (one.transpose(1, 2).reshape(len(watches), -1) for one in (values, counts))
-        self._observation.observe_rows(watches, rows, counting)
+        rows, counting = (one.transpose(1, 2).reshape(len(specs), -1) for one in (values, counts))
+        self._accumulator.observe_rows(specs, rows, counting)
 
     def _observe_heads(self, watched: WatchedModule, call: AttentionCall) -> None:
         """Observe the tensors of every head, as activations, and their differences from the reference's."""
-        activation, difference = (watched.watches.get(kind) for kind in KINDS_OF_TENSORS)
+        activation, difference = (watched.specs.get(kind) for kind in KINDS_OF_TENSORS)
         if activation is not None:
-            self._observation.observe_all((activation.at(name), one) for name, one in self._tensors(watched, call))
+            self._accumulator.observe_all((activation.at(name), one) for name, one in self._tensors(watched, call))
         waiting = self._of_reference[watched.site.name]
         if difference is not None and waiting:
             of_reference = waiting.popleft()
             for name, one in self._tensors(watched, call):
                 if name in of_reference:
-                    self._observation.observe_pair(difference.at(name), one, of_reference[name].to(one.device))
+                    self._accumulator.observe_pair(difference.at(name), one, of_reference[name].to(one.device))
 
     def _tensors(self, watched: WatchedModule, call: AttentionCall) -> Iterator[tuple[str, Tensor]]:
         """Query, key, value and output of every head, with their names."""

@@ -33,17 +33,17 @@ class Watched(Generic[SiteT]):
     """A module or parameter, and what is recorded of it, by kind."""
 
     site: SiteT
-    watches: Mapping[str, MetricSpec]
+    specs: Mapping[str, MetricSpec]
 
     @functools.cached_property
     def has_functions(self) -> bool:
         """Whether any of it is a function of the user's."""
-        return any(watch.functions for watch in self.watches.values())
+        return any(spec.functions for spec in self.specs.values())
 
     @functools.cached_property
     def is_of_heads(self) -> bool:
         """Whether any of it is of heads of attention."""
-        return any(KINDS[kind].of_heads for kind in self.watches)
+        return any(KINDS[kind].of_heads for kind in self.specs)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ParametersOfKind:
     """Parameters, and what is recorded of each, of one kind."""
 
     sites: Sequence[ParameterSite]
-    watches: Sequence[MetricSpec]
+    specs: Sequence[MetricSpec]
 
 
 NO_PARAMETERS = ParametersOfKind((), ())
@@ -119,14 +119,14 @@ class Probe:
     def end_backward(self) -> None:
         """The backward pass of the loss is over."""
 
-    def see_parameters(self, among: Among = None) -> None:
+    def observe_parameters(self, among: Among = None) -> None:
         """The optimizer is about to move parameters.
 
         Args:
             among: Which ones; all of them without it.
         """
 
-    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+    def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """The gradients of parameters are complete.
 
         Args:
@@ -135,7 +135,7 @@ class Probe:
             scale: The factor that they still have; as in :meth:`begin_backward`.
         """
 
-    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
+    def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """The optimizer has moved parameters.
 
         Args:

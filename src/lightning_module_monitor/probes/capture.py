@@ -57,7 +57,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         self._before = Copies()
         self._kept: list[RawTensor] = []
 
-    def see_parameters(self, among: Among = None) -> None:
+    def observe_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is captured."""
         for site, parameter in self._wanted("parameter", among):
             with self._reporting("parameter", site):
@@ -66,14 +66,14 @@ class CaptureProbe(GradientProbe[WatchedModule]):
             with self._reporting("update", site):
                 self._before.keep(site, parameter)
 
-    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+    def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             if parameter.grad is not None:
                 with self._reporting(kind, site):
                     self._keep_whole(kind, site, unscaled(parameter.grad, scale))
 
-    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
+    def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
         for site, copy in self._before.take(among):
             with self._reporting("update", site):
@@ -98,9 +98,9 @@ class CaptureProbe(GradientProbe[WatchedModule]):
             call = None if is_in_backward() else (name, self._num_calls[name])
             if call is not None:
                 self._num_calls[name] += 1
-                if "activation" in watched.watches:
+                if "activation" in watched.specs:
                     self._keep("activation", *call, tensor)
-            if "activation_gradient" in watched.watches:
+            if "activation_gradient" in watched.specs:
                 self.follow(name, tensor, call)
 
     def fail(self, watched: WatchedModule, output: object, error: Exception) -> None:
@@ -126,7 +126,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Tensor]]:
         for watched in self._parameters:
-            parameter = watched.site.tensor() if kind in watched.watches else None
+            parameter = watched.site.tensor() if kind in watched.specs else None
             if parameter is not None and (among is None or id(parameter) in among):
                 yield watched.site, parameter
 

@@ -113,7 +113,7 @@ class CheckedLayer:
         site: Its name in keys.
         module: The model's module.
         reference: The reference's module.
-        watches: What is recorded at the layer's site, by kind.
+        specs: What is recorded at the layer's site, by kind.
         of_weight: What is recorded at the site of the weight alone, by kind.
         alignments: The ratio of the norms of term and input, by the name of the alignment.
         norms: The operator norms, which are not recorded where only alignments are; ``None`` without either.
@@ -126,7 +126,7 @@ class CheckedLayer:
     site: str
     module: nn.Module
     reference: nn.Module
-    watches: dict[str, MetricSpec]
+    specs: dict[str, MetricSpec]
     of_weight: dict[str, MetricSpec]
     alignments: dict[str, MetricSpec]
     norms: MetricSpec | None
@@ -142,22 +142,22 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
         reference: The reference's module.
     """
     module, found = watched.site.module, []
-    by_kind = {kind: watched.watches[kind].by_layer for kind in KINDS if kind in watched.watches}
+    by_kind = {kind: watched.specs[kind].by_layer for kind in KINDS if kind in watched.specs}
     if not by_kind or reference is None:
         return []
     parts = layer_parts(module)
     for part, layer_type in parts.items() if layer_parts(reference).keys() == parts.keys() else ():
         start = f".{part}" if part else ""
-        watches = {kind: by_site[start] for kind, by_site in by_kind.items() if start in by_site}
+        specs = {kind: by_site[start] for kind, by_site in by_kind.items() if start in by_site}
         of_weight = {kind: by_site[f"{start}.weight"] for kind, by_site in by_kind.items() if f"{start}.weight" in by_site}
-        alignments, norms = {}, watches.get(OPERATOR_NORM)
-        if (watch := watches.get(ALIGNMENT)) is not None:
-            for name in watch.functions:
-                alignments[name] = watch.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
-            norms = norms or watch.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
-        recorded = frozenset(watches[OPERATOR_NORM].functions if OPERATOR_NORM in watches else ())
+        alignments, norms = {}, specs.get(OPERATOR_NORM)
+        if (spec := specs.get(ALIGNMENT)) is not None:
+            for name in spec.functions:
+                alignments[name] = spec.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
+            norms = norms or spec.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
+        recorded = frozenset(specs[OPERATOR_NORM].functions if OPERATOR_NORM in specs else ())
         computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
-        site, maps = f"{watched.site.name}{start}", (watches, of_weight, alignments)
+        site, maps = f"{watched.site.name}{start}", (specs, of_weight, alignments)
         found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
     return found
 
@@ -167,7 +167,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
 
     Args:
         watched: The modules.
-        observation: Takes the terms.
+        accumulator: Takes the terms.
         reference: Keeps the tensors of the reference's modules.
         skipped_calls: Takes the number of calls that are left out.
         further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
@@ -177,13 +177,13 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
     def __init__(  # noqa: PLR0917  # called by the monitor, once
         self,
         watched: Sequence[WatchedModule],
-        observation: StepAccumulator,
+        accumulator: StepAccumulator,
         reference: ReferenceProbe,
         skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
         log: Say,
     ) -> None:
-        self._observation = observation
+        self._accumulator = accumulator
         self._reference = reference
         self._skipped_calls = skipped_calls
         self._further_name = further_name
@@ -207,14 +207,14 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
     def finish(self) -> None:
         """Record how many calls were left out."""
         if self._layers:
-            self._observation.add_result(self._skipped_calls, UserFunction(RCC_SKIPPED_CALLS, float, "sum"), float(self._num_skipped), 1)
+            self._accumulator.add_result(self._skipped_calls, UserFunction(RCC_SKIPPED_CALLS, float, "sum"), float(self._num_skipped), 1)
 
     def derive(self, values: dict[str, float]) -> None:
         """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
         for layer in self._layers:
-            for name, watch in layer.alignments.items():
+            for name, spec in layer.alignments.items():
                 assert layer.norms is not None
-                key, norm_key = watch.statistic_keys[0], layer.norms.key(_NORM_OF_ALIGNMENT[name])
+                key, norm_key = spec.statistic_keys[0], layer.norms.key(_NORM_OF_ALIGNMENT[name])
                 if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
@@ -240,36 +240,36 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
                 self._log(SKIPPED)
                 return
             with _full_precision(self._device):
-                self._observation.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
+                self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
     def fail(self, layer: CheckedLayer, output: object, error: Exception) -> None:
         """Record NaN for a call whose terms cannot be computed."""
-        for watch in layer.watches.values():
-            self._observation.fail(watch, output, error)
+        for spec in layer.specs.values():
+            self._accumulator.fail(spec, output, error)
 
     def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
         """The terms of the inputs, and of the tensor that the weight is applied to."""
         own, reference = tensors.inputs[0], tensors.reference_inputs[0]
         if layer.type.normalizes:
-            yield from _terms_of_input(layer, own, reference, {}, layer.watches)
+            yield from _terms_of_input(layer, own, reference, {}, layer.specs)
             own, reference = (layer.type.function(x, None, None, layer.module) for x in (own, reference))
             yield from _terms_of_input(layer, own, reference, layer.alignments, layer.of_weight)
             return
         if layer.type.has_tensor_input:
-            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.watches, layer.of_weight)
+            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.specs, layer.of_weight)
         for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
             site = self._further_name(layer.site, (index,), "input")
-            yield from _terms_of_input(layer, one, other, {}, {kind: watch.at(site) for kind, watch in layer.watches.items()})
+            yield from _terms_of_input(layer, one, other, {}, {kind: spec.at(site) for kind, spec in layer.specs.items()})
 
     def _observe_operator_norms(self) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
         known = self._reference.reference.operator_norms
-        watches = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
+        specs = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
         for layer in self._layers:
             if layer.norms is None:
                 continue
-            with failing_alone(functools.partial(self._observation.fail, layer.norms, layer.module)):
+            with failing_alone(functools.partial(self._accumulator.fail, layer.norms, layer.module)):
                 if "update" in layer.computed_norms:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
                 if "reference" in layer.computed_norms and layer.site not in known:
@@ -280,7 +280,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         }
         for name, norms in (("update", operator_norms(updates)), ("reference", of_reference)):
             for site, norm in norms.items():
-                self._observation.add_result(watches[site], UserFunction(name, float, "mean"), norm, 1)
+                self._accumulator.add_result(specs[site], UserFunction(name, float, "mean"), norm, 1)
 
 
 class CallTensors(NamedTuple):
@@ -334,7 +334,7 @@ def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observ
     parts = tensors.outputs
     for term in RCC_TERMS:
         tensor, other, bias = parts[term.tensor], parts.get(term.minus), parts.get(term.bias)
-        rows, of_weight = _rows(term, layer.watches), _rows(term, layer.of_weight)
+        rows, of_weight = _rows(term, layer.specs), _rows(term, layer.of_weight)
         if term.alignment in layer.alignments:
             of_weight.append((layer.alignments[term.alignment], OWN))
         if bias is None:
@@ -344,12 +344,12 @@ def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observ
 
 
 def _terms_of_input(
-    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *watches: Mapping[str, MetricSpec]
+    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *specs: Mapping[str, MetricSpec]
 ) -> Iterator[_Observed]:
-    """The terms of one input, for the watches of each mapping by kind; the alignments get the norms of all vectors."""
+    """The terms of one input, for the specs of each mapping by kind; the alignments get the norms of all vectors."""
     for term in RCC_INPUT_TERMS:
         difference = Difference(own, reference if term.minus else None)
-        rows = _rows(term, *watches)
+        rows = _rows(term, *specs)
         aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
         if layer.type.vectors is every_vector_once:
             rows += aligned
@@ -362,15 +362,15 @@ def _terms_of_input(
 
 def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[MetricSpec, int]]) -> Iterator[_Observed]:
     """A term, if it goes anywhere, with its features as the last dimension where that matters."""
-    if any(watch.looks_at_features for watch, _row in rows):
+    if any(spec.looks_at_features for spec, _row in rows):
         tensor = difference.written()
         difference = Difference(tensor.movedim(layer.type.features(layer.module, tensor), -1))
     if rows:
         yield difference, rows
 
 
-def _rows(term: Term, *watches: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
-    return [(by_kind[term.kind], OWN) for by_kind in watches if term.kind in by_kind]
+def _rows(term: Term, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
+    return [(by_kind[term.kind], OWN) for by_kind in specs if term.kind in by_kind]
 
 
 def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:

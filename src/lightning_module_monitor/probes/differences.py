@@ -25,7 +25,7 @@ class DifferenceProbe(ModuleProbe[_Target]):
 
     Args:
         watched: The modules.
-        observation: Takes pairs of tensors.
+        accumulator: Takes pairs of tensors.
         reference: Keeps the reference's outputs.
         further_name: Names further outputs, from the module's site and the path.
     """
@@ -33,15 +33,15 @@ class DifferenceProbe(ModuleProbe[_Target]):
     def __init__(
         self,
         watched: Sequence[WatchedModule],
-        observation: StepAccumulator,
+        accumulator: StepAccumulator,
         reference: ReferenceProbe,
         further_name: Callable[[str, Path], str],
     ) -> None:
-        self._observation = observation
+        self._accumulator = accumulator
         self._reference = reference
         self._further_name = further_name
-        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if KIND in one.watches]
-        super().__init__((one.site.module, (one.watches[KIND], sibling)) for one, sibling in siblings if sibling is not None)
+        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if KIND in one.specs]
+        super().__init__((one.site.module, (one.specs[KIND], sibling)) for one, sibling in siblings if sibling is not None)
         for _module, (_watch, sibling) in self._targets:
             reference.want(sibling, KIND, lambda _args, _kwargs, output: named_outputs(output))
 
@@ -49,7 +49,7 @@ class DifferenceProbe(ModuleProbe[_Target]):
         """Compare every output."""
         if is_in_backward():
             return  # a recomputation, which was compared
-        watch, sibling = target
+        spec, sibling = target
         references = dict(self._reference.take(sibling, KIND) or ())
         for path, tensor in named_tensors(output):
             if path not in references or not tensor.is_floating_point():
@@ -58,10 +58,10 @@ class DifferenceProbe(ModuleProbe[_Target]):
             if elements.shape != references[path].shape:
                 self._reference.note_other_shape(sibling)
                 continue
-            own = watch if is_first(path) else watch.at(self._further_name(watch.site, path))
-            with failing_alone(functools.partial(self._observation.fail, own, elements)):
-                self._observation.observe_pair(own, elements, references[path])
+            own = spec if is_first(path) else spec.at(self._further_name(spec.site, path))
+            with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
+                self._accumulator.observe_pair(own, elements, references[path])
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        self._observation.fail(target[0], output, error)
+        self._accumulator.fail(target[0], output, error)

@@ -21,7 +21,7 @@ KIND = "gradient_flow"
 
 
 def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
-    """The watch of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
+    """The spec of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
     return MetricSpec(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
 
 
@@ -30,7 +30,7 @@ class Chain:
     """Blocks in the order of the forward pass, and the names of the transitions between them."""
 
     blocks: Sequence[nn.Module]
-    watches: Sequence[MetricSpec]
+    specs: Sequence[MetricSpec]
     """For the norm at each block, all of different sites. Their values go into gains and are not recorded."""
     transitions: Sequence[str]
     """Site of each transition; one fewer than there are blocks."""
@@ -119,21 +119,21 @@ class GradientFlowProbe(BlockGradientProbe):
 
     Args:
         chain: The blocks.
-        observation: Takes gradients.
+        accumulator: Takes gradients.
     """
 
-    def __init__(self, chain: Chain, observation: StepAccumulator) -> None:
+    def __init__(self, chain: Chain, accumulator: StepAccumulator) -> None:
         super().__init__(chain.blocks)
         self._chain = chain
-        self._observation = observation
+        self._accumulator = accumulator
 
     def observe_gradient(self, place: int, gradient: Tensor) -> None:
         """Observe the gradient at a block."""
-        self._observation.observe(self._chain.watches[place], elements_of(gradient, self.scale))
+        self._accumulator.observe(self._chain.specs[place], elements_of(gradient, self.scale))
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        self._observation.fail(self._chain.watches[place], output, error)
+        self._accumulator.fail(self._chain.specs[place], output, error)
 
     def fail_gradient(self, place: int, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
@@ -141,5 +141,5 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def derive(self, values: dict[str, float]) -> None:
         """Replace norms by gains."""
-        norms = [values.pop(key, None) for watch in self._chain.watches for key in watch.statistic_keys]
+        norms = [values.pop(key, None) for spec in self._chain.specs for key in spec.statistic_keys]
         values.update(self._chain.values(norms))

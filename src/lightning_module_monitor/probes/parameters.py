@@ -31,7 +31,7 @@ class ParameterProbe(Probe):
 
     watched: Mapping[str, ParametersOfKind]
     """What is watched, by kind."""
-    observation: StepAccumulator
+    accumulator: StepAccumulator
     whole_tensors: WholeTensors
     say: Callable[[str], None]
     """Takes a sentence for the user."""
@@ -41,44 +41,44 @@ class ParameterProbe(Probe):
     _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of the parameters that are not real floating ones, by dtype."""
 
-    def see_parameters(self, among: Among = None) -> None:
+    def observe_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
         self._observe_there("parameter", self._there("parameter", among))
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
-            for site, watch, parameter in self._wanted("parameter_difference", among):
-                twin = self.reference.parameter(site)
-                if twin is not None:
-                    self._see_difference(watch, parameter, twin)
-        for site, watch, parameter in self._wanted("update", among):
-            with self._failing(watch, parameter):
+            for site, spec, parameter in self._wanted("parameter_difference", among):
+                reference = self.reference.parameter(site)
+                if reference is not None:
+                    self._see_difference(spec, parameter, reference)
+        for site, spec, parameter in self._wanted("update", among):
+            with self._failing(spec, parameter):
                 self._before.keep(site, parameter)
 
-    def see_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+    def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
         gradients = [None if parameter is None else parameter.grad for parameter in self._there(kind, among)]
         if scale is None:
             self._observe_there(kind, gradients)
             return
         # One after the other: all at once would take as much memory as the gradients.
-        for spec, gradient in zip(self.watched.get(kind, NO_PARAMETERS).watches, gradients, strict=True):
+        for spec, gradient in zip(self.watched.get(kind, NO_PARAMETERS).specs, gradients, strict=True):
             if gradient is not None:
                 with self._failing(spec, gradient):
                     self._observe([(spec, unscaled(gradient, scale))])
 
-    def see_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
+    def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
         before = self._before.take(among)
         if not before:
             return
         of_kind = self.watched.get("update", NO_PARAMETERS)
-        watches = dict(zip(of_kind.sites, of_kind.watches, strict=True))
-        self.observation.observe_base(self._own([(watches[site], copy) for site, copy in before]))
+        specs = dict(zip(of_kind.sites, of_kind.specs, strict=True))
+        self.accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
         seen: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
-            with self._failing(watches[site], copy):
+            with self._failing(specs[site], copy):
                 difference = update(site, copy, is_skipped=is_skipped)
-                seen += [] if difference is None else [(watches[site], difference)]
+                seen += [] if difference is None else [(specs[site], difference)]
         self._observe(seen)
 
     def finish(self) -> None:
@@ -93,19 +93,19 @@ class ParameterProbe(Probe):
     def _observe_there(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
         """Observe one tensor of each parameter that is watched for a kind, where there is one."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        self._observe([(spec, tensor) for spec, tensor in zip(of_kind.watches, tensors, strict=True) if tensor is not None])
+        self._observe([(spec, tensor) for spec, tensor in zip(of_kind.specs, tensors, strict=True) if tensor is not None])
 
     def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
         """Measure tensors, and give those that functions are to get to these."""
         real = [(spec, tensor) for spec, tensor in pairs if tensor.is_floating_point() or self._pass_over(spec.site, tensor)]
         if real:
-            self.observation.measure_all(self._own(real))
+            self.accumulator.measure_all(self._own(real))
         for spec, tensor in real:
             if spec.functions:
                 self._call_functions(spec, tensor)
 
     def _call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
-        call = functools.partial(self.observation.call_functions, spec)
+        call = functools.partial(self.accumulator.call_functions, spec)
         self.whole_tensors.give(name_of(spec.kind, spec.site), tensors, call)
 
     def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
@@ -119,30 +119,30 @@ class ParameterProbe(Probe):
                 continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
                 if tensor.dim() == 1:
-                    self.observation.count_as_one_token(spec)
+                    self.accumulator.count_as_one_token(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
-                    self.observation.fail(spec, tensor, ValueError(why))
+                    self.accumulator.fail(spec, tensor, ValueError(why))
                     continue
             part = own_part(tensor, self.rank)
             if part is not None:
                 parts.append((spec, part))
         return parts
 
-    def _see_difference(self, watch: MetricSpec, parameter: Tensor, twin: Tensor) -> None:
-        with self._failing(watch, parameter):
-            own, of_twin = own_part(parameter.detach(), self.rank), own_part(twin.detach(), self.rank)
+    def _see_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
+        with self._failing(spec, parameter):
+            own, of_twin = own_part(parameter.detach(), self.rank), own_part(reference.detach(), self.rank)
             if own is not None and of_twin is not None:
-                self.observation.measure_pair(watch, own, of_twin.to(own.device))
-            if watch.functions:
-                self._call_functions(watch, parameter.detach(), twin.detach().to(parameter.device))
+                self.accumulator.measure_pair(spec, own, of_twin.to(own.device))
+            if spec.functions:
+                self._call_functions(spec, parameter.detach(), reference.detach().to(parameter.device))
 
-    def _failing(self, watch: MetricSpec, seen: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self.observation.fail, watch, seen))
+    def _failing(self, spec: MetricSpec, seen: Tensor) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self.accumulator.fail, spec, seen))
 
     def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        for site, spec, parameter in zip(of_kind.sites, of_kind.watches, self._there(kind, among), strict=True):
+        for site, spec, parameter in zip(of_kind.sites, of_kind.specs, self._there(kind, among), strict=True):
             if parameter is not None and (parameter.is_floating_point() or self._pass_over(site.name, parameter)):
                 yield site, spec, parameter
 

@@ -27,10 +27,10 @@ def unchanged_grad_mode() -> Iterator[None]:
 class Guard:
     """A block as :meth:`ErrorReporter.guard` has it. No generator: a monitored step has ten of them, each cold."""
 
-    def __init__(self, reporter: ErrorReporter, what: str, observation: StepAccumulator) -> None:
+    def __init__(self, reporter: ErrorReporter, what: str, accumulator: StepAccumulator) -> None:
         self._reporter = reporter
         self._what = what
-        self._observation = observation
+        self._accumulator = accumulator
 
     def __enter__(self) -> None:
         self._grad_mode = torch.set_grad_enabled(False)
@@ -39,7 +39,7 @@ class Guard:
         self._grad_mode.__exit__(kind, error, traceback)
         if not isinstance(error, Exception) or isinstance(error, MonitorError):
             return False
-        self._observation.num_errors += 1
+        self._accumulator.num_errors += 1
         self._reporter.report(f"The {self._what} of this step could not be taken ({type(error).__name__}: {error}).", error)
         return True
 
@@ -59,13 +59,13 @@ class ErrorReporter:
         self._is_first = is_first
         self._reported: set[str] = set()
 
-    def guard(self, what: str, observation: StepAccumulator) -> Guard:
+    def guard(self, what: str, accumulator: StepAccumulator) -> Guard:
         """Within the block an error is reported and counted; tensors made there have no graph.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
-        return Guard(self, what, observation)
+        return Guard(self, what, accumulator)
 
     def of_spec(self, spec: MetricSpec, name: str, seen: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``seen`` describes the tensor."""
@@ -89,17 +89,18 @@ class ErrorReporter:
             self._reported.add(once or message)
             self._logger.warning("%s Said once; monitor/errors counts them.", message)
 
-    def log_once(self, message: str, level: int = logging.INFO, once: str = "") -> None:
+    def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
         """Log a fact once; one that is no problem is logged by one of several ranks.
 
         Args:
             message: A sentence.
             level: Of the logger.
             once: What is reported once; by default the sentence itself.
+            error: Its traceback is logged too.
         """
         if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
-            self._logger.log(level, message)
+            self._logger.log(level, message, exc_info=error)
 
     def forget(self) -> None:
         """Allow everything to be reported again."""

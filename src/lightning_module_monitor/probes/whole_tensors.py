@@ -78,9 +78,9 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
 
 def expected_names(with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter]) -> list[str]:
     """Names of the tensors of sharded parameters that functions get, and of those that are captured."""
-    functions = [(one, kind) for one in with_functions if _is_laid_out(one) for kind, watch in one.watches.items() if watch.functions]
+    functions = [(one, kind) for one in with_functions if _is_laid_out(one) for kind, spec in one.specs.items() if spec.functions]
     names = [name_of(kind, one.site.name) for one, kind in functions]
-    return names + [name_of(kind, one.site.name, FOR_THE_FILE) for one in captured if _is_laid_out(one) for kind in one.watches]
+    return names + [name_of(kind, one.site.name, FOR_THE_FILE) for one in captured if _is_laid_out(one) for kind in one.specs]
 
 
 def _is_laid_out(watched: WatchedParameter) -> bool:

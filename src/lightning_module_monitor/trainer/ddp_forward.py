@@ -1,4 +1,4 @@
-"""Calls of a LightningModule that are none: under DDP Lightning runs ``training_step`` by calling the module."""
+"""Under DDP Lightning runs ``training_step`` by calling the LightningModule, which is no call of its ``forward``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.monitor import ModuleMonitor
 
 
-class RedirectedCalls:
-    """Keeps the monitor from seeing them, so that it sees the same as in one process.
+class DDPForwardGuard:
+    """Hides these calls from the monitor, so that it observes the same as in one process.
 
-    DDP's forward calls the module, whose own ``forward`` Lightning has replaced for this one call by ``training_step``. What
-    that returns is the loss and no activation. So the monitor is blind while the hooks of such a call run, from the first to
-    the last one before it, and after it; within, it sees.
+    DDP's forward calls the module, whose ``forward`` Lightning has replaced for this one call by ``training_step``. That returns the loss,
+    which is no activation. So nothing is observed while the hooks of such a call run, the monitor's among them; within the call, all is.
 
     Args:
-        module: The LightningModule.
-        monitor: Its hooks are on the module by now.
+        module: The LightningModule. The hooks of the monitor are on it already.
+        monitor: The monitor.
     """
 
     def __init__(self, module: LightningModule, monitor: ModuleMonitor) -> None:
@@ -27,33 +26,33 @@ class RedirectedCalls:
         self._hooks = HookSet()
         self._silence = ExitStack()
         self._are_redirected: list[bool] = []
-        """Of the calls that run, the outermost first."""
-        before, after = UncopiedHook(self._before), UncopiedHook(self._after)
-        blind, see = UncopiedHook(self._blind), UncopiedHook(self._see)
-        self._hooks.add(module.register_forward_pre_hook(before, prepend=True))
-        self._hooks.add(module.register_forward_pre_hook(see))
-        self._hooks.add(module.register_forward_hook(blind, prepend=True, always_call=True))
-        self._hooks.add(module.register_forward_hook(after, always_call=True))
+        """One for each call that runs, the outermost first."""
+        first, last = UncopiedHook(self._begin), UncopiedHook(self._end)
+        silence, observe = UncopiedHook(self._silenced), UncopiedHook(self._observed)
+        self._hooks.add(module.register_forward_pre_hook(first, prepend=True))
+        self._hooks.add(module.register_forward_pre_hook(observe))
+        self._hooks.add(module.register_forward_hook(silence, prepend=True, always_call=True))
+        self._hooks.add(module.register_forward_hook(last, always_call=True))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._hooks.close()
         self._silence.close()
 
-    def _before(self, module: LightningModule, *_arguments: object) -> None:
-        # Lightning's own name for what it puts there: strategies/strategy.py, _ForwardRedirection.
+    def _begin(self, module: LightningModule, *_arguments: object) -> None:
+        # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
         self._are_redirected.append(getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward")
-        self._blind()
+        self._silenced()
 
-    def _after(self, *_arguments: object) -> None:
-        self._see()
+    def _end(self, *_arguments: object) -> None:
+        self._observed()
         if self._are_redirected:
             self._are_redirected.pop()
 
-    def _blind(self, *_arguments: object) -> None:
+    def _silenced(self, *_arguments: object) -> None:
         if self._are_redirected and self._are_redirected[-1]:
             self._silence.enter_context(self._monitor.no_monitor())
 
-    def _see(self, *_arguments: object) -> None:
+    def _observed(self, *_arguments: object) -> None:
         if self._are_redirected and self._are_redirected[-1]:
             self._silence.close()

@@ -24,7 +24,7 @@ def raise_detail(monitor: ModuleMonitor, site: str, steps: Sequence[int]) -> boo
         Whether there is such a module or parameter.
     """
     sites, chain = monitor.planner.index, monitor.planner.plan().chain
-    of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.watches[1:], strict=True))
+    of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.specs[1:], strict=True))
     name = of_transitions[site].site if site in of_transitions else site
     while sites.module_site(name) is None and "." in name:
         name = name.rpartition(".")[0]

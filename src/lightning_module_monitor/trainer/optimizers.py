@@ -1,10 +1,11 @@
-"""The optimizers of one step, followed: of every parameter is told once, at the first step of its own optimizer."""
+"""The optimizers of one step: each parameter is observed once, at the first step of its own optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,143 +14,187 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.model.hooks import HookSet
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.trainer.updates import watch_update
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of an optimizer's ``step``."""
 
 
 @dataclass
-class _Turn:
-    """What was told of one optimizer."""
+class _FirstStep:
+    """The first step of one optimizer in a training step."""
 
     parameters: list[Tensor] | None
-    """Those that are told of with it; ``None`` for all."""
+    """The parameters that are observed with it; ``None`` for all."""
     has_gradients: bool = False
-    """Whether what it uses was told."""
+    """Whether the gradients that it uses were observed."""
     is_decided: bool = False
-    """Whether it is known if it steps, or a scaler skips that."""
+    """Whether it is known that the optimizer steps, or that a scaler skips its step."""
 
 
-class OptimizerSteps:
-    """Tells a monitor of parameters, gradients and updates at the moments that are right for each optimizer.
+class OptimizerTracker:
+    """Notifies a monitor of parameters, gradients and updates at the right moment of each optimizer.
 
-    A parameter that no optimizer has is told of with the first that steps; one whose optimizer does not step, at the end.
-    What an optimizer does after its first step in this one is not told, nor what further calls of its closure (LBFGS) do.
+    A parameter without optimizer is observed with the first optimizer that steps; one whose optimizer does not step, at the end.
+    Further steps of an optimizer in the same training step are not observed, nor further calls of its closure (LBFGS).
 
     Args:
-        monitor: It has begun a step.
-        module: Whose parameters they are.
-        optimizers: All that there are.
+        monitor: The monitor; it has begun a step.
+        module: The owner of the parameters.
+        optimizers: All optimizers.
         is_automatic: Whether every optimizer is sure to step, and clipping is not the module's own.
-        scaler: What scales the loss, if anything does.
+        scaler: Scales the loss; ``None`` if the loss is not scaled.
+        fail: Receives where an error was raised in a hook, and the error.
     """
 
     def __init__(
-        self, monitor: ModuleMonitor, module: nn.Module, optimizers: Sequence[Optimizer], *, is_automatic: bool, scaler: GradScaler | None
+        self,
+        monitor: ModuleMonitor,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        is_automatic: bool,
+        scaler: GradScaler | None,
+        fail: Callable[[str, Exception], None],
     ) -> None:
         self._monitor = monitor
         self._module = module
         self._optimizers = optimizers
         self._is_automatic = is_automatic
         self._scaler = scaler
+        self._fail = fail
         self._scale: Tensor | None = None
-        self._turns: dict[Optimizer, _Turn] = {}
+        self._first_steps: dict[Optimizer, _FirstStep] = {}
         self._hooks = HookSet()
         self._silence = ExitStack()
 
-    def watch(self, begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]) -> None:
-        """Be told when optimizers step: :meth:`begin` and :meth:`end` are to be called by these."""
+    def attach(self) -> None:
+        """Put hooks on the optimizers. A step that a ``GradScaler`` skips calls none, unless the optimizer skips it by itself."""
         for optimizer in self._optimizers:
-            watch_update(optimizer, begin, end, self._hooks)
+            self._hooks.add(optimizer.register_step_pre_hook(self._enter_step))
+            self._hooks.add(optimizer.register_step_post_hook(self._leave_step))
 
     def begin_backward(self, loss: Tensor) -> None:
-        """The backward pass of a loss, scaled if it is to be, begins."""
-        if self._scaler is None:
-            self._monitor.begin_backward()
-        else:
+        """The backward pass of a loss begins; the loss may be scaled."""
+        if self._scaler is not None:
             self._scale = self._scaler.scale(torch.ones((), device=loss.device))
-            self._monitor.begin_backward(self._scale)
+        self._monitor.begin_backward(self._scale)
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """An optimizer has its gradients: complete, not clipped, and unscaled unless it does that itself."""
+    def before_clipping(self, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete, not clipped, and unscaled unless the optimizer unscales them itself."""
         if not self._monitor.is_monitoring():
             return
-        turn = self._turns.get(optimizer)
-        if turn is not None:
-            # Another step, and nothing was heard of the first.
-            self._decide(turn, is_skipped=True)
+        first = self._first_steps.get(optimizer)
+        if first is not None:
+            # A second step; if no event of the first has arrived, the scaler has skipped that.
+            self._decide(first, is_skipped=True)
             return
-        turn = self._new_turn(optimizer)
+        first = self._begin(optimizer)
         scale = self._scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if self._is_automatic:
-            self._monitor.monitor_gradients(before_clip=True, parameters=turn.parameters, scale=scale)
+            self._monitor.monitor_gradients(before_clip=True, parameters=first.parameters, scale=scale)
         else:
-            # Who clips has done so by now, and where the step is skipped nothing more is heard of it.
-            self._see_gradients(turn, scale)
-        self._monitor.monitor_parameters(turn.parameters)
+            # Clipping has already happened here. If the scaler skips the step, no further event follows.
+            self._observe_gradients(first, scale)
+        self._monitor.monitor_parameters(first.parameters)
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to use the gradients. What further calls of its closure do, until it ends, does not count."""
-        turn = self._turns.get(optimizer)
-        if turn is None:
-            # It was called past Lightning.
-            turn = self._new_turn(optimizer)
-            self._monitor.monitor_parameters(turn.parameters)
-        # One that unscales and skips by itself was told how by the scaler.
-        self._see_gradients(turn, getattr(optimizer, "grad_scale", None))
-        self._decide(turn, is_skipped=getattr(optimizer, "found_inf", False))
+    def _enter_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Arrange to be notified when the gradients are final.
+
+        It is too early here: Lightning calls ``step`` with a closure that runs forward, backward and clipping. So the closure is
+        replaced by one that notifies after its calls: LBFGS makes many, of which the first counts.
+        """
+
+        def notifying(closure: Callable[[], object]) -> Callable[[], object]:
+            def call() -> object:
+                loss = closure()
+                self._guarded(self._before_update, optimizer)
+                return loss
+
+            return call
+
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": notifying(kwargs["closure"])}
+        # The optimizer itself is the first argument.
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], notifying(args[1]), *args[2:]), kwargs
+        self._guarded(self._before_update, optimizer)
+        return None
+
+    def _leave_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        self._guarded(self._after_update, optimizer)
+
+    def _guarded(self, notify: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        if not self._hooks:
+            return  # closed by an error since the step was entered
+        try:
+            notify(optimizer)
+        except Exception as error:
+            self._fail("optimizer.step", error)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to use the gradients. Until it ends, calls of its closure are not observed."""
+        first = self._first_steps.get(optimizer)
+        if first is None:
+            # The module has called the optimizer itself, and not Lightning's wrapper.
+            first = self._begin(optimizer)
+            self._monitor.monitor_parameters(first.parameters)
+        # A GradScaler sets these two on an optimizer that unscales and skips by itself.
+        self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
+        self._decide(first, is_skipped=getattr(optimizer, "found_inf", False))
         self._silence.enter_context(self._monitor.no_monitor())
 
-    def end(self, optimizer: Optimizer) -> None:
-        """An optimizer has moved its parameters, and nobody else has yet."""
+    def _after_update(self, optimizer: Optimizer) -> None:
+        """An optimizer has moved its parameters, and nothing else has yet."""
         self._silence.close()
-        # After a further step there is no copy of before, and so no update.
-        self._monitor.monitor_updates(self._turns[optimizer].parameters)
+        # After a further step there is no copy of the parameters before it, and so no update.
+        self._monitor.monitor_updates(self._first_steps[optimizer].parameters)
 
     def finish(self) -> None:
-        """The step is over: tell of what no optimizer has moved."""
+        """End the step: observe what no optimizer has moved."""
         self.close()
-        for turn in self._turns.values():
-            self._see_gradients(turn, None)
-            self._decide(turn, is_skipped=True)
-        if self._scaler is not None and not self._turns:
+        for first in self._first_steps.values():
+            self._observe_gradients(first, None)
+            self._decide(first, is_skipped=True)
+        if self._scaler is not None and not self._first_steps:
             self._monitor.monitor_skipped_step(is_skipped=False)
-        rest = self._with(None)
+        rest = self._parameters_with(None)
         if rest is None or rest:
             self._monitor.monitor_parameters(rest)
             if self._is_automatic:
                 self._monitor.monitor_gradients(parameters=rest)
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Remove the hooks."""
         self._silence.close()
         self._hooks.close()
 
-    def _see_gradients(self, turn: _Turn, scale: Tensor | None) -> None:
-        if not turn.has_gradients:
-            turn.has_gradients = True
-            self._monitor.monitor_gradients(parameters=turn.parameters, scale=scale)
+    def _observe_gradients(self, first: _FirstStep, scale: Tensor | None) -> None:
+        if not first.has_gradients:
+            first.has_gradients = True
+            self._monitor.monitor_gradients(parameters=first.parameters, scale=scale)
 
-    def _decide(self, turn: _Turn, *, is_skipped: bool | Tensor) -> None:
-        """It is known now whether an optimizer's first step is skipped: where a tensor says so, which is not read, weights do not move."""
-        if turn.is_decided:
+    def _decide(self, first: _FirstStep, *, is_skipped: bool | Tensor) -> None:
+        """It is known now whether the step is skipped. A tensor is not read: if it is not 0, the parameters do not move."""
+        if first.is_decided:
             return
-        turn.is_decided = True
+        first.is_decided = True
         if self._scaler is not None:
             self._monitor.monitor_skipped_step(is_skipped)
         if is_skipped is True:
-            self._monitor.monitor_updates(turn.parameters, is_skipped=True)
+            self._monitor.monitor_updates(first.parameters, is_skipped=True)
 
-    def _new_turn(self, optimizer: Optimizer) -> _Turn:
-        turn = self._turns[optimizer] = _Turn(self._with(optimizer))
-        return turn
+    def _begin(self, optimizer: Optimizer) -> _FirstStep:
+        first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
+        return first
 
-    def _with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
-        """The parameters that are told of with an optimizer; without one those that were not told of yet. ``None`` for all."""
+    def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
+        """The parameters that are observed with an optimizer; without one those that were not observed yet. ``None`` for all."""
         if len(self._optimizers) <= 1:
-            return None if optimizer is not None or not self._turns else []
-        told = {id(one) for turn in self._turns.values() for one in turn.parameters or ()}
+            return None if optimizer is not None or not self._first_steps else []
+        observed = {id(one) for first in self._first_steps.values() for one in first.parameters or ()}
         others = {id(one) for other in self._optimizers if optimizer not in (None, other) for one in _parameters_of(other)}
         own = {id(one) for one in (_parameters_of(optimizer) if optimizer is not None else ())}
-        return [one for one in self._module.parameters() if id(one) not in told and (id(one) in own or id(one) not in others)]
+        return [one for one in self._module.parameters() if id(one) not in observed and (id(one) in own or id(one) not in others)]
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

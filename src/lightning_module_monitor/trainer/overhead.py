@@ -1,4 +1,4 @@
-"""How much of the time monitoring takes, and how far monitored steps have to be apart so that it is no more than it may be."""
+"""The share of the time that monitoring takes, and how far apart monitored steps have to be to keep it below a limit."""
 
 from __future__ import annotations
 
@@ -6,59 +6,45 @@ import math
 import statistics
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_module_monitor.errors import ConfigError
-
 CLOSEST = 2
-"""Steps from one monitored step to the next, at least: what a monitored step costs is known from those in between."""
+"""Steps from one monitored step to the next, at least: those in between are the baseline for the cost."""
 
 NUM_PLAIN, NUM_MONITORED = 50, 5
-"""How many of the latest steps of either sort count: the median of plain ones, the mean of monitored ones."""
-
-
-class Clock(Protocol):
-    """Tells the time of moments that may still lie ahead, on a device that works on its own."""
-
-    def now(self) -> Any:  # noqa: ANN401  # what it likes
-        """A moment."""
-
-    def has_come(self, moment: Any) -> bool:  # noqa: ANN401
-        """Whether a moment has come, so that its time is known without waiting."""
-
-    def seconds(self, start: Any, end: Any) -> float:  # noqa: ANN401
-        """The time between two moments that have come."""
+"""How many of the latest steps count: the median of unmonitored ones, the mean of monitored ones."""
 
 
 class HostClock:
-    """The time of this process."""
+    """The clock of this process."""
 
-    def now(self) -> float:
-        """Seconds from some moment on."""
+    def now(self) -> Any:  # noqa: ANN401  # a moment, of a type of the clock's own
+        """Return a moment, which a device may not have reached yet."""
         return time.perf_counter()
 
-    def has_come(self, moment: float) -> bool:
-        """Always."""
+    def has_come(self, moment: Any) -> bool:  # noqa: ANN401
+        """Whether a moment was reached, so that no call waits for it."""
         return True
 
-    def seconds(self, start: float, end: float) -> float:
-        """The time between."""
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:  # noqa: ANN401
+        """The time between two moments that were reached."""
+        seconds: float = end - start
+        return seconds
 
 
-class DeviceClock:
-    """The time of a CUDA device, by events in its stream: nobody waits for it."""
+class DeviceClock(HostClock):
+    """The clock of a CUDA device, by events in its stream."""
 
     def now(self) -> torch.cuda.Event:
-        """The moment at which the device has done what was launched before."""
+        """The moment at which the device has finished everything launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def has_come(self, moment: torch.cuda.Event) -> bool:
-        """Whether the device is past it."""
+        """Whether the device has reached it."""
         has_come: bool = moment.query()
         return has_come
 
@@ -71,19 +57,14 @@ class DeviceClock:
 class Overhead:
     """Compares the time of monitored steps with that of the others, and keeps the cost of monitoring below a limit.
 
-    What a rank measures it tells the others, as a figure of the record: what is decided is decided by that, so that all
-    ranks monitor the same steps.
+    The record has the largest figure of all ranks, and the decision uses that one, so that all ranks monitor the same steps.
 
     Args:
         limit: Share of the time that monitoring may take, between 0 and 1.
-        clock: Tells the time.
-
-    Raises:
-        ConfigError: If the limit is none.
+        clock: Measures the time.
     """
 
-    def __init__(self, limit: float, clock: Clock) -> None:
-        check_limit(limit)
+    def __init__(self, limit: float, clock: HostClock) -> None:
         self._limit = limit
         self._clock = clock
         self._plain: deque[float] = deque(maxlen=NUM_PLAIN)
@@ -93,7 +74,7 @@ class Overhead:
         """Begin and end of each batch of the step."""
         self._start: Any = None
         self._waiting: deque[tuple[bool, list[tuple[Any, Any]]]] = deque()
-        """Steps that are over, of which the device may still have to do a part."""
+        """Steps that are over for the host, and may not be for the device."""
         self._has_warmed_up = False
         self._last: int | None = None
         self._gap: int | None = None
@@ -102,15 +83,15 @@ class Overhead:
         """Steps from one monitored step to the next, at least."""
 
     def allows(self, step: int) -> bool:
-        """Whether a step is far enough from the monitored step before it. One that comes again, after a resume, is."""
+        """Whether a step is far enough from the monitored step before it; also if it is run again after a resume."""
         return self._last is None or step < self._last or step - self._last >= self.closest
 
     def begin_batch(self) -> None:
-        """A batch begins: before anything of ours is done."""
+        """A batch begins; called before all other work of the monitor."""
         self._start = self._clock.now()
 
     def begin_step(self, step: int, *, is_monitored: bool) -> None:
-        """With this batch a step begins."""
+        """A step begins with this batch."""
         self._batches = []
         self._is_monitored = is_monitored
         if is_monitored:
@@ -118,13 +99,13 @@ class Overhead:
             self._last = step
 
     def end_batch(self) -> None:
-        """The batch is over: after everything of ours was done."""
+        """The batch is over; called after all other work of the monitor."""
         if self._start is not None:
             self._batches.append((self._start, self._clock.now()))
         self._start = None
 
     def end_step(self) -> None:
-        """With this batch the step is over."""
+        """The step is over with this batch."""
         if self._is_monitored and not self._has_warmed_up:
             # The first compiles, allocates and opens files.
             self._has_warmed_up = True
@@ -133,10 +114,10 @@ class Overhead:
         self._batches = []
 
     def fraction(self) -> float | None:
-        """The share of the time that monitoring takes: of a monitored step and those since the one before.
+        """The share of the time that monitoring takes in a monitored step and the steps since the one before.
 
         Returns:
-            0 to 1; ``None`` while it is not known.
+            0 to 1; ``None`` while there are too few steps.
         """
         while self._waiting and all(self._clock.has_come(end) for _start, end in self._waiting[0][1]):
             is_monitored, batches = self._waiting.popleft()
@@ -148,31 +129,21 @@ class Overhead:
         # The mean: where rules are due in different steps, a few monitored steps may be what costs.
         cost = max(0.0, statistics.fmean(self._monitored) - plain)
         total = cost + self._gap * plain
-        return cost / total if total else 0.0  # steps that take no time that the clock could tell
+        return cost / total if total else 0.0  # steps shorter than the clock can measure
 
     def decide(self, fraction: float) -> None:
         """Set how far apart monitored steps have to be.
 
         Args:
-            fraction: That of the last monitored step, the largest of any rank.
+            fraction: That of the last monitored step, the largest of all ranks.
         """
         if self._gap is None or not 0 <= fraction < 1:
             return
         in_plain_steps = self._gap * fraction / (1 - fraction)
         needed = in_plain_steps * (1 - self._limit) / self._limit
-        self.closest = max(CLOSEST, math.ceil(round(needed, 6)))  # what only rounding has put above a number is that number
+        self.closest = max(CLOSEST, math.ceil(round(needed, 6)))  # without the rounding error of the division
 
 
-def check_limit(limit: object) -> None:
-    """Check an option.
-
-    Raises:
-        ConfigError: If it is no share.
-    """
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1:
-        raise ConfigError(f"max_overhead is {limit!r}; expected a share of the time, more than 0 and less than 1, e.g. 0.02.")
-
-
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     """The clock of the device that a model is on."""
     return DeviceClock() if device.type == "cuda" else HostClock()

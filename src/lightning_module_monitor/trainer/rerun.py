@@ -127,12 +127,12 @@ class StepRerun:
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
     ) -> Observed | None:
         """What the probe observes when a micro-batch is run again; ``None`` if all is finite."""
-        twin = self._twin(pl_module)
-        probe = NonfiniteProbe(_same_sites(pl_module, twin, sites), _raise)
+        sibling = self._sibling(pl_module)
+        probe = NonfiniteProbe(_same_sites(pl_module, sibling, sites), _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
-            loss = _run(trainer, pl_module, twin, kept)
+            loss = _run(trainer, pl_module, sibling, kept)
             if loss is not None:
                 probe.begin_backward(loss)
                 if loss.requires_grad and not is_scaled:
@@ -168,7 +168,7 @@ class StepRerun:
         )
         if site is None:
             return alone
-        twin, device = self._twin(pl_module), pl_module.device
+        sibling, device = self._sibling(pl_module), pl_module.device
         snapshots: list[Snapshot] = []
         countdown = itertools.count(-found.call)
 
@@ -179,27 +179,27 @@ class StepRerun:
                 inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
                 snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
 
-        [same] = _same_sites(pl_module, twin, [site])
+        [same] = _same_sites(pl_module, sibling, [site])
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():
-            _run(trainer, pl_module, twin, kept)
+            _run(trainer, pl_module, sibling, kept)
         return snapshots[0] if snapshots else alone
 
-    def _twin(self, pl_module: LightningModule) -> LightningModule:
+    def _sibling(self, pl_module: LightningModule) -> LightningModule:
         """A copy of the model with its weights in the same memory; those that the step's forward pass wrote into are copies."""
         for tensor in (*pl_module.parameters(), *pl_module.buffers()):
             in_memory(tensor)
         unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=True) if one._version == version}
         shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
-        twin = copy.deepcopy(pl_module, copies_without_graph(pl_module) | shared)
-        own = set(pl_module.modules()) & set(twin.modules())
+        sibling = copy.deepcopy(pl_module, copies_without_graph(pl_module) | shared)
+        own = set(pl_module.modules()) & set(sibling.modules())
         if own:
             raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(own.pop()).__name__} with it")
-        silence(twin)
-        for weight in twin.parameters():
+        silence(sibling)
+        for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:
                 weight.register_post_accumulate_grad_hook(_release_gradient)
-        return twin
+        return sibling
 
 
 class _SharedWeight(nn.Parameter):
@@ -227,11 +227,11 @@ def _release_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _run(trainer: Trainer, pl_module: LightningModule, twin: LightningModule, kept: _Kept) -> Tensor | None:
+def _run(trainer: Trainer, pl_module: LightningModule, sibling: LightningModule, kept: _Kept) -> Tensor | None:
     """Run a micro-batch; returns its loss."""
     with unchanged_random_states(pl_module.device):
         kept.random_states.restore()
-        output = run_training_step(twin, trainer, kept.batch, kept.batch_idx)
+        output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -259,9 +259,9 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _same_sites(pl_module: LightningModule, twin: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
+def _same_sites(pl_module: LightningModule, sibling: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
     """Sites of a copy, under the same names."""
-    same = dict(zip(pl_module.modules(), twin.modules(), strict=True))
+    same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
     return [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 

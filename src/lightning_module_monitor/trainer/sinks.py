@@ -11,7 +11,6 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
@@ -20,52 +19,16 @@ from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
+from lightning_module_monitor.trainer.options import Options
 
 
-class SinksOfRun:
-    """Opens what a run writes to when its first record comes, and gives every record to all of it.
+class SinksController:
+    """Opens the files and loggers of a run when its first record comes, and gives every record to all of them."""
 
-    Args:
-        planner: What is recorded.
-        stages: Of which stages, as keys name them.
-        store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
-        report: Whether to write a page about the run beside its store when it ends.
-        callback_metrics: Pattern or patterns of keys that other callbacks can monitor.
-        progress_bar: Whether the progress bar shows those keys.
-        max_logged_keys: Where there are more keys, loggers get roll-ups.
-        configuration: What the store says of how it was made.
-        messages: Where problems are said.
-
-    Raises:
-        ConfigError: If an option is wrong.
-    """
-
-    def __init__(
-        self,
-        planner: Planner,
-        stages: Sequence[str],
-        *,
-        store: bool | str,
-        report: bool,
-        callback_metrics: str | Sequence[str] | None,
-        progress_bar: bool,
-        max_logged_keys: int,
-        configuration: Mapping[str, object],
-        messages: logging.Logger,
-    ) -> None:
-        self._patterns = parse_patterns(callback_metrics, "callback_metrics")
-        if progress_bar and not self._patterns:
-            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
-        if not isinstance(max_logged_keys, int) or max_logged_keys < 1:
-            raise ConfigError(f"max_logged_keys is {max_logged_keys!r}; expected a number >= 1.")
-        _check_store(store)
-        _check_report(report, has_store=store is not False)
-        self._planner, self._stages = planner, stages
-        self._store_option = store
-        self._report = report
-        self._progress_bar = progress_bar
-        self._max_logged_keys = max_logged_keys
-        self._configuration = configuration
+    def __init__(self, planner: Planner, options: Options, messages: logging.Logger) -> None:
+        self._options = options
+        self._patterns = parse_patterns(options.callback_metrics, "callback_metrics")
+        self._planner, self._stages = planner, options.stages_in_keys()
         self._messages = messages
         self.store_path: str | None = None
         """Where the store of this run is, once something was recorded."""
@@ -100,7 +63,7 @@ class SinksOfRun:
         """
         path = state.get("store")
         is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
-        if path is not None and not is_file and self._store_option is not False:
+        if path is not None and not is_file and self._options.store is not False:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
             self._messages.warning(message, path)
         self.store_path, self._earlier_path = None, str(path) if is_file else None
@@ -121,7 +84,7 @@ class SinksOfRun:
         files, self._files = self._files, None
         if files is not None:
             files.close()
-            if self._report and files.has_begun:
+            if self._options.report and files.has_begun:
                 self._write_report(files.path)
 
     def _write_report(self, store: Path) -> None:
@@ -164,12 +127,12 @@ class SinksOfRun:
 
     def roll_ups_in_words(self) -> str:
         """What is said of roll-ups, if there will be any."""
-        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._max_logged_keys}." if self._rolls_up() else ""
+        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._options.max_logged_keys}." if self._rolls_up() else ""
 
     def _rolls_up(self) -> bool:
         """Whether loggers get roll-ups: by the plan and not by the record, so that a logger's columns are the same at every step."""
         return any(
-            len(self._planner.planned_keys([stage])) + len(self._planner.planned_histograms([stage])) > self._max_logged_keys
+            len(self._planner.planned_keys([stage])) + len(self._planner.planned_histograms([stage])) > self._options.max_logged_keys
             for stage in self._stages
         )
 
@@ -181,15 +144,15 @@ class SinksOfRun:
             self._write(trainer, record)
         if self._patterns:
             # On every rank: what decides by them decides alike everywhere.
-            CallbackMetrics(self._patterns, self._progress_bar).write(record, pl_module)
+            CallbackMetrics(self._patterns, self._options.progress_bar).write(record, pl_module)
 
     def _write(self, trainer: Trainer, record: Record) -> None:
         """Write a record to the store and the loggers."""
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
-            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._max_logged_keys
+            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._options.max_logged_keys
             self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
-        if self._files is None and self._store_option and not _writes_nothing(trainer):
+        if self._files is None and self._options.store and not _writes_nothing(trainer):
             self._files = self._open_files(trainer)
         if self._files is not None:
             self._files.write(record)
@@ -205,7 +168,7 @@ class SinksOfRun:
         earlier = None if self._earlier_path is None else Path(self._earlier_path).resolve()
         return RunFiles(
             earlier if earlier is not None and is_name_of(earlier, path) else path,
-            configuration=self._configuration,
+            configuration=self._options.described(),
             keys=self.planned_keys(),
             histogram_keys=self.planned_histograms(),
             resumed=earlier,
@@ -219,8 +182,8 @@ class SinksOfRun:
         return None if _writes_nothing(trainer) else self._new_store_path(trainer).parent
 
     def _new_store_path(self, trainer: Trainer) -> Path:
-        if not isinstance(self._store_option, bool):
-            return Path(self._store_option).expanduser()
+        if not isinstance(self._options.store, bool):
+            return Path(self._options.store).expanduser()
         return _run_directory(trainer) / "monitor.h5"
 
 
@@ -236,37 +199,3 @@ def _run_directory(trainer: Trainer) -> Path:
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-
-
-def _check_store(store: object) -> None:
-    """Check that a file can be at the path.
-
-    Raises:
-        ConfigError: If not.
-    """
-    if not isinstance(store, bool | str | os.PathLike):
-        raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
-    if not isinstance(store, bool):
-        path = Path(store).expanduser()
-        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
-        if not store or path.is_dir() or blocking is not None:
-            why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
-            raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
-
-
-def _check_report(report: object, *, has_store: bool) -> None:
-    """Check that a report can be written.
-
-    Raises:
-        ConfigError: If not.
-    """
-    if not isinstance(report, bool):
-        raise ConfigError(f"report is {report!r}; expected true or false.")
-    if report and not has_store:
-        raise ConfigError("report is true, and store is false; expected a store: the report is made from it.")
-    if report:
-        try:
-            for module in ("jinja2", "plotly"):
-                require(module, "report")
-        except ImportError as error:
-            raise ConfigError(f"report is true, and {error}") from error

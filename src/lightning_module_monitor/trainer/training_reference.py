@@ -1,4 +1,4 @@
-"""A copy of a LightningModule that runs its own ``training_step``, and that nobody else notices."""
+"""A copy of a LightningModule that runs its own ``training_step`` and changes nothing outside of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from torch import nn
 
 
 class _TrainerWithoutLoggers:
-    """What a copy takes for its trainer: the model's, but for the loggers; what the copy sets on it reaches nothing.
-
-    Args:
-        trainer: The model's.
-    """
+    """The ``trainer`` of a copy: reads from the model's trainer, except the loggers; what the copy sets on it stays here."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -27,15 +23,14 @@ class _TrainerWithoutLoggers:
         self.loggers = [self.logger]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
-        return getattr(object.__getattribute__(self, "_trainer"), name)  # that of a copy that is being made is not there yet
+        return getattr(object.__getattribute__(self, "_trainer"), name)  # while this is being copied, it has no such attribute yet
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Stands in a copy for what would log or print."""
+    pass
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """Stands in a copy for what would reach the optimizers of the model."""
     raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
 
 
@@ -45,39 +40,39 @@ _SILENT = {
 }
 
 
-def silence(twin: LightningModule) -> None:
-    """Take from a copy, and from the LightningModules within it, what logs or reaches optimizers: attributes shadow methods."""
-    for part in twin.modules():
+def silence(reference: LightningModule) -> None:
+    """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
+    for part in reference.modules():
         if isinstance(part, LightningModule):
             vars(part).update(_SILENT)
 
 
-def run_training_step(twin: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
+def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
     """Run a copy's ``training_step`` as Lightning is about to run the model's.
 
     Args:
-        twin: A silenced copy.
+        reference: A silenced copy.
         trainer: The copy is attached to this, without its loggers, while it runs.
-        batch: On the device and in the precision of the run. The copy gets a copy, for it may write into it.
-        batch_idx: Its number.
+        batch: On the device and in the precision of the run. The copy gets a copy, because it may write into it.
+        batch_idx: Number of the batch.
 
     Returns:
-        What it returned.
+        The result of ``training_step``.
     """
-    takes_index = is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2)
+    takes_index = is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
-    twin.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
+    reference.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
     try:
-        with trainer.precision_plugin.train_step_context(), _unchanged_attributes(twin):
-            return twin.training_step(*arguments)
+        with trainer.precision_plugin.train_step_context(), _unchanged_attributes(reference):
+            return reference.training_step(*arguments)
     finally:
-        twin.trainer = None
+        reference.trainer = None
 
 
 @contextmanager
-def _unchanged_attributes(twin: LightningModule) -> Iterator[None]:
-    """After the block the copy's attributes are what they were. What it gathers for the end of an epoch nobody would clear."""
-    attributes = [(part, dict(vars(part))) for part in twin.modules() if isinstance(part, LightningModule)]
+def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
+    """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
+    attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
     own = [value for _part, values in attributes for name, value in values.items() if name not in _OF_TORCH]
     inner = [value for one in own if isinstance(one, dict) for value in one.values()]
     gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
@@ -93,4 +88,4 @@ def _unchanged_attributes(twin: LightningModule) -> Iterator[None]:
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module: buffers are seen to elsewhere."""
+"""Attributes of every module. The monitor's ``Reference`` restores the buffers."""

@@ -1,0 +1,52 @@
+"""Checks of a run that cannot be monitored, before its first batch."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.plan import Planner
+
+
+def check_trainer(trainer: Trainer, pl_module: LightningModule, *, at_every_step: bool) -> None:
+    """Refuse a strategy, and a compiled model, whose values would be wrong; ``at_every_step`` non-finite values are searched for."""
+    remedy = "Leave the callback out of this run."
+    if trainer.world_size > 1 and type(trainer.strategy) not in (DDPStrategy, ModelParallelStrategy):
+        expected = "expected strategy ddp (and its kin ddp_spawn, ddp_notebook) or ModelParallelStrategy"
+        raise ConfigError(f"{type(trainer.strategy).__name__} keeps parameters in a way that is not measured; {expected}. {remedy}")
+    compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
+    if compiled and at_every_step:
+        expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
+        raise ConfigError(f"health.nonfinite looks at every step, and {compiled[0]} is compiled, whose modules nobody sees; {expected}.")
+    if compiled and not hasattr(torch.compiler, "set_stance"):
+        why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
+        raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. {remedy} Or do not compile it.")
+
+
+def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, runs_training_step: bool) -> None:
+    """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping."""
+    if pl_module.automatic_optimization:
+        return
+    model = type(pl_module).__name__
+    if runs_training_step:
+        remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
+        raise ConfigError(f"{model} uses manual optimization, and no reference can run its training_step; {remedy}.")
+    rule = planner.first_of_kind("gradient_before_clip", without="gradient")
+    if rule is not None:
+        why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
+        raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
+
+
+def makes_layers_late(pl_module: LightningModule) -> bool:
+    """Whether the module may make layers after the ``setup`` of the callbacks."""
+    return any(is_overridden(hook, pl_module, LightningModule) for hook in ("setup", "configure_model"))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # Lightning unwraps a compiled LightningModule, and keeps the compiler in `_compiler_ctx`.
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return is_wrapper or module._compiled_call_impl is not None or getattr(module, "_compiler_ctx", None) is not None

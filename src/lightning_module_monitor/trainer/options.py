@@ -1,0 +1,149 @@
+"""The options of the callback, and their check."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_module_monitor.config import (
+    Capture,
+    GradientFlow,
+    Rule,
+    as_tuple,
+    attention_rules,
+    check_choice,
+    default_rules,
+    parse_patterns,
+)
+from lightning_module_monitor.errors import ConfigError, require
+from lightning_module_monitor.health.options import Alert, Health
+from lightning_module_monitor.record import TRAIN
+from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
+
+STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
+"""Stage in a key by Lightning's name of it."""
+
+INIT = "init"
+"""The reference is the model as it was at the start of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of ``ModuleMonitorCallback``, which documents them, as the user gave them.
+
+    Options that ``ModuleMonitor`` and health have too are checked there.
+
+    Raises:
+        ConfigError: If a value is wrong.
+    """
+
+    every_n_steps: Schedule
+    module: str | None
+    exclude: str | list[str] | None
+    rules: Sequence[Rule | dict[str, Any]] | None
+    reference: str | os.PathLike[str] | nn.Module | None
+    rcc: bool
+    save_reference: bool
+    attention: bool
+    gradient_flow: GradientFlow | dict[str, Any] | None
+    capture: Capture | dict[str, Any] | None
+    health: Health | dict[str, Any] | bool | str | None
+    alerts: list[Alert | dict[str, Any]] | dict[str, Any] | str | None
+    store: bool | str
+    report: bool
+    callback_metrics: str | list[str] | None
+    progress_bar: bool
+    stages: str | list[str] | None
+    prefix: str
+    max_logged_keys: int
+    max_overhead: float | None
+    on_error: str
+    dry_run: bool
+
+    def __post_init__(self) -> None:
+        for name in ("rcc", "attention", "progress_bar", "dry_run", "save_reference", "report"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false.")
+        if self.stages is not None and not as_tuple(self.stages):
+            raise ConfigError(f"stages is empty, and nothing would be watched; expected one or several of {', '.join(STAGES)}.")
+        for stage in as_tuple(self.stages):
+            check_choice(stage, STAGES, f"stages {stage!r} is not a stage")
+        source, limit, _schedule = self.source, self.max_overhead, self.schedule
+        if source is not None and not (isinstance(source, str | nn.Module) and source):
+            raise ConfigError(f"reference is {source!r}; expected 'init', the path of a checkpoint, or a module.")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1):
+            raise ConfigError(f"max_overhead is {limit!r}; expected a share of the time, more than 0 and less than 1, e.g. 0.02.")
+        if not isinstance(self.max_logged_keys, int) or self.max_logged_keys < 1:
+            raise ConfigError(f"max_logged_keys is {self.max_logged_keys!r}; expected a number >= 1.")
+        if not parse_patterns(self.callback_metrics, "callback_metrics") and self.progress_bar:
+            raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
+        self._check_store()
+
+    @property
+    def schedule(self) -> ParsedSchedule:
+        """The parsed ``every_n_steps``."""
+        return parse_schedule(self.every_n_steps, "every_n_steps")
+
+    @property
+    def source(self) -> str | nn.Module | None:
+        """The origin of the reference; ``None`` if there is no reference."""
+        if self.reference is None and self.rcc:
+            return INIT
+        return os.fspath(self.reference) if isinstance(self.reference, os.PathLike) else self.reference
+
+    def all_rules(self) -> list[Rule | dict[str, Any]]:
+        """The rules, and those that ``attention`` stands for."""
+        return [*(default_rules() if self.rules is None else as_tuple(self.rules)), *(attention_rules() if self.attention else ())]
+
+    def observes(self, stage: str) -> bool:
+        """Whether one of Lightning's stages is monitored."""
+        return stage in (as_tuple(self.stages) or ("train",))
+
+    def observes_run(self, stage: str) -> bool:
+        """Whether anything of Lightning's ``fit``, ``validate``, ``test`` or ``predict`` is monitored."""
+        return self.observes(stage) or (stage == "fit" and (self.observes("train") or self.observes("validate")))
+
+    def stages_in_keys(self) -> list[str]:
+        """The monitored stages, as keys name them."""
+        return [name for stage, name in STAGES.items() if self.observes(stage)]
+
+    def described(self) -> dict[str, Any]:
+        """The options in types that JSON has, for the store."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def _check_store(self) -> None:
+        store = self.store
+        if not isinstance(store, bool | str | os.PathLike):
+            raise ConfigError(f"store is {store!r}; expected the path of a file, or true or false.")
+        if not isinstance(store, bool):
+            path = Path(store).expanduser()
+            blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+            if not store or path.is_dir() or blocking is not None:
+                why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if store else "that is no path"
+                raise ConfigError(f"store is {store!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+        if self.report and store is False:
+            raise ConfigError("report is true, and store is false; expected a store: the report is made from it.")
+        if self.report:
+            try:
+                for module in ("jinja2", "plotly"):
+                    require(module, "report")
+            except ImportError as error:
+                raise ConfigError(f"report is true, and {error}") from error
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "__qualname__", repr(value))

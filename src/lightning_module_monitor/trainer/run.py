@@ -1,0 +1,219 @@
+"""One run of a Trainer: what belongs to it from its setup to its end, and where its records go."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.amp import GradScaler
+
+from lightning_module_monitor.config import Rule, as_tuple, coordinate_check_rules
+from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import Health
+from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.probes.rcc_layers import layer_parts
+from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
+from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.trainer.health import HealthOfRun
+from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.reference import ReferenceController
+from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.summary import dry_run, summary
+
+# A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
+_logger = logging.getLogger("lightning.pytorch.module_monitor")
+
+
+class RunController:
+    """Owns the monitor and the other controllers of a run, and gives every record to all of them.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.monitor = ModuleMonitor(
+            options.every_n_steps,
+            logger=_logger,
+            rules=options.all_rules(),
+            gradient_flow=options.gradient_flow,
+            capture=options.capture,
+            exclude=options.exclude,
+            module=options.module,
+            prefix=options.prefix,
+            on_error=options.on_error,
+            history=1,
+        )
+        self.reporter = ErrorReporter(_logger, options.on_error, is_first_process)
+        self._add_reference_rules()
+        self.observes_training = options.observes("train") and not options.dry_run
+        self.reference: ReferenceController | None = None
+        if options.source is not None and self.observes_training:
+            self.reference = ReferenceController(
+                self.monitor, options.source, options.module, is_saved=options.save_reference, messages=_logger
+            )
+        health = Health() if options.health is None else options.health
+        self.health = HealthOfRun(health, as_tuple(options.alerts), self.monitor, on_error=options.on_error, messages=_logger)
+        self._check_health()
+        self.sinks = SinksController(self.monitor.planner, options, _logger)
+        self.last_record: Record | None = None
+        """The newest record, without its raw tensors."""
+        self.is_fit = False
+
+    def _add_reference_rules(self) -> None:
+        """Add the rules that the reference and the coordinate check stand for."""
+        source, needed_by = self.options.source, self.monitor.planner.first_of_reference()
+        if source is None and needed_by is not None:
+            raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
+        if self.options.rcc:
+            self.monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
+        elif source is not None and needed_by is None:
+            self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
+
+    def _check_health(self) -> None:
+        """Check that stages and store have what health and alerts need."""
+        if self.health.is_at_every_step and not self.options.observes("train"):
+            what = f"health.nonfinite is {self.health.nonfinite_option!r}"
+            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
+        captures = "capture is given" if self.options.capture is not None else "capture follows an alert" if self.health.may_capture else ""
+        if captures and self.options.store is False:
+            raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
+
+    # From setup to the end
+
+    def begin(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A run of ``fit``, ``validate``, ``test`` or ``predict`` begins; the run before is forgotten.
+
+        Raises:
+            ConfigError: If the run cannot be monitored, or a rule matches nothing in the model.
+        """
+        self.is_fit = stage == "fit"
+        self.reporter.forget()
+        self.sinks.begin(trainer)
+        if self.reference is not None:
+            self.reference.begin()
+        if self.is_fit:
+            self.health.begin_fit()
+        if not self.options.observes_run(stage):
+            return
+        runs_training_step = self.reference is not None and self.options.module is None
+        check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
+        check_trainer(trainer, pl_module, at_every_step=self.health.is_at_every_step)
+        if not makes_layers_late(pl_module):
+            self.set_module(trainer, pl_module)
+        if self.is_fit and self.reference is not None:
+            self.reference.begin_fit(pl_module)
+
+    def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every layer exists now, and parameters are those that will be trained."""
+        if not self.options.observes_run("fit"):
+            return
+        if self.monitor.module is None:
+            check_trainer(trainer, pl_module, at_every_step=self.health.is_at_every_step)  # layers made since may be compiled
+            self.set_module(trainer, pl_module)
+        if self.reference is not None:
+            self.reference.prepare(trainer, pl_module)
+        if not self.options.dry_run:
+            self.monitor.agree()
+        planner, schedule = self.monitor.planner, self.options.schedule
+        if trainer.is_global_zero and self.options.dry_run:
+            print(dry_run(planner, schedule, trainer.max_steps))
+        elif trainer.is_global_zero:
+            _logger.info(summary(planner, schedule, self.sinks.roll_ups_in_words()))
+
+    def set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the module to monitor, and check the options against its names.
+
+        Raises:
+            ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
+        """
+        self.monitor.distributed = trainer.world_size > 1
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
+        self.monitor.set_module(pl_module)
+        if trainer.strategy.root_device.type == "cpu":
+            numba_kernel.loops()  # compiled here, and not within the first monitored step
+        if not self.monitor.planner.has_any():
+            raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
+        measured = {STEP_SKIPPED: scaler_of(trainer) is not None, OVERHEAD_FRACTION: self.options.max_overhead is not None}
+        self.sinks.expect([name for name, is_measured in measured.items() if is_measured])
+        self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
+        self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
+        self._check_keys_of_others(trainer)
+
+    def state(self) -> dict[str, Any]:
+        """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
+        reference = None if self.reference is None else self.reference.state()
+        state = {"format": 1, **self.sinks.state(), "health": self.health.state()}
+        return state if reference is None else {**state, "reference": reference}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` gave; validating or testing a checkpoint resumes nothing."""
+        if self.is_fit:
+            self.sinks.resume(state)
+            self.health.resume(state.get("health", {}))
+            if self.reference is not None:
+                self.reference.load(state.get("reference"))
+
+    def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The weights of a checkpoint were loaded."""
+        # One that was saved before the first step is where this run begins, not what it resumes: a finder of learning rates loads it.
+        if self.is_fit and self.reference is not None and checkpoint.get("global_step", 0) > 0:
+            self.reference.resume()
+
+    def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
+        """Give a record, and what was found since the last one, to every sink, and act on the findings."""
+        record = self.health.examined(step_of(trainer), record)
+        if record is None:
+            return
+        if record.values:  # else it has only findings, of a step that was not monitored
+            # Raw tensors are for the file, and may be large.
+            self.last_record = dataclasses.replace(record, tensors=())
+        self.sinks.emit(trainer, pl_module, record)
+        self.health.follow(trainer, record.findings, self.sinks.folder)
+
+    def close(self) -> None:
+        """Take every hook off and close the sinks; a second call does no harm."""
+        with ExitStack() as stack:
+            stack.callback(self.sinks.close)
+            stack.callback(self.monitor.close)
+            stack.callback(self.health.close)
+
+    # Inside
+
+    def _report_unknown_layers(self, modules: list[nn.Module]) -> None:
+        if self.options.rcc and not any(layer_parts(module) for module in modules):
+            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            self.reporter.log_once(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
+
+    def _check_keys_of_others(self, trainer: Trainer) -> None:
+        """Check that no other callback of this Trainer writes the same keys."""
+        own = self.sinks.all_planned()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+            run = vars(callback).get("_run")
+            if isinstance(run, RunController) and run is not self and run.monitor.module is not None:
+                common = own & run.sinks.all_planned()
+                if common:
+                    raise ConfigError(
+                        f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
+                    )
+
+
+def scaler_of(trainer: Trainer) -> GradScaler | None:
+    """What scales the loss under 16-mixed, and may skip a step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+
+
+def step_of(trainer: Trainer) -> int:
+    """The step that Lightning's own loggers plot against: the number of batches that stepped (not public anywhere)."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

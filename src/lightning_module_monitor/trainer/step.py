@@ -1,0 +1,266 @@
+"""The steps of a run: which step a batch belongs to, whether it is monitored, and its phases; and the loops that interrupt it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import ExitStack
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError
+from lightning_module_monitor.record import OVERHEAD_FRACTION
+from lightning_module_monitor.trainer.ddp_forward import DDPForwardGuard
+from lightning_module_monitor.trainer.nonfinite import NonfiniteOfRun
+from lightning_module_monitor.trainer.optimizers import OptimizerTracker
+from lightning_module_monitor.trainer.options import STAGES
+from lightning_module_monitor.trainer.overhead import Overhead, clock_of
+from lightning_module_monitor.trainer.run import RunController, scaler_of, step_of
+
+
+class StepController:
+    """Begins and ends steps, and notifies the monitor of what happens in between."""
+
+    def __init__(self, run: RunController) -> None:
+        self._run = run
+        self._monitor = run.monitor
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_idle = True
+        """Whether nothing is left to do in this step."""
+        self._step: int | None = None
+        """The step of the latest training batch; ``None`` when it is over."""
+        self._overhead: Overhead | None = None
+        self._optimizers: OptimizerTracker | None = None
+        """Of the step, if it is monitored."""
+        self._ddp_guards: list[DDPForwardGuard] = []
+        """That of the step, and that of the loop that interrupts it."""
+        self._silence = ExitStack()
+        """Silences the monitor in a loop that is not monitored."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy made in the middle of a run has no step: hooks belong to the original."""
+        idle = object.__new__(type(self))
+        vars(idle).update(vars(self))
+        idle._forget()
+        return vars(idle)
+
+    def begin_fit(self, pl_module: LightningModule) -> None:
+        """A fit begins; its steps may have a limit of overhead."""
+        limit = self._run.options.max_overhead
+        self._overhead = None if limit is None else Overhead(limit, clock_of(pl_module.device))
+
+    # A training step
+
+    def begin_batch(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        """A micro-batch begins; the first one of a step begins the step."""
+        step = step_of(trainer)
+        # The number grows after the last micro-batch of a step.
+        is_first = step != self._step
+        if is_first:
+            self._step = step
+            self._run.sinks.note_step(step)
+            # An error below must not prevent the end of the step: other ranks wait for it.
+            self.is_idle = not self._run.observes_training
+        if self.is_idle:
+            return
+        if self._overhead is not None:
+            self._overhead.begin_batch()
+        if is_first:
+            if self._begin_step(step):
+                self._guard_ddp_forward(trainer, pl_module)
+                self._track_optimizers(trainer, pl_module)
+            elif self._overhead is None and not self._run.health.is_at_every_step:
+                self.is_idle = True
+                return
+        # Until on_before_backward, a backward pass is an inner one of the user's.
+        self._monitor.end_backward()
+        if self._run.reference is not None and self._monitor.awaits_reference():
+            self._run.reference.run(trainer, batch, batch_idx)
+        is_monitored = self._monitor.is_monitoring()
+        if self._nonfinite is not None:
+            self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+
+    def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
+        """The backward pass of the loss begins."""
+        if self._nonfinite is not None:
+            self._nonfinite.begin_backward(loss, is_scaled=scaler_of(trainer) is not None)
+        if self._optimizers is not None:
+            self._optimizers.begin_backward(loss)
+
+    def end_backward(self, trainer: Trainer) -> None:
+        """The backward pass is over."""
+        self._monitor.end_backward()
+        if self._nonfinite is not None:
+            self._nonfinite.end_backward(is_scaled=scaler_of(trainer) is not None)
+
+    def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete and not clipped."""
+        if self._nonfinite is not None:
+            self._find_nonfinite(self._nonfinite, trainer, pl_module)
+        if self._optimizers is not None:
+            self._optimizers.before_clipping(optimizer)
+
+    def end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A micro-batch is over; the last one of a step ends the step."""
+        if self._nonfinite is not None:
+            self._nonfinite.end_micro_batch()
+        self._monitor.after_micro_batch()
+        ends_step = not trainer.fit_loop._should_accumulate()
+        if ends_step:
+            self._end_step(trainer, pl_module)
+        if self._overhead is not None:
+            self._overhead.end_batch()
+            if ends_step:
+                self._overhead.end_step()
+
+    # Loops without training
+
+    def begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A loop of another stage begins, also in the middle of an accumulated step, whose hooks observe nothing meanwhile."""
+        options = self._run.options
+        if options.observes(stage) and not (trainer.sanity_checking or options.dry_run):
+            if self._monitor.module is None:
+                # Outside of fit this is the first event after `configure_model`.
+                self._run.set_module(trainer, pl_module)
+            self._monitor.begin_stage(STAGES[stage], step_of(trainer))
+            self._guard_ddp_forward(trainer, pl_module)
+        else:
+            self._silence.enter_context(self._monitor.no_monitor())
+
+    def end_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the loop at the last moment at which values may be logged. What the module's own hooks do after it has no stage."""
+        if self._monitor.is_in_stage():
+            self._close_ddp_guard()
+        record = self._monitor.end_stage()
+        if record is not None:
+            self._silence.enter_context(self._monitor.no_monitor())
+        self._run.emit(trainer, pl_module, record)
+
+    def continue_step(self) -> None:
+        """The loop is over; training goes on."""
+        self._silence.close()
+
+    # The end
+
+    def fail(self, event: str, error: Exception) -> None:
+        """An error of the monitor, raised in an event, ends the monitoring of this step, and not the run.
+
+        Raises:
+            Exception: The error, if errors are to be raised or it is meant for the user.
+        """
+        if isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise":
+            raise error
+        self._silence.close()
+        while self._ddp_guards:
+            self._close_ddp_guard()
+        self._close_optimizers()
+        if self._nonfinite is not None:
+            self._nonfinite.forget_step()
+        self._monitor.lose()
+        name = type(error).__name__
+        message = f"{event} failed ({name}: {error}); this step is not monitored. Said once."
+        self._run.reporter.log_once(message, logging.WARNING, f"{event} {name}", error)
+
+    def close(self) -> None:
+        """Remove every hook; a second call does no harm."""
+        with ExitStack() as stack:
+            stack.callback(self._close_optimizers)
+            for guard in self._ddp_guards:
+                stack.callback(guard.close)
+            stack.callback(self._silence.close)
+        self._forget()
+
+    # Inside
+
+    @property
+    def _nonfinite(self) -> NonfiniteOfRun | None:
+        return self._run.health.nonfinite
+
+    def _begin_step(self, step: int) -> bool:
+        """Begin a step, and return whether it is monitored."""
+        if self._overhead is None:
+            return self._monitor.begin_step(step)
+        is_allowed = self._overhead.allows(step)
+        if not is_allowed:
+            self._report_left_out(step, self._overhead.closest)
+        try:
+            return is_allowed and self._monitor.begin_step(step)
+        finally:
+            # A step that fails to begin on this rank is monitored on others, and all count from it to the next.
+            self._overhead.begin_step(step, is_monitored=is_allowed and self._monitor.is_monitoring())
+
+    def _report_left_out(self, step: int, closest: int) -> None:
+        """Report, once each, that the limit of overhead leaves steps out, and that it leaves out one whose raw tensors are captured."""
+        left_out = f"max_overhead={self._run.options.max_overhead}: "
+        if self._monitor.is_step_monitored(step):
+            message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once."
+            self._run.reporter.log_once(message, once="left out")
+        if self._monitor.planner.is_captured(step) and is_first_process():
+            apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
+            message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once."
+            self._run.reporter.log_once(message, logging.WARNING, "left out capture")
+
+    def _guard_ddp_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """If the strategy wraps the module, hide the calls of the wrapper."""
+        if trainer.strategy.model is not pl_module:
+            self._ddp_guards.append(DDPForwardGuard(pl_module, self._monitor))
+
+    def _close_ddp_guard(self) -> None:
+        """Close that of the step, or of the loop that interrupts it."""
+        if self._ddp_guards:
+            self._ddp_guards[-1].close()
+            self._ddp_guards.pop()
+
+    def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)
+        self._optimizers = OptimizerTracker(
+            self._monitor, pl_module, trainer.optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail
+        )
+        self._optimizers.attach()
+
+    def _close_optimizers(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.close()
+        self._optimizers = None
+
+    def _find_nonfinite(self, nonfinite: NonfiniteOfRun, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for non-finite values.
+
+        Raises:
+            NonfiniteError: If there is one, and the option is ``stop``.
+        """
+        step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
+        found = nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
+        self._run.health.note(found)
+        if found is not None and self._run.health.is_fatal:
+            self._run.emit(trainer, pl_module, None)
+            raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
+
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the step. Under manual optimization the next batch may have the same number: it begins it anew."""
+        self._step, self.is_idle = None, True
+        try:
+            self._finish_observing()
+        except Exception as error:
+            self.fail("on_train_batch_end", error)
+        # Reached whatever has failed: other ranks wait for this one.
+        record = self._monitor.end_step()
+        if record is not None and self._overhead is not None:
+            self._overhead.decide(record.values.get(self._monitor.planner.own_key(OVERHEAD_FRACTION), math.nan))
+        if self._nonfinite is not None:
+            self._run.health.note(self._nonfinite.end_step(step_of(trainer), record))
+        self._run.emit(trainer, pl_module, record)
+
+    def _finish_observing(self) -> None:
+        self._close_ddp_guard()
+        if self._optimizers is not None:
+            self._optimizers.finish()
+            self._optimizers = None
+        fraction = None if self._overhead is None else self._overhead.fraction()
+        if fraction is not None:
+            self._monitor.monitor_overhead(fraction)
