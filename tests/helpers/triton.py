@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.kernels import FIELDS_OF_NEED
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 from lightning_module_monitor.record import Histogram
@@ -30,19 +31,6 @@ def skip_without_triton() -> None:
     if not IS_INTERPRETED and not torch.cuda.is_available():
         reason = "no CUDA device here, and Triton interprets only with TRITON_INTERPRET=1; make test-triton sets it"
         pytest.skip(reason, allow_module_level=True)
-
-
-FIELDS_OF_NEED = {
-    Need.MEAN: ["mean"],
-    Need.SQUARES: ["squares"],
-    Need.DEVIATIONS: ["mean", "deviations"],
-    Need.MAGNITUDE: ["magnitude"],
-    Need.EXTREMES: ["maximum", "minimum"],
-    Need.ZEROS: ["zeros"],
-    Need.NONFINITE: ["nonfinite"],
-    Need.TOKENS: ["tokens", "token_norm", "token_rms"],
-    Need.POWERS: ["third", "fourth"],
-}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, std: float = 1.0, seed: int = 0) -> Tensor:

@@ -12,8 +12,9 @@ import pytest
 from helpers.tiny import Tiny, fit, loader, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule, sinks_of_run
+from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.trainer import sinks as trainer_sinks
 
 
 class Fail(Callback):
@@ -51,7 +52,7 @@ def test_trouble_with_the_page_is_said_and_hides_nothing(
     def fail(*_args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(sinks_of_run, "write_report", fail)
+    monkeypatch.setattr(trainer_sinks, "write_report", fail)
     fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
     expected = "No report was written (OSError: no space left). Later: lightning-module-monitor report "
     assert f"{expected}{tmp_path / 'monitor.h5'}" in caplog.messages

@@ -112,6 +112,8 @@ HARD = {
     "outliers where a center is sought": torch.cat([with_first(1, 1e6).flatten(), torch.tensor([-1e6, 1e6])]),
     "a chunk between outliers": torch.cat([torch.tensor([3e38]), normal(4094), torch.tensor([3e38])]),
     "zeros at first": with_first(500, 0.0),
+    "a first thousand that is far from the rest": torch.cat([normal(1024) + 1e6, normal(64_000)]),
+    "a first part that is far from the rest": torch.cat([normal(8751) + 1e6, normal(61_249)]),
     "huge": normal(100, 100) * 1e30,
     "nearly the largest": normal(100, 100) * 1e37,
     "squares leave float32": normal(100, 100) * 1e25,

@@ -44,9 +44,11 @@ class Dtypes(TorchDispatchMode):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
         self.names: set[str] = set()
+        self.num_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.num_operations += 1
         self.names.add(func.__name__.partition(".")[0])
         self.dtypes |= {one.dtype for one in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(one, torch.Tensor)}
         return result
@@ -65,6 +67,15 @@ def test_measuring_reads_nothing_on_the_host(wide: torch.dtype) -> None:
         kernel.add_difference((5,), x, x + 1, x[0], Need.EVERYTHING)
     assert not found.names & HOST_READS
     assert (torch.float64 in found.dtypes) == (wide == torch.float64)
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 20), (1 << 17, 20), (1 << 20, 160)])
+def test_a_portion_takes_few_operations(size: int, most: int) -> None:
+    """On an accelerator each is a launch at least, and on a CPU it costs more than to read ten thousand elements."""
+    kernel, x = torch_kernel(), torch.randn(size)
+    with Dtypes() as found:
+        kernel.add((0,), x, Need.MEAN | Need.DEVIATIONS | Need.SQUARES | Need.MAGNITUDE | Need.EXTREMES)
+    assert found.num_operations <= most
 
 
 def test_where_there_is_no_float64_pieces_are_scaled_into_float32() -> None:

@@ -602,7 +602,7 @@ def test_memory_does_not_grow_with_passes() -> None:
         gc.collect()
         assert [output() for output in outputs] == [None] * 5
         assert len(monitor._probe._gradient_hooks) == 0
-        assert len(set(monitor._probe._pass_of.values())) == 1
+        assert len(set(monitor._probe.reached.values())) == 1
 
 
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

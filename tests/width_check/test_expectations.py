@@ -133,6 +133,7 @@ def test_a_layer_that_feeds_itself_is_left_open() -> None:
     layers = mlp() | {"mid": layer("hidden", "in", "mid")}
     assert exponents("sp", layers, "propagating_update") == [NOTHING, None, None]
     assert exponents("mup", layers, "propagating_update") == [NOTHING, 0, 0]
+    assert exponents("mup", {"mid": layer("hidden", "mid")}, "propagating_update") == [0]
 
 
 def test_layers_that_do_not_get_wider() -> None:

@@ -1,8 +1,10 @@
 """Moments by torch operations: any device and floating dtype. The reference implementation.
 
-A tensor is measured in large portions, each a matrix whose rows are *pieces*: about ten vectorized operations, without a host read
-and without a copy beyond the portion. Elements are widened to float64, which holds the square of every float32. A device without
-float64 measures short pieces in float32, each scaled by a power of two, and merges them in float64 on the host: accurate to 1e-5.
+A tensor is measured in large portions, each a *piece*, or a matrix whose rows are pieces: about ten vectorized operations, without a
+host read and without a copy beyond the portion. Sums are about a center; the moments of all pieces are finished at once, at the end.
+
+Elements are widened to float64, which holds the square of every float32. A device without float64 measures short pieces in float32,
+each scaled by a power of two, and merges them in float64 on the host: accurate to 1e-5.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.record import NUM_COUNTS
 
-CPU_PORTION = 1 << 16
-"""Elements that are widened at once on a CPU: half a MiB of float64, which stays in the second-level cache."""
+CPU_PORTION = 1 << 17
+"""Elements that are widened at once on a CPU: a MiB of float64, which stays in the cache, and is worth the operations."""
 
 PORTION = 1 << 22
 """The same on an accelerator: enough to be worth the launches, 32 MiB of float64."""
@@ -29,12 +31,19 @@ PORTION = 1 << 22
 FLOAT32_PIECE = 4096
 """Elements of a piece on a device without float64: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
 
+CENTER_SHARE = 8
+"""The center of a piece is the mean of the first of so many parts. The squares about it are at most about as many times those about the
+mean, a digit of float64's, where the mean itself would cost one more pass."""
+
+_SPREAD = Need.DEVIATIONS | Need.POWERS
+
 
 class _Part(NamedTuple):
     """What was measured of the pieces of one matrix."""
 
+    names: Sequence[str]
     figures: Tensor
-    """The fields that ``_fields_of`` names, shape ``(fields, pieces)``."""
+    """The fields of these names, shape ``(fields, pieces)``."""
     rows: Sequence[int]
     """The rows that every piece belongs to; or the row of each piece."""
     is_row_a_piece: bool
@@ -73,10 +82,11 @@ class TorchKernel:
         for start in range(0, flat.numel(), per_portion):
             portion = flat[start : start + per_portion]
             whole = portion.numel() - portion.numel() % length
-            if whole:
+            if whole > length:
                 self._measure(rows, portion[:whole].view(-1, length), features, needs)
-            if whole < portion.numel():
-                self._measure(rows, portion[whole:].view(1, -1), features, needs)
+                portion = portion[whole:]
+            if portion.numel():
+                self._measure(rows, portion, features, needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors: small ones of one shape are stacked."""
@@ -114,8 +124,8 @@ class TorchKernel:
         device = self._device if self._wide == torch.float64 else torch.device("cpu")
         merged = [Moments.of_nothing(1).to(device)]
         index = [0]
-        for needs, parts in self._parts.items():
-            moments = self._moments(needs, parts, device)
+        for parts in self._parts.values():
+            moments = _moments(parts, device)
             order: list[int] = []
             start = 0
             for part in parts:
@@ -150,86 +160,76 @@ class TorchKernel:
 
     def _measure(self, rows: Sequence[int], pieces: Tensor, features: int, needs: int, *, is_row_a_piece: bool = False) -> None:
         x = pieces.to(self._wide)
-        factor = None
+        scale = {}
         if self._wide == torch.float32:
-            factor = _normalizing_power_of_two(torch.maximum(x.amax(1), x.amin(1).neg()))
-            x = x * factor.unsqueeze(1)
-        figures = _figures(x, pieces, needs, features)
+            # As rows, whose products are summed in pairs; those of a vector are summed one after another.
+            pieces, x = torch.atleast_2d(pieces, x)
+            factor = _normalizing_power_of_two(torch.maximum(x.amax(-1), x.amin(-1).neg()))
+            x = x * factor.unsqueeze(-1)
+            scale = {"scale": factor.reciprocal()}
+        figures = _figures(x, pieces, needs, features) | scale
         # Within a transform of torch.func what an operation returns is wrapped, and would not outlive it.
-        stacked = unwrapped(torch.stack(figures if factor is None else [*figures, factor.to(x.dtype)]))
-        self._parts[needs & Need.EVERYTHING].append(_Part(stacked, rows, is_row_a_piece, pieces.shape[1], features))
-
-    def _moments(self, needs: int, parts: Sequence[_Part], device: torch.device) -> Moments:
-        """The moments of all pieces of parts with the same needs."""
-        figures = torch.cat([part.figures for part in parts], dim=1).to(device).double()
-        each = [(part.figures.shape[1], (part.elements, part.elements / part.features, part.features**0.5)) for part in parts]
-        sizes = [of_piece for num_pieces, of_piece in each for _piece in range(num_pieces)]
-        elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
-        found = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
-        found |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
-        names = _fields_of(needs)
-        found |= dict(zip(names, figures, strict=False))
-        if len(figures) > len(names):
-            scale = figures[-1].reciprocal()
-            for name, power in _POWER_OF_SCALE.items():
-                found[name] = found[name] * scale**power
-        return Moments(**found)._replace(token_rms=found["token_norm"] / root)
+        stacked = unwrapped(torch.stack(list(figures.values()))).view(len(figures), -1)
+        self._parts[needs & Need.EVERYTHING].append(_Part(tuple(figures), stacked, rows, is_row_a_piece, pieces.shape[-1], features))
 
 
-_POWER_OF_SCALE = {"mean": 1, "deviations": 2, "third": 3, "fourth": 4, "squares": 2, "magnitude": 1, "token_norm": 1}
+def _moments(parts: Sequence[_Part], device: torch.device) -> Moments:
+    """The moments of all pieces of parts with the same needs."""
+    figures = torch.cat([part.figures for part in parts], dim=1).to(device).double()
+    each = [(part.figures.shape[1], (part.elements, part.elements / part.features, part.features**0.5)) for part in parts]
+    sizes = [of_piece for num_pieces, of_piece in each for _piece in range(num_pieces)]
+    elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
+    found = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
+    found |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
+    found |= dict(zip(parts[0].names, figures, strict=True))
+    if "scale" in found:
+        for name, power in _POWER_OF_SCALE.items():
+            found[name] = found[name] * found["scale"] ** power
+    found["token_rms"] = found["token_norm"] / root
+    return Moments(**{name: found[name] for name in Moments._fields}).finished(found["center"])
+
+
+_POWER_OF_SCALE = {"center": 1, "mean": 1, "deviations": 2, "third": 3, "fourth": 4, "magnitude": 1, "token_norm": 1}
 """How a field grows with the elements."""
 
 
-def _fields_of(needs: int) -> list[str]:
-    """The fields that :func:`_figures` gives, in its order."""
-    fields = ["mean", "deviations"] if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS) else []
-    fields += ["third", "fourth"] if needs & Need.POWERS else []
-    fields += ["squares"] if needs & Need.SQUARES else []
-    fields += ["magnitude"] if needs & Need.MAGNITUDE else []
-    fields += ["maximum", "minimum"] if needs & Need.EXTREMES else []
-    fields += ["zeros"] if needs & Need.ZEROS else []
-    fields += ["nonfinite"] if needs & Need.NONFINITE else []
-    return fields + (["token_norm"] if needs & Need.TOKENS else [])
-
-
-def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> list[Tensor]:
+def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> dict[str, Tensor]:
     """Measure every piece.
 
     Args:
-        x: The pieces in the dtype of the sums, shape ``(pieces, elements)``, scaled where that is float32.
+        x: The pieces in the dtype of the sums, shape ``(pieces, elements)``, scaled where that is float32; or one, ``(elements,)``.
         pieces: The same as they were.
         needs: Bits of :class:`Need`.
         features: Size of a token, of which ``elements`` is a multiple; only read for ``Need.TOKENS``.
 
     Returns:
-        The fields that :func:`_fields_of` names, each of shape ``(pieces,)``, in the dtype of ``x``.
+        Fields of the moments, each of shape ``(pieces,)``. Sums are about the field ``center``, as those of :meth:`Moments.about`;
+        about zero where there is none.
     """
-    found: list[Tensor] = []
-    if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
-        center = x.mean(1, keepdim=True)
-        d = x - center
-        # The sum of the deviations would be zero if the rounded mean were exact: it corrects the mean and the squares.
-        residual = d.sum(1) / x.shape[1]
-        squares = d * d
-        # Infinite elements leave no deviations, and an infinite mean.
-        found += [
-            center.squeeze(1) + residual.nan_to_num(0.0, 0.0, 0.0),
-            (squares.sum(1) - x.shape[1] * residual * residual).clamp_(min=0.0),
-        ]
-        if needs & Need.POWERS:
-            found += [(squares * d).sum(1), (squares * squares).sum(1)]
-    if needs & Need.SQUARES:
-        found.append((x * x).sum(1))
+    found: dict[str, Tensor] = {}
     if needs & Need.MAGNITUDE:
-        found.append(x.abs().sum(1))
+        found["magnitude"] = x.abs().sum(-1)  # first, so that what follows gets the memory of the copy
+    d = x
+    if needs & _SPREAD:
+        part = x if needs & Need.POWERS else x[..., : 1 + x.shape[-1] // CENTER_SHARE]
+        center = part.mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        d = x - center
+        found["center"] = center.squeeze(-1)
+    if needs & (_SPREAD | Need.MEAN):
+        found["mean"] = d.sum(-1)
+    if needs & (_SPREAD | Need.SQUARES):
+        found["deviations"] = torch.linalg.vecdot(d, d)
+    if needs & Need.POWERS:
+        squares = d * d
+        found |= {"third": torch.linalg.vecdot(squares, d), "fourth": torch.linalg.vecdot(squares, squares)}
     if needs & Need.EXTREMES:
-        found += [pieces.amax(1).to(x.dtype), pieces.amin(1).to(x.dtype)]
+        found |= {"maximum": pieces.amax(-1), "minimum": pieces.amin(-1)}
     if needs & Need.ZEROS:
-        found.append((pieces == 0).sum(1, dtype=x.dtype))
+        found["zeros"] = (pieces == 0).sum(-1)
     if needs & Need.NONFINITE:
-        found.append((~pieces.isfinite()).sum(1, dtype=x.dtype))
+        found["nonfinite"] = (~pieces.isfinite()).sum(-1)
     if needs & Need.TOKENS:
-        found.append(torch.linalg.vector_norm(x.view(len(x), -1, features), dim=2).sum(1))
+        found["token_norm"] = torch.linalg.vector_norm(x.unflatten(-1, (-1, features)), dim=-1).sum(-1)
     return found
 
 

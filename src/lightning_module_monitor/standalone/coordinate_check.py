@@ -1,4 +1,4 @@
-"""The refined coordinate check in a loop of one's own."""
+"""The refined coordinate check in a plain loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 
 
 class RefinedCoordinateCheck:
-    """Splits every change of an activation into what the weight's own change does and what comes in with the input.
+    """Splits every change of an activation into the effects of the weight's change and of the input's change.
 
     For a module with weights ``W``, the reference's ``W0``, and the inputs ``x`` and ``x0`` of both::
 
@@ -38,7 +38,7 @@ class RefinedCoordinateCheck:
 
     Args:
         monitor: A monitor with a module and a reference.
-        statistics: Of the terms: names of ``STATISTICS``.
+        statistics: Names in ``STATISTICS``, for the terms.
 
     Raises:
         ValueError: If the monitor has no module or no reference.
@@ -66,6 +66,6 @@ class RefinedCoordinateCheck:
         return self._monitor.reference_module
 
     def refined_coordinate_check(self) -> None:
-        """End the check of a micro-batch, after its forward passes; the terms were taken as the modules ran."""
+        """End the check of a micro-batch, after its forward passes; the terms were computed as the modules ran."""
         if self._monitor.is_monitoring():
             self._monitor.end_comparison()

@@ -1,4 +1,4 @@
-"""The report on the gradient's flow: text for a terminal or a log file, in colours where rich prints it."""
+"""The report on gradient flow: text for a terminal or a log file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ MARKS: dict[Category, str] = {
     "missing": "[no gradient]",
     "undefined": "[NOT FINITE]",
 }
-"""What stands behind a transition."""
 
 STYLES = {
     r"^\w.*$": "bold",
@@ -28,17 +27,17 @@ STYLES = {
     r"\[(AMPLIFYING|DAMPING)\]": "yellow",
     r"\[(VANISHING|NOT FINITE)\]": "bold red",
 }
-"""How rich shows what a pattern matches."""
+"""Style of rich by pattern."""
 
 
 class GainReport(str):
-    """A text like any other, plain ASCII; ``rich.print`` shows it in colours."""
+    """Plain ASCII text; ``rich.print`` shows it in colours."""
 
     __slots__ = ()
 
     def __rich__(self) -> Text:
         """The same text in colours."""
-        from rich.text import Text  # noqa: PLC0415  # who calls this has rich; nobody else needs it
+        from rich.text import Text  # noqa: PLC0415  # the caller has rich; it is no dependency of others
 
         text = Text(str(self))
         for pattern, style in STYLES.items():
@@ -47,45 +46,46 @@ class GainReport(str):
 
 
 def gain_report(norms: Sequence[float | None], found: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:
-    """Put what was found into words.
+    """Format norms and transitions as lines of at most about 80 characters.
 
     Args:
         norms: Norm of the gradient at each block's output.
         found: The transitions between them.
-        norm_type: What the norms are.
-        thresholds: Which gains are called damping and amplifying.
-
-    Returns:
-        Lines of at most about 80 characters.
+        norm_type: Name of the norm.
+        thresholds: The range of healthy gains.
     """
     width = max(2, len(str(len(norms) - 1)))
-    lines = ["Gradient Flow Analysis", f"  norm: {norm_type}; blocks: {len(norms)}", "", "Gradient Norms:"]
-    lines += [f"  Block {i:{width}d}: {_number(norm, '.4e')}" for i, norm in enumerate(norms)]
-    lines += ["", "Gradient Gains (norm over norm of the next block; marks are heuristics):"]
-    lines += [_line(i, one, width) for i, one in enumerate(found)]
-    sums = summary(found)
-    names = {"Mean gain": "mean_gain", "Min gain": "min_gain", "Max gain": "max_gain", "Mean log-gain": "mean_log_gain"}
-    lines += ["", "Summary Statistics:", *(f"  {label + ':':<15}{_number(sums[name])}" for label, name in names.items())]
     low, high = thresholds
+    sums = summary(found)
     categories = {
-        f"Healthy ({low:g} <= gamma <= {high:g})": "num_healthy",
-        f"Amplifying (gamma > {high:g})": "num_amplifying",
-        f"Damping (gamma < {low:g})": "num_damping",
-        "Vanishing (gamma = inf)": "num_vanishing",
-        "Missing (no gradient)": "num_missing",
+        f"Healthy ({low:g} <= gamma <= {high:g}):": sums["num_healthy"],
+        f"Amplifying (gamma > {high:g}):": sums["num_amplifying"],
+        f"Damping (gamma < {low:g}):": sums["num_damping"],
+        "Vanishing (gamma = inf):": sums["num_vanishing"],
+        "Missing (no gradient):": sums["num_missing"],
     }
-    longest = max(map(len, categories)) + 1
-    lines += ["", "Transition Categories:", *(f"  {label + ':':<{longest}} {sums[name]}" for label, name in categories.items())]
+    longest = max(map(len, categories))
+    gains = [f"gamma={_number(one.gain)}, log_gamma={_number(one.log_gain)} {MARKS[one.category]}" for one in found]
+    lines = [
+        "Gradient Flow Analysis",
+        f"  norm: {norm_type}; blocks: {len(norms)}",
+        *("", "Gradient Norms:"),
+        *(f"  Block {i:{width}d}: {_number(norm, '.4e')}" for i, norm in enumerate(norms)),
+        *("", "Gradient Gains (norm over norm of the next block; marks are heuristics):"),
+        *(f"  Transition {i:{width}d} to {i + 1:{width}d}: {text}" for i, text in enumerate(gains)),
+        *("", "Summary Statistics:"),
+        f"  Mean gain:     {_number(sums['mean_gain'])}",
+        f"  Min gain:      {_number(sums['min_gain'])}",
+        f"  Max gain:      {_number(sums['max_gain'])}",
+        f"  Mean log-gain: {_number(sums['mean_log_gain'])}",
+        *("", "Transition Categories:"),
+        *(f"  {label:<{longest}} {number}" for label, number in categories.items()),
+    ]
     return GainReport("\n".join(lines))
 
 
-def _line(place: int, one: Transition, width: int) -> str:
-    values = f"gamma={_number(one.gain)}, log_gamma={_number(one.log_gain)}"
-    return f"  Transition {place:{width}d} to {place + 1:{width}d}: {values} {MARKS[one.category]}"
-
-
 def _number(value: float | None, form: str = "") -> str:
-    """Four digits behind the point, or, where they would not tell or be too many, in scientific notation.
+    """Four decimal places, or scientific notation where these would show too little or too much.
 
     >>> list(map(_number, (2.0, 0.00012345, 54321.0, 0.0, None)))
     ['2.0000', '1.2345e-04', '5.4321e+04', '0.0000', 'none']

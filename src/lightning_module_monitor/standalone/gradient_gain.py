@@ -29,23 +29,23 @@ class GradientGainMonitor:
 
     .. math:: \gamma_i = \lVert \partial L / \partial h_{i-1} \rVert \; / \; \lVert \partial L / \partial h_i \rVert
 
-    what block i makes of the gradient on its way back. Of an output that is a mapping or an object, ``hidden_states`` or
-    ``last_hidden_state`` is :math:`h`, else the first floating tensor in it, as of a tuple.
+    the factor by which block i changes the gradient on its way back. In an output that is a mapping or an object, ``hidden_states``
+    or ``last_hidden_state`` is :math:`h`; otherwise the first floating tensor is, as in a tuple.
 
-    Hooks are on from here to :meth:`close`, or for the length of a ``with`` block; nothing is read on the host before a
-    result is asked for.
+    Hooks stay registered until :meth:`close`, or to the end of a ``with`` block. No value is copied to the host before a result
+    is requested.
 
     Args:
-        blocks: Modules in the order of the forward pass: a list, ``nn.ModuleList``, ``nn.Sequential``. A module that stands
-            at two places is called twice: its first call is the block at the first place.
-        norm_type: ``l2``, ``l1``, ``linf`` (largest magnitude) or ``mean`` (mean magnitude, which is no norm).
-        strict_single_backward: Whether a second backward pass that reaches a block without :meth:`reset` before it is an
-            error. If not, each block has the norm of the latest pass that reached it.
+        blocks: Modules in the order of the forward pass: a list, ``nn.ModuleList``, ``nn.Sequential``. A module at two places is
+            called twice: its first call is the block at the first place.
+        norm_type: ``l2``, ``l1``, ``linf`` (largest magnitude) or ``mean`` (mean magnitude, not a norm).
+        strict_single_backward: Whether a second backward pass that reaches a block is an error without a :meth:`reset` before it. If
+            not, each block has the norm of the latest pass that reached it.
         eps: A norm below this has vanished.
         thresholds: A gain below the first counts as damping, one above the second as amplifying. Heuristics.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right one. It is a ``ValueError``.
+        ConfigError: If a value is wrong. It is a ``ValueError``.
 
     Example:
         >>> import torch
@@ -73,8 +73,7 @@ class GradientGainMonitor:
             raise ConfigError(f"eps is {eps!r}; expected a number above 0, below which a norm has vanished.")
         self.eps = eps
         self.thresholds = parse_thresholds(thresholds, "thresholds")
-        self._watches = [norm_watch(f"block {place}", self.norm_type) for place in range(len(self.blocks))]
-        self._probe = _Probe(self.blocks, self._watches, strict_single_backward)
+        self._probe = _Probe(self.blocks, self.norm_type, strict_single_backward)
         self._probe.attach()
 
     def norms(self) -> list[float | None]:
@@ -86,7 +85,7 @@ class GradientGainMonitor:
         Raises:
             RuntimeError: If no gradient has arrived anywhere yet.
         """
-        if not self._probe.has_seen_any():
+        if not self._probe.reached:
             raise RuntimeError(NOTHING_YET)
         return self._probe.norms()
 
@@ -98,7 +97,7 @@ class GradientGainMonitor:
             got no gradient.
 
         Raises:
-            RuntimeError: If no gradient has arrived anywhere yet.
+            RuntimeError: As :meth:`norms`.
         """
         return [one.gain for one in self._transitions()]
 
@@ -106,38 +105,38 @@ class GradientGainMonitor:
         """The natural logarithm of each gain.
 
         Returns:
-            As :meth:`gains`: inf where the later block's norm is below ``eps``, else -inf where the earlier one's is.
+            As :meth:`gains`: inf where the later block's norm is below ``eps``, otherwise -inf where the earlier one's is.
 
         Raises:
-            RuntimeError: If no gradient has arrived anywhere yet.
+            RuntimeError: As :meth:`norms`.
         """
         return [one.log_gain for one in self._transitions()]
 
     def summary_stats(self) -> dict[str, float | int | None]:
-        """What the transitions sum up to.
+        """The summary of all transitions.
 
         Returns:
-            ``mean_gain``, ``min_gain``, ``max_gain`` and ``mean_log_gain``, of those that are not infinite, ``None`` where
-            there are none and NaN where one is; and how many are which: ``num_amplifying``, ``num_damping``,
-            ``num_healthy``, ``num_vanishing`` (the later block's norm is below ``eps``), ``num_missing`` (no gradient).
+            ``mean_gain``, ``min_gain``, ``max_gain`` and ``mean_log_gain`` of the values that are not infinite: ``None`` without
+            any, NaN if one is. Number of transitions by category: ``num_amplifying``, ``num_damping``, ``num_healthy``,
+            ``num_vanishing`` (the later block's norm is below ``eps``), ``num_missing`` (no gradient).
 
         Raises:
-            RuntimeError: If no gradient has arrived anywhere yet.
+            RuntimeError: As :meth:`norms`.
         """
         return summary(self._transitions())
 
     def report(self) -> GainReport:
-        """All of it as a text of some lines, plain for a log file; ``rich.print`` shows it in colours."""
-        if not self._probe.has_seen_any():
+        """Norms, gains and their summary as plain text; ``rich.print`` shows it in colours."""
+        if not self._probe.reached:
             return GainReport(NOTHING_YET)
         return gain_report(self.norms(), self._transitions(), self.norm_type, self.thresholds)
 
     def reset(self) -> None:
-        """Forget what was measured: for the next backward pass, and after a forward pass that failed."""
+        """Forget all measurements: for the next backward pass, and after a forward pass that failed."""
         self._probe.reset()
 
     def close(self) -> None:
-        """Take every hook off; what was measured stays. May be called twice."""
+        """Remove every hook; measurements stay. A second call does nothing."""
         self._probe.close()
 
     def __len__(self) -> int:
@@ -153,67 +152,44 @@ class GradientGainMonitor:
         return transitions(self.norms(), self.eps, self.thresholds)
 
 
-class _Pass:
-    """What one backward pass brought."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.observation = StepAccumulator(
-            lambda watch, _name, seen, error: _warn(f"Gradient at {watch.site}, {seen}", error, "Its norm is NaN.")
-        )
-
-
 class _Probe(BlockGradientProbe):
-    """Keeps, for each block, the backward pass that reached it last."""
+    """Keeps, for each block, the norm in the backward pass that reached it last."""
 
-    def __init__(self, blocks: list[nn.Module], watches: list[MetricSpec], is_strict: bool) -> None:
+    def __init__(self, blocks: list[nn.Module], norm: str, is_strict: bool) -> None:
         super().__init__(blocks)
-        self._watches = watches
+        self._specs = [norm_watch(f"block {place}", norm) for place in range(len(blocks))]
         self._is_strict = is_strict
-        self._latest: _Pass | None = None
-        self._pass_of: dict[int, _Pass] = {}
-        self._norms: list[float | None] | None = None
-
-    def has_seen_any(self) -> bool:
-        """Whether any block got a gradient."""
-        return bool(self._pass_of)
-
-    def norms(self) -> list[float | None]:
-        """The norm at each block, with one transfer for each backward pass and device; read again only after a new gradient."""
-        if self._norms is None:
-            values = {one: one.observation.collect() for one in set(self._pass_of.values())}
-            key_of = [watch.statistic_keys[0] for watch in self._watches]
-            seen = {place: values[one][key_of[place]] for place, one in self._pass_of.items()}
-            self._norms = [seen.get(place) for place in range(len(self._watches))]
-        return list(self._norms)
+        self.reset()
 
     def reset(self) -> None:
-        """Forget every pass."""
-        self._latest = self._norms = None
-        self._pass_of.clear()
+        self.reached: dict[int, StepAccumulator] = {}
+        """The accumulator of the latest backward pass that reached a block, by the block's place."""
+        self._current_pass: int | None = None
+        self._norms: list[float | None] | None = None
         self.forget_calls()
 
+    def norms(self) -> list[float | None]:
+        """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
+        if self._norms is None:
+            values = {one: one.collect() for one in set(self.reached.values())}
+            keys = [spec.statistic_keys[0] for spec in self._specs]
+            self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
+        return list(self._norms)
+
     def observe_gradient(self, place: int, gradient: Tensor) -> None:
-        """Take the gradient at a block in."""
-        now = self._entered(self.backward_pass())
-        before = self._pass_of.get(place, now)
-        if before is not now and self._is_strict:
+        if self._current_pass != self.backward_pass():
+            self._current_pass, self._accumulator = self.backward_pass(), StepAccumulator(_warn_of_gradient)
+        if self._is_strict and self.reached.get(place, self._accumulator) is not self._accumulator:
             raise RuntimeError(
                 f"The gradient hook of block {place} fired twice: a second backward pass reached it. Call reset() between "
                 "backward passes, or give strict_single_backward=False, which keeps the latest."
             )
-        self._pass_of[place] = now
+        self.reached[place] = self._accumulator
         self._norms = None
-        now.observation.observe(self._watches[place], elements_of(gradient))
+        self._accumulator.observe(self._specs[place], elements_of(gradient))
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
-        """Say that an output could not be taken apart: no gradient of it will be seen."""
         _warn(f"Block {place}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
-
-    def _entered(self, backward_pass: int) -> _Pass:
-        if self._latest is None or self._latest.number != backward_pass:
-            self._latest = _Pass(backward_pass)
-        return self._latest
 
 
 def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -228,5 +204,8 @@ def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _warn(seen: str, error: Exception, consequence: str) -> None:
-    """An output or gradient that cannot be read ends nothing."""
     warnings.warn(f"{seen}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
+
+
+def _warn_of_gradient(spec: MetricSpec, _name: str, seen: str, error: Exception) -> None:
+    _warn(f"Gradient at {spec.site}, {seen}", error, "Its norm is NaN.")

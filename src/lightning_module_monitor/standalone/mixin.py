@@ -1,4 +1,4 @@
-"""Values of a module's own, recorded from inside its ``forward``."""
+"""Values that a module records from within its ``forward``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from lightning_module_monitor.monitor import ModuleMonitor, monitor_of
 
 
 class MonitorMixin:
-    """Gives a module the monitor that it is watched by.
+    """Gives a module access to its monitor, under the callback and in a plain loop.
 
-    It keeps nothing on the module: a copy, or a module read from a pickle, is watched by nobody until it is given to a monitor. Works
-    the same under the callback and in a plain loop::
+    It stores nothing on the module: a copy, or a module from a pickle, has no monitor until it is set as the module of one::
 
         class Gated(nn.Module, MonitorMixin):
             def forward(self, x: Tensor) -> Tensor:
@@ -24,12 +23,12 @@ class MonitorMixin:
 
     @property
     def is_monitoring(self) -> bool:
-        """Whether what happens now is observed: not in the recomputation of a checkpointed forward pass, nor while torch traces."""
+        """Whether this call is observed: not in the recomputation of a checkpointed forward pass, nor while torch traces."""
         if is_tracing() or is_in_backward():
             return False
         monitor = self.get_module_monitor()
         return monitor is not None and monitor.is_monitoring()
 
     def get_module_monitor(self) -> ModuleMonitor | None:
-        """The monitor that watches this module, ``None`` if none does. Of several one that observes now, else the newest."""
+        """The monitor of this module, or ``None``. Among several, one that observes now, otherwise the newest."""
         return monitor_of(self) if isinstance(self, nn.Module) else None

@@ -1,6 +1,6 @@
-"""Raw tensors of a few forward and backward passes, in a list: what modules returned, and the gradients of that.
+"""Raw tensors of a few forward and backward passes: outputs of modules and their gradients, in a list.
 
-The names and what they mean are those of Graphcore's tensor-tracker.
+The names and their meaning are those of Graphcore's tensor-tracker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.model.hooks import ForwardHook, HookSet, Unobserved, backward_pass, is_in_backward, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, Unobserved, backward_pass, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _messages = logging.getLogger(__name__)
 
 @dataclass
 class Event:
-    """A module has returned, or the gradient of what it returned has arrived."""
+    """A module has returned, or the gradient of its output has arrived."""
 
     name: str
     """The module's name, as ``named_modules`` gives it; the root's is empty."""
@@ -39,8 +39,8 @@ class Event:
     grad: bool
     """Whether this is the gradient."""
     value: Any
-    """Forward: what the module returned, not copied: it may be overwritten later. Backward: the same structure, with a gradient in
-    the place of each tensor, or ``None`` where none arrived; of a module that returned one tensor, a tuple of one."""
+    """Forward: the output, not copied: it may be overwritten later. Backward: the same structure, with a gradient in the place of each
+    tensor, or ``None`` where none arrived; for an output that is one tensor, a tuple of one."""
     args: tuple[Any, ...]
     """Positional arguments of the module's forward; empty for a gradient."""
     kwargs: dict[str, Any]
@@ -49,7 +49,7 @@ class Event:
 
 @dataclass
 class Stash:
-    """What is kept of an event."""
+    """The stored part of an event."""
 
     name: str
     """As in :class:`Event`."""
@@ -58,22 +58,22 @@ class Stash:
     grad: bool
     """As in :class:`Event`."""
     value: Any
-    """The event's value, each tensor of it replaced by what is kept of it."""
+    """The event's value, with the result of ``stash_value`` in the place of each tensor."""
 
     @property
-    def first_value(self) -> Any:  # noqa: ANN401  # what a function of the user's returned
+    def first_value(self) -> Any:  # noqa: ANN401  # the result of a user's function
         """The first part of :attr:`value` that is not ``None``, however deep; the value itself where it has no parts."""
         return _first(self.value)
 
 
 StashFn = Callable[[Event], Stash]
-"""Makes of an event what is kept."""
+"""Returns what is stored of an event."""
 
 StashValueFn = Callable[[Tensor], Any]
-"""Makes of a tensor what is kept of it."""
+"""Returns what is stored of a tensor."""
 
 NamePattern = str | re.Pattern[str] | None
-"""For ``re.search`` in a module's name; ``None`` for every one."""
+"""For ``re.search`` in a module's name; ``None`` for every module."""
 
 
 def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401  # any output of any module
@@ -94,28 +94,27 @@ def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
 
 
 def default_stash_value(tensor: Tensor) -> Tensor:
-    """A copy of the tensor on the CPU, detached. Of a tensor on an accelerator, the program waits for it.
+    """A detached copy of the tensor on the CPU; the program waits for an accelerator.
 
-    Of one that ``torch.func.vmap`` maps over, the tensor of all samples, shape ``(samples, ...)``.
+    For a tensor that ``torch.func.vmap`` maps over, the tensor of all samples, shape ``(samples, ...)``.
     """
     return unwrapped(tensor).detach().to("cpu", copy=True)
 
 
 def default_stash(event: Event, stash_value: StashValueFn) -> Stash:
-    """Keep name, class and value of an event; of each tensor what ``stash_value`` returns."""
+    """Keep name, class and value of an event, with the result of ``stash_value`` in the place of each tensor."""
     return Stash(event.name, event.type, event.grad, rmap_tensor(event.value, stash_value))
 
 
 def get_stash_fn(stash_value: StashValueFn | None = None, stash: StashFn | None = None) -> StashFn:
-    """What is made of an event: ``stash``, or :func:`default_stash` with ``stash_value`` or a copy of each tensor.
+    """The function to apply to events: ``stash``, or :func:`default_stash` with ``stash_value`` (by default a copy of each tensor).
 
     Raises:
         ValueError: If both are given.
     """
     if stash_value is not None and stash is not None:
-        raise ValueError(
-            "Both stash_value and stash are given; expected one of them. A stash can call rmap_tensor(event.value, stash_value)."
-        )
+        cure = "A stash can call rmap_tensor(event.value, stash_value)."
+        raise ValueError(f"Both stash_value and stash are given; expected one of them. {cure}")
     return stash or functools.partial(default_stash, stash_value=stash_value or default_stash_value)
 
 
@@ -128,7 +127,7 @@ def track(  # noqa: PLR0917  # in the order that the original has them
     stash: StashFn | None = None,
     max_bytes: int | None = None,
 ) -> Tracker:
-    """Keep what a module and those in it return, and the gradients of that, until the ``with`` block ends.
+    """Keep the outputs of a module and its submodules, and their gradients, until the ``with`` block ends.
 
     Args:
         module: The outermost module.
@@ -137,14 +136,14 @@ def track(  # noqa: PLR0917  # in the order that the original has them
         exclude: Pattern (``re.search``) of names not to keep.
         stash_value: What to keep of each tensor; by default a copy on the CPU.
         stash: What to keep of each event, instead.
-        max_bytes: Most bytes of tensors that are kept; by default there is no limit.
+        max_bytes: Limit for the bytes of all kept tensors; by default there is none.
 
     Returns:
-        A list-like :class:`Tracker` of stashes: in the order of the forward pass, then in that of the backward pass.
+        A list-like :class:`Tracker` of stashes: in the order of the forward pass, then of the backward pass.
 
     Raises:
-        ValueError: If both ``stash_value`` and ``stash`` are given, or ``max_bytes`` is no positive number.
-        ConfigError: If the patterns leave no module.
+        ValueError: If both ``stash_value`` and ``stash`` are given, or ``max_bytes`` is not a positive number.
+        ConfigError: If the patterns match no module.
 
     Example::
 
@@ -158,15 +157,15 @@ def track(  # noqa: PLR0917  # in the order that the original has them
 
 
 class Tracker:
-    """A list of stashes that grows while the modules it is registered on run; see :func:`track`.
+    """A list of stashes that grows while registered modules run; see :func:`track`.
 
-    Gradients come from hooks on the outputs themselves, which leave in-place layers alone. What activation checkpointing computes again
-    is not kept again.
+    Gradients come from hooks on the outputs themselves, which do not disturb in-place layers. A recomputation of activation
+    checkpointing is not kept again.
 
     Args:
         stash: What to keep of each event; by default copies.
-        max_bytes: Most bytes of tensors that are kept. One that does not fit raises ``MemoryError`` out of the forward or backward pass;
-            what was kept before it stays.
+        max_bytes: Limit for the bytes of all kept tensors. A tensor that does not fit raises ``MemoryError`` in the forward or backward
+            pass; earlier stashes stay.
     """
 
     def __init__(self, stash: StashFn | None = None, max_bytes: int | None = None) -> None:
@@ -179,12 +178,12 @@ class Tracker:
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
         self._outputs = WeakTensorKeyDictionary()
-        """Version and number of each tensor that a module returned: two modules that return one tensor have one number."""
+        """Version and number of each output: two modules that return the same tensor have the same number."""
         self._num_outputs = 0
         self._places: dict[tuple[int, int], int] = {}
-        """Index of the first stash of a gradient, by backward pass and number of the tensor."""
+        """Index of the first stash of a gradient, by backward pass and number of the output."""
         self.stashes: list[Stash] = []
-        """What was kept."""
+        """The stashes, in order."""
 
     def __enter__(self) -> Tracker:
         return self
@@ -193,34 +192,37 @@ class Tracker:
         self.unregister()
 
     def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
-        """Keep what one module returns from now on.
+        """Keep the outputs of one module from now on.
 
         Args:
             module: The module.
-            name: What to call it.
+            name: Its name in stashes.
             grad: Whether to keep gradients, too.
         """
-        # By a handle, which does not keep what it is on: a tracker may outlive the module, whose other hooks may hold it.
-        self._module_hooks.add(module.register_forward_hook(_ForwardHook(self, name, grad), with_kwargs=True))
+
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            self._see_output(Event(name, type(module), False, output, args, kwargs), grad)
+
+        # The hook has no reference to the module: a tracker may outlive it.
+        self._module_hooks.add_forward(module, UncopiedHook(observe), with_kwargs=True)
 
     def register_all(self, module: nn.Module, grad: bool = True, include: NamePattern = None, exclude: NamePattern = None) -> None:
-        """Keep what a module and those in it return from now on; arguments as for :func:`track`.
+        """Keep the outputs of a module and its submodules from now on; arguments as for :func:`track`.
 
         Raises:
-            ConfigError: If the patterns leave no module.
+            ConfigError: If the patterns match no module.
         """
         children = dict(module.named_modules())
         names = [name for name in children if (not include or re.search(include, name)) and not (exclude and re.search(exclude, name))]
         if not names:
             near = nearest(str(getattr(include, "pattern", include or "")), children)
-            raise ConfigError(
-                f"include {include!r} and exclude {exclude!r} leave none of {len(children)} modules; expected at least one{near}"
-            )
+            kept_none = f"include {include!r} and exclude {exclude!r} leave none of {len(children)} modules"
+            raise ConfigError(f"{kept_none}; expected at least one{near}")
         for name in names:
             self.register(children[name], name, grad)
 
     def unregister(self) -> None:
-        """Take every hook off; what was kept stays. A message reports that torch traced a module, of which nothing was kept."""
+        """Remove every hook; stashes stay. If torch traced a module meanwhile, a warning reports that its tensors are missing."""
         self._module_hooks.close()
         self._tensor_hooks.close()
         if Unobserved.number > self._num_unobserved:
@@ -228,7 +230,7 @@ class Tracker:
             _messages.warning(Unobserved.message)
 
     def clear(self) -> None:
-        """Forget what was kept; hooks stay on."""
+        """Remove all stashes; hooks stay."""
         self.stashes.clear()
         self._places.clear()
         self._num_bytes = 0
@@ -250,11 +252,11 @@ class Tracker:
 
         Args:
             stat: Function of the stash's :attr:`~Stash.first_value`, which returns a tensor of one element. It gets integers in float64.
-            stat_name: What its column is called; by default as the function, or ``value`` where that has no name.
+            stat_name: Name of its column; by default that of the function, or ``value`` if it has none.
 
         Returns:
             Columns ``name``, ``type`` (import path of the class), ``grad``, and the statistic, which is missing where the first
-            value is no tensor.
+            value is not a tensor.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -262,19 +264,19 @@ class Tracker:
         pd = require("pandas", "pandas")
         name = getattr(stat, "__name__", "<no name>") if stat_name is None else stat_name
         column = "value" if name.startswith("<") else name
-        rows = [
-            {"name": one.name, "type": f"{one.type.__module__}.{one.type.__qualname__}", "grad": one.grad, column: _apply(stat, one)}
-            for one in self.stashes
-        ]
+
+        def statistic(value: Any) -> float | None:  # noqa: ANN401  # as `first_value`
+            if not isinstance(value, Tensor):
+                return None
+            return float(stat(value if value.is_floating_point() or value.is_complex() else value.double()))
+
+        rows = [(one.name, f"{one.type.__module__}.{one.type.__qualname__}", one.grad, statistic(one.first_value)) for one in self]
         frame: pandas.DataFrame = pd.DataFrame(rows, columns=["name", "type", "grad", column])
         return frame
 
-    # Inside
-
-    def see_output(self, event: Event, grad: bool) -> None:
-        """Keep what a module returned, and see to it that its gradient is kept."""
-        # A forward pass within a backward pass is the recomputation of a checkpointed one. Its outputs get hooks all the same:
-        # under reentrant checkpointing they are the only ones with a gradient.
+    def _see_output(self, event: Event, grad: bool) -> None:
+        # A forward pass within a backward pass recomputes a checkpointed one. Its outputs get hooks too: under reentrant checkpointing
+        # they are the only ones with a gradient.
         if not is_in_backward():
             self._places.clear()
             self.stashes.append(self._kept(event))
@@ -286,19 +288,19 @@ class Tracker:
         if not tensors:
             return
         place = {identity: _Place(index) for index, identity in enumerate(tensors)}
-        # Not the output itself, whose memory may be wanted before the backward pass.
+        # Not the output itself: its memory may be freed before the backward pass.
         value = map_leaves(event.value, lambda leaf: place.get(id(leaf)) if isinstance(leaf, Tensor) else leaf)
         awaited = Event(event.name, event.type, True, (value,) if isinstance(event.value, Tensor) else value, (), {})
         take = functools.partial(self._see_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
         if len(tensors) == 1:
             (tensor,) = tensors.values()
-            # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+            # None: one function has several outputs (e.g. ``chunk``), and this one was not used.
             self._tensor_hooks.add(tensor.register_hook(lambda gradient: take([gradient]) if gradient is not None else None))
         else:
             self._tensor_hooks.add(register_multi_grad_hook(list(tensors.values()), take))
 
     def _see_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of what a module returned, before those of a module inside it that returned the same tensor."""
+        """Keep the gradients of an output, before those of a module inside that returned the same tensor."""
         if is_tracing():
             return
         value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
@@ -312,7 +314,7 @@ class Tracker:
         places.update(((task, number), index) for number in numbers)
 
     def _number(self, tensor: Tensor) -> int:
-        """A number that stands for a tensor until it is overwritten."""
+        """The number of a tensor, until it is overwritten."""
         version, number = cast("tuple[int, int]", self._outputs.get(tensor, (-1, -1)))
         if version != tensor._version:
             self._num_outputs += 1
@@ -337,31 +339,10 @@ class Tracker:
 
 
 class _Place(int):
-    """Stands in an output's structure where a gradient will be: its index among the gradients."""
-
-
-class _ForwardHook(ForwardHook):
-    """Called after a tracked module's forward. Returns nothing: what a forward hook returns replaces the output."""
-
-    def __init__(self, tracker: Tracker, name: str, grad: bool) -> None:
-        self._tracker = tracker
-        self._name = name
-        self._grad = grad
-
-    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        self._tracker.see_output(Event(self._name, type(module), False, output, args, kwargs), self._grad)
+    """A gradient's place in the structure of an output: its index among the gradients."""
 
 
 def _first(value: object) -> Any:  # noqa: ANN401  # see Stash.first_value
     inside = [part for _name, part in parts(value)]
-    if not inside:
-        return value
     found = (_first(part) for part in inside)
-    return next((part for part in found if part is not None), None)
-
-
-def _apply(stat: Callable[[Tensor], Tensor], stash: Stash) -> float | None:
-    value = stash.first_value
-    if not isinstance(value, Tensor):
-        return None
-    return float(stat(value if value.is_floating_point() or value.is_complex() else value.double()))
+    return next((part for part in found if part is not None), None) if inside else value

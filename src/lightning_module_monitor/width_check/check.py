@@ -1,4 +1,4 @@
-"""The width check itself: trainings at several widths and seeds, and what they say together."""
+"""The width check itself: trainings at several widths and seeds, and the rows of their result."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ def coordinate_check(
     trainer: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> WidthCheck:
-    """Check how what a layer does depends on the width of the network.
+    """Check how the effect of each layer depends on the width of the network.
 
-    The module is trained at every width and seed for a few steps, with the reference at its initialization. For every layer the
-    effective update (what the change of its weights does to its output) and the propagating update (what the change of its input does) are
-    taken as root mean squares after the last of these steps, and their exponents of width are fitted by least squares over all widths and
-    seeds. Random states and the loader's generators are afterwards what they were before; no logger, store or checkpoint is written, and
-    callbacks that the module configures are left out.
+    The module is trained at every width and seed for a few steps, with the reference at its initialization. For every layer the root mean
+    squares of the effective update (the effect of the change of its weights on its output) and of the propagating update (the effect of the
+    change of its input) are measured after the last of these steps, and their exponents of width are fitted by least squares over all
+    widths and seeds. Random states and the loader's generators are restored afterwards; no logger, store or checkpoint is written, and
+    callbacks that the module configures do not run.
 
-    A factor that a layer's output is multiplied by belongs to the layer only if it is applied inside of it, or to its input.
+    A factor on a layer's output belongs to the layer only if it is applied inside of the layer, or to its input.
 
     Args:
         make_module: Makes the LightningModule of a width. Called once for each training, under its seed, which is set again
             before training: at every width a seed has the same batches.
         widths: At least two widths, increasing.
-        data: A DataLoader, or what else ``Trainer.fit`` takes for training; a datamodule; ``None`` for the module's own
+        data: A DataLoader or anything else that ``Trainer.fit`` takes for training; a datamodule; ``None`` for the module's own
             ``train_dataloader``.
         seeds: Number of seeds (0, 1, ...), or the seeds.
         steps: Number of optimizer steps before the measurement. Exponents of ``sp`` and ``ntp`` are those of the first.
-        parametrization: What the exponents are compared with. ``mup``: all 0, what is sound. ``sp``, ``ntp``: what the standard and
-            the neural tangent parametrization give with the optimizer and learning rates found. Or exponents of your own: by pattern
-            (``re.fullmatch``) of module names a number for all terms, or numbers by term; ``None`` leaves open.
+        parametrization: Source of the expected exponents. ``mup``: all 0, as in a sound parametrization. ``sp``, ``ntp``: those of the
+            standard and the neural tangent parametrization with the optimizer and learning rates found. Or your own exponents: by
+            pattern (``re.fullmatch``) of module names a number for all terms, or numbers by term; ``None`` leaves open.
         terms: Of ``effective_update``, ``propagating_update``, ``effective_alignment``, ``propagating_alignment``.
         confidence: Of the intervals, between 0 and 1.
-        tolerance: How far from what is expected an exponent may be. Parametrizations differ by 1/2.
+        tolerance: Largest accepted distance of an exponent from the expected one. Parametrizations differ by 1/2.
         trainer: Further options of the Trainer, e.g. ``{"precision": "bf16-mixed"}``.
-        quiet: Neither progress bar nor printed table.
+        quiet: Whether to show neither progress bar nor table.
 
     Returns:
-        A row for every term of every layer: exponent, interval, expected exponent, verdict; the offending ones first.
+        A row for every term of every layer: exponent, interval, expected exponent, verdict; offending rows first.
 
     Raises:
         ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
-        MonitorError: If something could not be measured: the table would be without it, and look sound.
+        MonitorError: If a value could not be measured: without it the table would look sound.
 
     References:
         Haas and others, "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025, arXiv 2505.22491.
@@ -96,13 +96,13 @@ def coordinate_check(
 
     trainings: Trainings = {}
     with Tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
-        for seed in settings.seeds:  # all widths first, so that networks that cannot be compared are found soon
+        for seed in settings.seeds:  # all widths of a seed first: networks that cannot be compared are found early
             for width in settings.widths:
                 bar.set_postfix_str(f"width {width}, seed {seed}")
                 trainings[width, seed] = train(make_module, data, width, seed, settings)
                 _check_comparable(trainings, (width, seed))
                 if isinstance(settings.parametrization, Mapping):
-                    own_exponents(settings.parametrization, trainings[width, seed].layers)  # a wrong name is said after one training
+                    own_exponents(settings.parametrization, trainings[width, seed].layers)  # reports a wrong name after one training
                 bar.update()
     check = WidthCheck(_rows(trainings, settings), settings)
     if not quiet:
@@ -111,7 +111,7 @@ def coordinate_check(
 
 
 def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
-    """A row for every layer and term that was measured."""
+    """A row for every measured layer and term."""
     widths, seeds = settings.widths, settings.seeds
     first = trainings[widths[0], seeds[0]]
     layers = {name: over_widths(widths, [trainings[width, seeds[0]].layers[name] for width in widths]) for name in first.layers}
@@ -122,7 +122,7 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
     for name, layer in layers.items():
         for site, term in itertools.product(_sites(name, first), settings.terms):
             key = TERMS[term].format(site)
-            if key in first.values:  # an embedding has no propagating update, and what does not change at all no alignment
+            if key in first.values:  # an embedding has no propagating update; without a change there is no alignment
                 values = np.array([[trainings[width, seed].values.get(key, 0.0) for seed in seeds] for width in widths])
                 rows.append(judge(site, layer.role, term, values=values, expected=expected.get((name, term)), settings=settings))
     if not rows:
@@ -131,30 +131,29 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
 
 
 def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
-    """Check that the networks differ in nothing but their width.
+    """Check that the networks differ in their width only.
 
     Raises:
-        ConfigError: If not; names the first layer that is there at one width only.
+        ConfigError: If not; names the first layer that exists at one width only.
     """
-    run = next(iter(trainings))
-    for one, other in ((run, latest), (latest, run)):
-        for what, names, others in (
-            ("layer", trainings[one].layers, trainings[other].layers),
-            ("value", _updates(trainings[one]), _updates(trainings[other])),
-        ):
-            only_here = [name for name in names if name not in others]
-            if only_here:
+    first = next(iter(trainings))
+    for one, other in ((first, latest), (latest, first)):
+        for what, names_of in (("layer", lambda training: training.layers), ("value", _update_keys)):
+            others = names_of(trainings[other])
+            only_here = next((name for name in names_of(trainings[one]) if name not in others), None)
+            if only_here is not None:
                 where = f"is there at width {one[0]} and not at width {other[0]}"
-                raise ConfigError(f"The {what} {only_here[0]!r} {where}; expected networks of the same layers.")
+                raise ConfigError(f"The {what} {only_here!r} {where}; expected networks of the same layers.")
 
 
-def _updates(training: Training) -> list[str]:
-    """The keys of the updates, which are there where a layer has run; alignments are missing where nothing has changed."""
+def _update_keys(training: Training) -> list[str]:
+    """The keys of the updates. They exist for every layer that has run; alignments are absent where nothing has changed."""
     sites = [site for name in training.layers for site in _sites(name, training)]
-    return [TERMS[term].format(site) for site in sites for term in DEFAULT_TERMS if TERMS[term].format(site) in training.values]
+    keys = [TERMS[term].format(site) for site in sites for term in DEFAULT_TERMS]
+    return [key for key in keys if key in training.values]
 
 
 def _sites(layer: str, training: Training) -> list[str]:
-    """The sites of a layer's values: its name, or those of the projections of attention."""
+    """The sites of a layer's values: its name and, for attention, those of its projections."""
     projections = [f"{layer}.{name}_proj" for name in "qkv"]
     return [layer, *(site for site in projections if site not in training.layers)]

@@ -48,7 +48,7 @@ REQUIRED = ("model", "width_argument", "widths")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="path of a YAML file, as below")
     parser.add_argument("--figure", type=Path, metavar="PATH", help="draw the curves into this file (needs matplotlib)")
     parser.add_argument("--table", type=Path, metavar="PATH", help="write the table into this CSV file (needs pandas)")
@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from lightning_module_monitor.width_check.check import coordinate_check
 
-    # What a small run on purpose does, and what Lightning calls of torch.
+    # Expected in small runs, and from Lightning's own calls of torch.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
-    # A console script finds no modules in the current folder by itself, as "python -m" does: there the user's classes are.
+    # Unlike "python -m", a console script does not import from the current folder, where the user's classes are.
     sys.path.insert(0, str(Path.cwd()))
     config = _read(arguments.config)
     for path, module, extra in ((arguments.figure, "matplotlib", "plot"), (arguments.table, "pandas", "pandas")):
@@ -122,25 +122,19 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
         raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")
     if not isinstance(width_argument, str):
         raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
-
     given = spec.get("init_args") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"model.init_args is {given!r}; expected arguments by name.")
 
     def maker(width: int) -> Callable[[], LightningModule]:
-        init_args = {**given, width_argument: width}
-        return _maker(LightningModule, {**spec, "init_args": init_args}, "model")
+        return _maker(LightningModule, {**spec, "init_args": {**given, width_argument: width}}, "model")
 
-    maker(1)  # what is wrong is said now, and not among the trainings
+    maker(1)  # reports a wrong model before the first training
     return lambda width: maker(width)()
 
 
 def _maker(base: type[T], spec: object, label: str) -> Callable[[], T]:
-    """A function that makes the object that class_path and init_args describe, as LightningCLI does.
-
-    Raises:
-        ConfigError: If they describe none.
-    """
+    """A function that makes an object from its class_path and init_args, like LightningCLI."""
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{label}", type=base)

@@ -1,10 +1,10 @@
 r"""How the terms of the refined coordinate check should depend on the width n, by parametrization, role and optimizer.
 
-A term's root mean square is :math:`\Theta(n^e)`; this file says e. Where an e cannot be known it is ``None``; where a term is
-exactly zero it is ``-inf``.
+A term's root mean square is :math:`\Theta(n^e)`. An exponent e that cannot be known is ``None``; that of a term which is exactly zero
+is ``-inf``.
 
-**mup**, the maximal update parametrization, is the one in which every e is 0: each layer's change of weights, and what it passes
-on, has an effect that depends neither on the width nor on the optimizer. It is what a sound parametrization is judged by.
+**mup**, the maximal update parametrization: every e is 0. The effects of a layer's change of weights, and of the change of its input,
+depend neither on the width nor on the optimizer. This is the criterion of a sound parametrization.
 
 **sp**, the standard parametrization: weights of standard deviation :math:`\sqrt{1 / \text{fan-in}}`, and learning rates
 :math:`\eta \propto n^c`, whose c is read from the optimizer at every width. At initialization activations are
@@ -30,15 +30,15 @@ References:
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Literal, cast
 
 from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.width_check.layers import GROWTH, Layer
-from lightning_module_monitor.width_check.topology import Upstream
 
 TERMS: Mapping[str, str] = {
     "effective_update": "rcc_effective_update/{}/rms",
@@ -50,7 +50,7 @@ TERMS: Mapping[str, str] = {
 
 NAMED = ("mup", "sp", "ntp")
 NOTHING = -math.inf
-"""The exponent of what is exactly zero."""
+"""The exponent of a term that is exactly zero."""
 
 Exponents = Mapping[str, float | Mapping[str, float | None] | None]
 """The user's own: by pattern (``re.fullmatch``) of module names a number for all terms, or numbers by term. ``None`` leaves open."""
@@ -61,13 +61,13 @@ Expected = dict[tuple[str, str], float | None]
 
 
 def parse_parametrization(parametrization: object) -> Parametrization:
-    """Check what can be checked before any model is there.
+    """Check the parts of a parametrization that need no model.
 
     Returns:
-        The same, as what it is.
+        The same object.
 
     Raises:
-        ConfigError: If it is no parametrization; says what was expected.
+        ConfigError: If it is not a parametrization.
     """
     if isinstance(parametrization, str):
         if parametrization not in NAMED:
@@ -76,10 +76,10 @@ def parse_parametrization(parametrization: object) -> Parametrization:
         return cast(Parametrization, parametrization)
     if not isinstance(parametrization, Mapping) or not parametrization:
         raise ConfigError(f"parametrization is {parametrization!r}; expected {', '.join(NAMED)}, or exponents by pattern of module names.")
-    for pattern, wish in parametrization.items():
+    for pattern, exponents in parametrization.items():
         label = f"parametrization[{pattern!r}]"
         parse_patterns(pattern, "parametrization")
-        for term, number in wish.items() if isinstance(wish, Mapping) else [(None, wish)]:
+        for term, number in exponents.items() if isinstance(exponents, Mapping) else [(None, exponents)]:
             if term is not None and term not in TERMS:
                 raise ConfigError(f"{label} has the term {term!r}; expected {', '.join(TERMS)}{nearest(str(term), TERMS)}")
             if not (number is None or (isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number))):
@@ -88,12 +88,12 @@ def parse_parametrization(parametrization: object) -> Parametrization:
 
 
 def expected_exponents(parametrization: Parametrization, layers: Mapping[str, Layer], steps: int) -> Expected:
-    """The exponents of every layer's terms.
+    """The expected exponents of every layer's terms.
 
     Args:
         parametrization: A name, or the user's own numbers.
         layers: The layers, by name.
-        steps: Number of optimizer steps before the terms were measured.
+        steps: Number of optimizer steps before the measurement.
 
     Returns:
         Exponent by module and term.
@@ -103,21 +103,16 @@ def expected_exponents(parametrization: Parametrization, layers: Mapping[str, La
     """
     if isinstance(parametrization, Mapping):
         return own_exponents(parametrization, layers)
-    scaling = _Maximal(layers) if parametrization == "mup" else _Standard(layers, is_tangent=parametrization == "ntp")
-    updates: Expected = {}
-    for name in layers:
-        updates[name, "effective_update"] = scaling.effective(name)
-        updates[name, "propagating_update"] = scaling.propagating(name)
+    updates = _maximal(layers) if parametrization == "mup" else _standard(layers, is_tangent=parametrization == "ntp")
     if steps > 1 and any(exponent is not None and exponent > 0 for exponent in updates.values()):
-        # What grew in the first step changes the gradients of the next ones.
+        # Growth in the first step changes the gradients of the next ones.
         updates = {key: exponent if exponent == NOTHING else None for key, exponent in updates.items()}
-    # The exponents above rest on alignments that do not depend on the width.
-    aligned = {(name, "effective_alignment"): 0.0 for name in layers} | {(name, "propagating_alignment"): 0.0 for name in layers}
-    return updates | aligned
+    # The exponents above assume alignments that do not depend on the width.
+    return updates | dict.fromkeys(itertools.product(layers, ("effective_alignment", "propagating_alignment")), 0.0)
 
 
 def own_exponents(parametrization: Exponents, layers: Iterable[str]) -> Expected:
-    """The user's own exponents, of the layers of these names.
+    """The user's own exponents for the layers of these names.
 
     Returns:
         Exponent by module and term.
@@ -127,108 +122,97 @@ def own_exponents(parametrization: Exponents, layers: Iterable[str]) -> Expected
     """
     names = tuple(layers)
     expected: Expected = {}
-    for text, wish in parametrization.items():
-        pattern = re.compile(text)
-        matched = [name for name in names if pattern.fullmatch(name)]
+    for pattern, exponents in parametrization.items():
+        matched = [name for name in names if re.fullmatch(pattern, name)]
         if not matched:
-            raise ConfigError(f"parametrization {text!r} matches none of the {len(names)} modules that own weights{nearest(text, names)}")
+            near = nearest(pattern, names)
+            raise ConfigError(f"parametrization {pattern!r} matches none of the {len(names)} modules that own weights{near}")
         for name in matched:
-            for term, number in wish.items() if isinstance(wish, Mapping) else dict.fromkeys(TERMS, wish).items():
-                expected.setdefault((name, term), number)  # of two patterns that match, the first counts
+            for term, number in exponents.items() if isinstance(exponents, Mapping) else dict.fromkeys(TERMS, exponents).items():
+                expected.setdefault((name, term), number)  # the first pattern that matches counts
     return expected
 
 
-class _Scaling:
-    """The exponents of a network, layer by layer along the way from its input to its output."""
-
-    def __init__(self, layers: Mapping[str, Layer]) -> None:
-        self._layers = layers
-        self._change_by_name: dict[str, float | None] = {}
-
-    def effective(self, name: str) -> float | None:
-        """Exponent of the effective update."""
-        raise NotImplementedError
-
-    def propagating(self, name: str) -> float | None:
-        """Exponent of the propagating update."""
-        raise NotImplementedError
-
-    def _arriving(self, upstream: Upstream) -> float | None:
-        """Exponent of how much an input changes."""
-        return self._sum({self._change(name) for name in upstream.names})
-
-    def _change(self, name: str) -> float | None:
-        if name not in self._change_by_name:
-            self._change_by_name[name] = None  # met again while it is being computed: a layer that feeds itself
-            self._change_by_name[name] = self._sum({self.effective(name), self.propagating(name)})
-        return self._change_by_name[name]
-
-    def _sum(self, exponents: Set[float | None]) -> float | None:
-        """The exponent of a sum; unknown where that of a part is."""
-        return None if None in exponents else max((one for one in exponents if one is not None), default=NOTHING)
+def _sum(exponents: Set[float | None]) -> float | None:
+    """The exponent of a sum; unknown if that of a part is."""
+    return None if None in exponents else max((one for one in exponents if one is not None), default=NOTHING)
 
 
-class _Maximal(_Scaling):
-    """The maximal update parametrization: a wish, which holds also where layers are of unknown kinds."""
+def _along(
+    layers: Mapping[str, Layer],
+    effective: Callable[[Layer], float | None],
+    propagating: Callable[[Layer, float | None], float | None],
+    add: Callable[[Set[float | None]], float | None] = _sum,
+) -> Expected:
+    """The exponents of all updates, from the input of a network to its output.
 
-    def effective(self, name: str) -> float | None:
-        layer = self._layers[name]
+    Args:
+        layers: The layers, by name.
+        effective: Exponent of a layer's effective update.
+        propagating: Exponent of a layer's propagating update, given that of the change of its input (``None`` if unknown).
+        add: Exponent of a sum.
+    """
+    changes: dict[str, float | None] = {}
+
+    def change(name: str) -> float | None:
+        if name not in changes:
+            changes[name] = None  # for a layer that feeds itself
+            changes[name] = add({effective(layers[name]), passed_on(layers[name])})
+        return changes[name]
+
+    def passed_on(layer: Layer) -> float | None:
+        return propagating(layer, None if layer.upstream is None else add({change(name) for name in layer.upstream.names}))
+
+    updates: Expected = {}
+    for name, layer in layers.items():
+        updates[name, "effective_update"] = effective(layer)
+        updates[name, "propagating_update"] = passed_on(layer)
+    return updates
+
+
+def _maximal(layers: Mapping[str, Layer]) -> Expected:
+    """The maximal update parametrization, a requirement also for layers of unknown kinds."""
+
+    def effective(layer: Layer) -> float | None:
         if not layer.is_trained:
             return NOTHING
-        # Of a layer that does not get wider, in front of those that do, it says nothing.
-        return None if layer.role == "fixed" else 0.0
+        return None if layer.role == "fixed" else 0.0  # it requires nothing of a layer before those that get wider
 
-    def propagating(self, name: str) -> float | None:
-        upstream = self._layers[name].upstream
-        if upstream is None:
-            return 0.0
-        return self._arriving(upstream)
+    def propagating(layer: Layer, arriving: float | None) -> float | None:
+        return 0.0 if layer.upstream is None else arriving
 
-    def _sum(self, exponents: Set[float | None]) -> float | None:
-        return 0.0 if 0.0 in exponents else super()._sum(exponents)  # what is unknown is no more than is wished
+    # An unknown part is at most what is required.
+    return _along(layers, effective, propagating, lambda exponents: 0.0 if 0.0 in exponents else _sum(exponents))
 
 
-class _Standard(_Scaling):
-    """The standard parametrization, or that of the neural tangent kernel; of layers whose shapes, inputs and optimizer are known."""
+def _standard(layers: Mapping[str, Layer], *, is_tangent: bool) -> Expected:
+    """The standard or neural tangent parametrization, for layers whose shapes, inputs and optimizer are known."""
+    feeding = set().union(*(layer.upstream.names for layer in layers.values() if layer.upstream is not None))
+    # The sizes of gradients above hold if the loss uses layers of fixed size, and every layer on the way back is known.
+    ends_fixed = all(layer.role in ("output", "fixed") for name, layer in layers.items() if name not in feeding)
+    knows_gradients = ends_fixed and all(layer.upstream is not None and layer.role != "unknown" for layer in layers.values())
 
-    def __init__(self, layers: Mapping[str, Layer], is_tangent: bool) -> None:
-        super().__init__(layers)
-        self._is_tangent = is_tangent
-        feeding = set().union(*(layer.upstream.names for layer in layers.values() if layer.upstream is not None))
-        # Gradients are of the size that is said above where the loss sees a layer of fixed size.
-        ends_fixed = all(layer.role in ("output", "fixed") for name, layer in layers.items() if name not in feeding)
-        # And where every layer on their way back is known.
-        self._knows_gradients = ends_fixed and all(layer.upstream is not None and layer.role != "unknown" for layer in layers.values())
-
-    def effective(self, name: str) -> float | None:
-        layer = self._layers[name]
+    def effective(layer: Layer) -> float | None:
         if not layer.is_trained:
             return NOTHING
         if layer.role == "unknown" or layer.is_shared or layer.matrix_rate is None or layer.vector_rate is None:
             return None
-        if layer.optimizer is None or (layer.optimizer == "sgd" and not self._knows_gradients):
+        is_sgd = layer.optimizer == "sgd"
+        if layer.optimizer is None or (is_sgd and not knows_gradients):
             return None
         fan_in_grows, fan_out_grows = GROWTH[layer.role]
-        rate, size_of_entry = layer.matrix_rate, 0.0
-        if layer.optimizer == "sgd":
-            size_of_entry = -0.5 if fan_out_grows else 0.0
-        if fan_in_grows:
-            rate += 1.0
-            if self._is_tangent:
-                rate -= 1.0 if layer.optimizer == "sgd" else 0.5
-        exponent = max(rate, layer.vector_rate) + size_of_entry
-        decay = max(layer.matrix_rate, layer.vector_rate)
-        # Weight decay changes W x by a share of it; where that is more than the gradient does, sizes decide, not exponents.
-        return None if layer.has_weight_decay and decay > exponent else exponent
+        sum_over_fan_in = 1.0 - (is_tangent * (1.0 if is_sgd else 0.5)) if fan_in_grows else 0.0
+        size_of_entry = -0.5 if is_sgd and fan_out_grows else 0.0
+        exponent = max(layer.matrix_rate + sum_over_fan_in, layer.vector_rate) + size_of_entry
+        # Weight decay changes W x by a share of it. If that is more than the effect of the gradient, sizes decide, not exponents.
+        return None if layer.has_weight_decay and max(layer.matrix_rate, layer.vector_rate) > exponent else exponent
 
-    def propagating(self, name: str) -> float | None:
-        layer = self._layers[name]
-        if layer.upstream is None:
-            return None
-        change = self._arriving(layer.upstream)
-        if change is None or change == NOTHING:
-            return change
+    def propagating(layer: Layer, arriving: float | None) -> float | None:
+        if layer.upstream is None or arriving is None or arriving == NOTHING:
+            return arriving
         is_bounded = not (layer.is_linear and layer.upstream.is_homogeneous)
-        if layer.role == "unknown" or (change > 0 and is_bounded):
+        if layer.role == "unknown" or (arriving > 0 and is_bounded):
             return None
-        return change + (0.5 if layer.role == "output" else 0.0)
+        return arriving + (0.5 if layer.role == "output" else 0.0)
+
+    return _along(layers, effective, propagating)

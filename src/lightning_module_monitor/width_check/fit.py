@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 
 class PowerLaw(NamedTuple):
-    """The exponent ``a`` of ``value = c * width ** a``, and the interval in which it lies with the confidence that was asked for."""
+    """The exponent ``a`` of ``value = c * width ** a``, and its confidence interval."""
 
     exponent: float
     lower: float
@@ -21,8 +21,8 @@ def fit_power_law(widths: ArrayLike, values: ArrayLike, confidence: float = 0.95
     r"""Least squares of :math:`\ln v = \ln c + a \ln n` over all points.
 
     With :math:`s^2 = \sum r^2 / (N - 2)` of the residuals :math:`r`, the interval is
-    :math:`a \pm t_{N - 2} \, s / \sqrt{\sum (\ln n - \overline{\ln n})^2}`, with Student's :math:`t`. The residuals hold the scatter
-    of the seeds and the curvature of what is no power law alike.
+    :math:`a \pm t_{N - 2} \, s / \sqrt{\sum (\ln n - \overline{\ln n})^2}`, with Student's :math:`t`. The residuals contain both the
+    scatter of the seeds and the deviation from a power law.
 
     Args:
         widths: Widths n, shape ``(points,)``, at least two that differ.
@@ -45,9 +45,9 @@ def fit_power_law(widths: ArrayLike, values: ArrayLike, confidence: float = 0.95
 
 
 def student_t(confidence: float, degrees_of_freedom: int) -> float:
-    """The t within which (in magnitude) a Student-distributed value lies with a probability; SciPy's ``t.ppf((1 + p) / 2, dof)``.
+    """The two-sided quantile of Student's t distribution: SciPy's ``t.ppf((1 + confidence) / 2, degrees_of_freedom)``.
 
-    SciPy is no dependency of this package, and for whole degrees of freedom the probability is a finite sum.
+    SciPy is not a dependency of this package. For whole degrees of freedom the probability is a finite sum.
 
     Args:
         confidence: The probability, between 0 and 1.

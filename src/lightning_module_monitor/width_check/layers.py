@@ -1,4 +1,4 @@
-"""What a layer is to a network that is made wider: its role, and how it is trained."""
+"""Layers of a network that is made wider: their roles, and how they are trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_module_monitor.width_check.topology import Upstream
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
 """``input``: only the fan-out grows with the width (embeddings, biases and gains of norms too); ``hidden``: fan-in and fan-out;
-``output``: only the fan-in; ``fixed``: neither; ``unknown``: not to be told from the shapes."""
+``output``: only the fan-in; ``fixed``: neither; ``unknown``: the shapes do not show it."""
 
 GROWTH: Mapping[Role, tuple[bool, bool]] = {
     "input": (False, True),
@@ -38,40 +38,41 @@ ENTRYWISE = (Adam, AdamW, Adamax, NAdam, Adagrad, RMSprop)
 """Optimizers whose first update has entries of the size of the learning rate, whatever the size of the gradient."""
 
 
-@dataclass(frozen=True)
-class LayerAtWidth:
-    """A module that owns weights, in the network of one width, after it was trained."""
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """The facts about a module that owns weights."""
 
-    fans: tuple[int, int] | None
-    """Fan-in and fan-out; ``None`` where the module's type does not tell them, or its weight is computed from others (weight norm)."""
-    matrix_rates: tuple[float, ...]
-    """Learning rates of its trained parameters of two dimensions and more."""
-    vector_rates: tuple[float, ...]
-    """Learning rates of its other trained parameters."""
     optimizer: Literal["sgd", "entrywise"] | None
-    """How an update depends on the gradient; ``None`` where the optimizer is another one."""
+    """How an update depends on the gradient; ``None`` for any other optimizer."""
     has_weight_decay: bool
     is_shared: bool
     """Whether it shares a parameter with another layer."""
     is_linear: bool
     upstream: Upstream | None
+    """What feeds it; ``None`` where that is not known."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A module that owns weights, as it is over all widths."""
+@dataclass(frozen=True, kw_only=True)
+class LayerAtWidth(_Facts):
+    """A layer in the network of one width, after training."""
+
+    fans: tuple[int, int] | None
+    """Fan-in and fan-out; ``None`` for an unknown type, or a weight that is computed from others (weight norm)."""
+    matrix_rates: tuple[float, ...]
+    """Learning rates of its trained parameters of two dimensions and more."""
+    vector_rates: tuple[float, ...]
+    """Learning rates of its other trained parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(_Facts):
+    """A layer over all widths."""
 
     role: Role
     matrix_rate: float | None
     """Exponent of width of its matrices' learning rate, ``-inf`` where none is trained, ``None`` where it is no power of the width."""
     vector_rate: float | None
-    """The same of its vectors."""
-    optimizer: Literal["sgd", "entrywise"] | None
-    has_weight_decay: bool
-    is_shared: bool
-    is_linear: bool
-    upstream: Upstream | None
-    """What feeds it; ``None`` where that could not be seen."""
+    """The same for its vectors."""
 
     @property
     def is_trained(self) -> bool:
@@ -82,18 +83,17 @@ class Layer:
 def find_units(root: nn.Module) -> dict[str, nn.Module]:
     """The layers of a network by name: modules that own weights. MultiheadAttention is one layer, with its projections."""
     found: set[nn.Module] = set()
-    seen: set[nn.Module] = set()
-    waiting = [root]
+    waiting, seen = [root], {root}
     while waiting:
         module = waiting.pop()
-        if module in seen or isinstance(module, UNWATCHED):
+        if isinstance(module, UNWATCHED):
             continue
-        seen.add(module)
         is_whole = bool(layer_parts(module)) or is_parametrized(module)
         if is_whole or has_own_weights(module):
             found.add(module)
-        if not is_whole:
-            waiting += module.children()
+        children = [] if is_whole else [child for child in module.children() if child not in seen]
+        waiting += children
+        seen.update(children)
     return {site.name: site.module for site in Namer().module_sites(root) if site.module in found}
 
 
@@ -132,16 +132,12 @@ def describe(
 
 
 def over_widths(widths: Sequence[int], layers: Sequence[LayerAtWidth]) -> Layer:
-    """What one layer is, from its descriptions at several widths (increasing)."""
+    """One layer over all widths, from its descriptions at several widths (increasing)."""
     fans = [layer.fans for layer in layers if layer.fans is not None]
-    role: Role = "unknown"
-    if len(fans) == len(layers):
-        fan_in_grows, fan_out_grows = (_grows(widths, sizes) for sizes in zip(*fans, strict=True))
-        if fan_in_grows is not None and fan_out_grows is not None:
-            (role,) = (one for one, growth in GROWTH.items() if growth == (fan_in_grows, fan_out_grows))
+    growth = tuple(_grows(widths, sizes) for sizes in zip(*fans, strict=True)) if len(fans) == len(layers) else ()
     first = layers[0]
     return Layer(
-        role=role,
+        role=next((role for role, known in GROWTH.items() if known == growth), "unknown"),
         matrix_rate=_rate_exponent(widths, [layer.matrix_rates for layer in layers]),
         vector_rate=_rate_exponent(widths, [layer.vector_rates for layer in layers]),
         optimizer=first.optimizer if len({layer.optimizer for layer in layers}) == 1 else None,
@@ -153,19 +149,19 @@ def over_widths(widths: Sequence[int], layers: Sequence[LayerAtWidth]) -> Layer:
 
 
 def _own_parameters(layer: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
-    """Those of the layer and of its parts, but where its parts are layers of their own."""
+    """Parameters of the layer, with those of its parts if none of these is a layer itself."""
     has_layers = any(part in layers for part in layer.modules() if part is not layer)
     return list(layer.parameters(recurse=not has_layers))
 
 
 def _fans(layer: nn.Module) -> tuple[int, int] | None:
-    """How many inputs an output sums, and how many outputs there are."""
+    """Number of inputs that each output sums, and number of outputs."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     if isinstance(layer, _ConvNd):
         return layer.in_channels // layer.groups, layer.out_channels
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return 1, layer.embedding_dim  # a look-up sums nothing
+        return 1, layer.embedding_dim  # a look-up, not a sum
     if isinstance(layer, nn.MultiheadAttention):
         is_square = layer.kdim == layer.vdim == layer.embed_dim
         return (layer.embed_dim, layer.embed_dim) if is_square else None
@@ -176,7 +172,7 @@ def _fans(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def _family(optimizer: Optimizer) -> Literal["sgd", "entrywise"] | None:
-    # By class and not by inheritance: a subclass of the user's may do anything.
+    # By class, not by inheritance: a user's subclass may do anything.
     if type(optimizer) is SGD:
         return "sgd"
     return "entrywise" if type(optimizer) in ENTRYWISE else None
@@ -188,7 +184,7 @@ def _grows(widths: Sequence[int], sizes: Sequence[int]) -> bool | None:
         return False
     if list(sizes) != sorted(sizes) or min(sizes) <= 0:
         return None
-    # With something constant beside the width (a concatenated input) the exponent is near 1, and not 1.
+    # With a constant beside the width (a concatenated input) the exponent is near 1, but not 1.
     return True if 0.75 <= _slope(widths, sizes) <= 1.25 else None
 
 

@@ -1,4 +1,4 @@
-"""What a width check found: as a table, as a frame, as a picture."""
+"""The result of a width check: as a table, as a frame, as a figure."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
 COLUMNS = ("module", "role", "term", "exponent", "interval", "expected", "verdict", "note")
-STYLES = {"nonfinite": "bold red", "grows": "bold red", "vanishes": "bold red", "unclear": "yellow", "ok": "green"}
 
 
 class WidthCheck:
     """The result of :func:`~lightning_module_monitor.coordinate_check`: a row for every term of every module.
 
-    ``print(check)`` gives the table. Iterating gives the rows, those that offend first.
+    ``print(check)`` shows the table. Iteration is over the rows.
 
     Attributes:
-        rows: The rows: first the offending ones, the farthest from what was expected foremost, then the others in the model's order.
+        rows: Offending rows first, the farthest from the expected exponent foremost; then the others in the model's order.
         settings: The options of the check: ``widths``, ``seeds``, ``steps``, ``parametrization``, ...
     """
 
@@ -48,32 +47,29 @@ class WidthCheck:
         Raises:
             KeyError: If there is none.
         """
-        for row in self.rows:
-            if (row.module, row.term) == key:
-                return row
-        raise KeyError(key)
+        return {(row.module, row.term): row for row in self.rows}[key]
 
     @property
     def offending(self) -> tuple[str, ...]:
-        """The modules with a verdict against them, the worst first."""
+        """The modules with an offending row, the worst first."""
         return tuple(dict.fromkeys(row.module for row in self.rows if row.is_offending))
 
     @property
     def is_sound(self) -> bool:
-        """Whether no verdict is against any module. Rows that are ``unclear`` do not count."""
+        """Whether no module is offending. Rows that are ``unclear`` do not count."""
         return not self.offending
 
     @property
     def title(self) -> str:
-        """What was done, in a line."""
-        wish = self.settings.parametrization
-        against = wish if isinstance(wish, str) else "exponents of your own"
+        """The options, in one line."""
+        named = self.settings.parametrization
+        against = named if isinstance(named, str) else "exponents of your own"
         runs = f"{_count(len(self.settings.seeds), 'seed')}, {_count(self.settings.steps, 'step')}"
         return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
 
     @property
     def summary(self) -> str:
-        """What was found, in a line."""
+        """The result, in one line."""
         unclear = sum(row.verdict == "unclear" for row in self.rows)
         rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
@@ -88,21 +84,18 @@ class WidthCheck:
     def show(self) -> None:
         """Print the table: in colours where rich is installed, else as plain text."""
         try:
-            console, table = importlib.import_module("rich.console"), importlib.import_module("rich.table")
-            box = importlib.import_module("rich.box")
+            box, console, table = (importlib.import_module(f"rich.{name}") for name in ("box", "console", "table"))
         except ImportError:
             print(self)
             return
-        has_notes = any(row.note for row in self.rows)
-        columns = COLUMNS if has_notes else COLUMNS[:-1]
-        # As little around the columns as lets them fit into 80 characters.
+        columns = COLUMNS if any(row.note for row in self.rows) else COLUMNS[:-1]
+        # The narrowest borders: the columns fit into 80 characters.
         grid = table.Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
         for column in columns:
             grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
         for row in self.rows:
-            grid.add_row(*_cells(row)[: len(columns)], style=STYLES[row.verdict] if row.is_offending else None)
+            grid.add_row(*_cells(row)[: len(columns)], style="bold red" if row.is_offending else None)
         out = console.Console(highlight=False, markup=False)
-        # Lines are not wrapped, whatever the terminal's width; the table is.
         out.print(self.title, "", sep="\n", soft_wrap=True)
         out.print(grid)
         out.print("", self.summary, sep="\n", soft_wrap=True)
@@ -114,7 +107,7 @@ class WidthCheck:
             Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where it is not known.
 
         Raises:
-            ImportError: Without pandas; says how to install it.
+            ImportError: If pandas is not installed.
         """
         names = ("module", "role", "term", "exponent", "lower", "upper", "expected", "verdict", "note")
         frame: pd.DataFrame = require("pandas", "pandas").DataFrame(
@@ -126,7 +119,7 @@ class WidthCheck:
         """The curves: a panel for every term, a line for every module.
 
         Raises:
-            ImportError: Without matplotlib; says how to install it.
+            ImportError: If matplotlib is not installed.
         """
         figure: Figure = require("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
         self.draw(figure)
@@ -153,7 +146,7 @@ class WidthCheck:
 
 
 def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
-    """The seeds as points, their geometric mean as a line, dashed where the verdict is against the module."""
+    """The seeds as points, their geometric mean as a line, dashed for an offending row."""
     values = np.where((row.values > 0) & np.isfinite(row.values), row.values, np.nan)
     for of_seed in values.T:
         axes.plot(widths, of_seed, ".", color=color, alpha=0.4)
@@ -163,7 +156,7 @@ def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
 
 
 def _urgency(row: Row) -> tuple[bool, float]:
-    """Offending rows first, what is not finite foremost, then by distance from what was expected."""
+    """Offending rows first: those that are not finite, then by distance from the expected exponent."""
     if not row.is_offending:
         return True, 0.0
     return False, -math.inf if row.expected is None or math.isnan(row.exponent) else -abs(row.exponent - row.expected)

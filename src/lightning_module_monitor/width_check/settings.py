@@ -1,11 +1,11 @@
-"""The options of a width check, and their one check."""
+"""The options of a width check, validated in one place."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeGuard
 
@@ -26,14 +26,14 @@ TRAINER_OPTIONS: Mapping[str, Any] = {
     "limit_val_batches": 0,
     "max_epochs": -1,
 }
-"""Options of the Trainer that are not the user's: no files, and no loop but training."""
+"""Options of the Trainer that users cannot set: no files, and no loop except training."""
 
 _OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_dir", "fast_dev_run", "barebones")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of :func:`~lightning_module_monitor.coordinate_check`, found to make sense."""
+    """The valid options of :func:`~lightning_module_monitor.coordinate_check`."""
 
     widths: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -45,38 +45,26 @@ class Settings:
     trainer: Mapping[str, Any]
 
     @classmethod
-    def parse(
-        cls,
-        *,
-        widths: object,
-        seeds: object,
-        steps: object,
-        parametrization: object,
-        terms: object,
-        confidence: object,
-        tolerance: object,
-        trainer: object,
-    ) -> Settings:
-        """Check the options.
+    def parse(cls, **options: Any) -> Settings:
+        """Check all options, given by name.
 
         Raises:
-            ConfigError: If one is wrong; says which, what was expected, and the nearest right name.
+            ConfigError: If one is wrong.
         """
-        if not _is_whole(steps) or steps < 1:
-            raise ConfigError(f"steps is {steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
-        if not isinstance(confidence, int | float) or not 0 < confidence < 1:
-            raise ConfigError(f"confidence is {confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
-        if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
-            raise ConfigError(f"tolerance is {tolerance!r}; expected a number > 0, e.g. 0.25.")
-        return cls(
-            _parse_widths(widths),
-            _parse_seeds(seeds),
-            steps,
-            parse_parametrization(parametrization),
-            _parse_terms(terms),
-            confidence,
-            tolerance,
-            _parse_trainer(trainer),
+        given = cls(**options)
+        if not _is_whole(given.steps) or given.steps < 1:
+            raise ConfigError(f"steps is {given.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
+        if not isinstance(given.confidence, int | float) or not 0 < given.confidence < 1:
+            raise ConfigError(f"confidence is {given.confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
+        if not isinstance(given.tolerance, int | float) or not 0 < given.tolerance < math.inf:
+            raise ConfigError(f"tolerance is {given.tolerance!r}; expected a number > 0, e.g. 0.25.")
+        return replace(
+            given,
+            widths=_parse_widths(given.widths),
+            seeds=_parse_seeds(given.seeds),
+            parametrization=parse_parametrization(given.parametrization),
+            terms=_parse_terms(given.terms),
+            trainer=_parse_trainer(given.trainer),
         )
 
 
@@ -85,31 +73,31 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def _parse_widths(widths: object) -> tuple[int, ...]:
-    wish = _whole_numbers(widths)
-    if wish is None or min(wish, default=1) < 1:
+    parsed = _whole_numbers(widths)
+    if parsed is None or min(parsed, default=1) < 1:
         raise ConfigError(f"widths is {widths!r}; expected whole numbers > 0, e.g. [128, 256, 512, 1024].")
-    if len(wish) < 2:
+    if len(parsed) < 2:
         raise ConfigError(f"widths is {widths!r}; expected at least two, e.g. [128, 256, 512, 1024]: an exponent is a slope.")
-    if list(wish) != sorted(set(wish)):
-        raise ConfigError(f"widths is {widths!r}; expected every width once, increasing: {sorted(set(wish))}.")
-    return wish
+    if list(parsed) != sorted(set(parsed)):
+        raise ConfigError(f"widths is {widths!r}; expected every width once, increasing: {sorted(set(parsed))}.")
+    return parsed
 
 
 def _parse_seeds(seeds: object) -> tuple[int, ...]:
-    wish = tuple(range(seeds)) if _is_whole(seeds) else _whole_numbers(seeds)
-    if not wish or min(wish) < 0 or len(set(wish)) < len(wish):
+    parsed = tuple(range(seeds)) if _is_whole(seeds) else _whole_numbers(seeds)
+    if not parsed or min(parsed) < 0 or len(set(parsed)) < len(parsed):
         raise ConfigError(f"seeds is {seeds!r}; expected a number of seeds >= 1, or a list of seeds that differ.")
-    return wish
+    return parsed
 
 
 def _parse_terms(terms: object) -> tuple[str, ...]:
-    wish = as_tuple(terms)
-    for term in wish:
+    parsed = as_tuple(terms)
+    for term in parsed:
         if term not in TERMS:
             raise ConfigError(f"terms {term!r} is not a term; expected {', '.join(TERMS)}{nearest(str(term), TERMS)}")
-    if not wish:
+    if not parsed:
         raise ConfigError(f"terms is empty; expected at least one of {', '.join(TERMS)}.")
-    return wish
+    return parsed
 
 
 def _parse_trainer(trainer: object) -> dict[str, Any]:
@@ -127,6 +115,6 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
 
 
 def _whole_numbers(value: object) -> tuple[int, ...] | None:
-    """A list, tuple, range or array, also of numpy's numbers, or a single number, as a tuple; ``None`` if it is none of them."""
+    """A number or several, also of numpy, as a tuple; ``None`` for anything else."""
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     return tuple(int(one) for one in found) if all(_is_whole(one) for one in found) else None

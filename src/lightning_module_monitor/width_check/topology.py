@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from lightning_module_monitor.model.hooks import HookSet
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.model.outputs import named_tensors
 
 _HOMOGENEOUS = re.compile(
@@ -20,54 +20,50 @@ _HOMOGENEOUS = re.compile(
     r"|View|UnsafeView|ReshapeAlias|Reshape|T|Transpose|Permute|Expand|Repeat|Squeeze|Unsqueeze|Select|Slice|Split|Unbind|Index|IndexSelect|Cat|Stack"
     r"|MaxPool[123]D(WithIndices)?|AvgPool[123]D|AdaptiveAvgPool[123]D|Amax|Unfold)Backward\d*"
 )
-"""Operations of whose inputs any multiple gives that multiple of the output: what grows by a factor grows by it behind them, too."""
-
-_PRODUCTS = ("Mul", "Div")
+"""Operations that multiply their output by the same factor as their input."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """What feeds a layer."""
+    """The layers that feed a layer."""
 
     names: frozenset[str] = field(default_factory=frozenset)
-    """The nearest layers that its inputs are computed from; none where they come from the data alone."""
+    """The nearest layers from which its inputs are computed; none if they come from the data alone."""
     is_homogeneous: bool = True
-    """Whether everything between them and this layer scales with its input, as ReLU does and tanh does not."""
+    """Whether all operations between them and this layer scale with their input, as ReLU does and tanh does not."""
 
 
 class Topology:
-    """Reads, while its hooks are on, what feeds each of the layers. What is detached counts as data.
+    """Reads, while its hooks are registered, which layers feed each layer. A detached tensor counts as data.
 
     Args:
         layers: The layers, by name.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.layers = layers
         self.upstream: dict[str, Upstream | None] = {}
-        """What feeds each layer that ran; ``None`` where the graph does not tell."""
+        """What feeds each layer that ran; ``None`` where the graph does not show it."""
         self._source: dict[Node, str] = {}
         self._hooks = HookSet()
         for name, layer in layers.items():
-            self._hooks.add(layer.register_forward_hook(self._reader(name), with_kwargs=True))
+            self._hooks.add_forward(layer, UncopiedHook(functools.partial(self._read, name)), with_kwargs=True)
 
     def close(self) -> None:
-        """Take the hooks off and let the graph go."""
+        """Remove the hooks and release the graph."""
         self._hooks.close()
         self._source.clear()
 
-    def _reader(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-            known = self._walk((args, kwargs)) if torch.is_grad_enabled() else None
-            before = self.upstream.get(name, Upstream())
-            joined = None
-            if known is not None and before is not None:  # of all calls of the layer together
-                joined = Upstream(before.names | known.names, before.is_homogeneous and known.is_homogeneous)
-            self.upstream[name] = joined
-            for _path, tensor in named_tensors(output):
-                if tensor.grad_fn is not None:
-                    self._source.setdefault(tensor.grad_fn, name)
-
-        return read
+    def _read(self, name: str, _layer: nn.Module, args: object, kwargs: object, output: object) -> None:
+        now = self._walk((args, kwargs)) if torch.is_grad_enabled() else None
+        before = self.upstream.get(name, Upstream())
+        joined = None
+        if now is not None and before is not None:  # all calls of the layer count
+            joined = Upstream(before.names | now.names, before.is_homogeneous and now.is_homogeneous)
+        self.upstream[name] = joined
+        for _path, tensor in named_tensors(output):
+            if tensor.grad_fn is not None:
+                self._source.setdefault(tensor.grad_fn, name)
 
     def _walk(self, inputs: object) -> Upstream | None:
         """From the inputs back to the outputs of other layers."""
@@ -90,16 +86,15 @@ class Topology:
 
 
 def _is_opaque(node: object) -> bool:
-    """Whether weights may be behind a node that are in none of the layers seen.
+    """Whether weights outside of all known layers may be behind a node.
 
-    They are where a weight is used outside of the layer that owns it. A Function in Python hides what is in it: where it checkpoints
-    activations, whole layers.
+    This holds where a weight is used outside of its layer, and for a Python Function, which hides its operations: under checkpointing,
+    whole layers.
     """
     return isinstance(node, BackwardCFunction) or isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def _is_homogeneous(operation: str, num_inputs: int) -> bool:
-    """Whether an operation scales with its input; a product of two things that are learned scales with the square."""
-    if operation.startswith(_PRODUCTS) and num_inputs > 1:
-        return False
-    return _HOMOGENEOUS.fullmatch(operation) is not None
+    """Whether an operation scales with its input; a product of two learned tensors scales with the square."""
+    is_product = operation.startswith(("Mul", "Div")) and num_inputs > 1
+    return not is_product and _HOMOGENEOUS.fullmatch(operation) is not None

@@ -1,19 +1,18 @@
-"""One short training of the width check, which leaves nothing behind."""
+"""One short training of the width check, which restores all global state."""
 
 from __future__ import annotations
 
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
@@ -27,10 +26,7 @@ Data = Iterable[Any] | LightningDataModule | None
 
 
 class _StopWithoutBatches(Callback):
-    """Ends a training whose data has run dry: Lightning would begin an epoch without a batch after the other, for ever."""
-
-    def __init__(self) -> None:
-        self._has_batches = False
+    """Ends a training that has no more data: otherwise Lightning begins one epoch without a batch after the other, for ever."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_batches = False
@@ -44,7 +40,7 @@ class _StopWithoutBatches(Callback):
 
 @dataclass(frozen=True)
 class Training:
-    """What was measured in one training."""
+    """The measurements of one training."""
 
     values: Mapping[str, float]
     """Value by key, of the network after ``steps`` steps."""
@@ -53,22 +49,18 @@ class Training:
 
 
 class _ReadTopology(Callback):
-    """Reads in the first step what feeds each layer."""
+    """Reads in the first step which layers feed which."""
 
-    def __init__(self) -> None:
-        self.layers: dict[str, nn.Module] = {}
-        self.topology: Topology | None = None
+    topology: Topology | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self.topology is None:
-            self.layers = find_units(pl_module)
-            self.topology = Topology(self.layers)
+            self.topology = Topology(find_units(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off."""
         if self.topology is not None:
             self.topology.close()
 
@@ -78,21 +70,22 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
 
     Args:
         make_module: Makes the module of a width; called under the seed.
-        data: What ``Trainer.fit`` takes; ``None`` for the module's own ``train_dataloader``.
+        data: As for ``Trainer.fit``; ``None`` for the module's own ``train_dataloader``.
         width: The width.
-        seed: Seed of every generator, for making the module and again for training it.
-        settings: How long, and with what Trainer.
-
-    Returns:
-        What was measured.
+        seed: Seed of every generator, before making the module and again before training it.
+        settings: Number of steps and options of the Trainer.
 
     Raises:
-        ConfigError: If the module is none, has manual optimization, or its training ended early.
-        MonitorError: If something could not be measured.
+        ConfigError: If ``make_module`` returns no module, or one of manual optimization, or the training ended early.
+        MonitorError: If a value could not be measured.
     """
     with ExitStack() as undo:
-        undo.enter_context(_unchanged_random_states())
-        undo.enter_context(_quiet())
+        # Of every device: the Trainer selects one, and a seed is set on all.
+        undo.enter_context(unchanged_random_states(torch.device("cpu")))
+        undo.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        logger = logging.getLogger("lightning.pytorch")  # every Trainer logs the devices
+        undo.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
         for generator in _generators(data):
             undo.callback(generator.set_state, generator.get_state())
         folder = undo.enter_context(tempfile.TemporaryDirectory())
@@ -102,9 +95,9 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
             raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
         if not module.automatic_optimization:
             raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
-        # Again, as networks of different widths draw differently often: the order of the batches is the same at every width.
+        # Again: wide networks draw more numbers than narrow ones, and the order of batches is the same at every width.
         _seed(seed)
-        # The user's callbacks write files and wait for metrics of a validation that is not run.
+        # The user's callbacks write files, and expect metrics of a validation that does not run.
         module.configure_callbacks = list  # type: ignore[method-assign]
         steps = settings.steps
         monitor = ModuleMonitorCallback([steps], rules=[], rcc=True, save_reference=False, store=False, on_error="raise")
@@ -120,7 +113,7 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         if monitor.last_record is None or topology.topology is None:
             cure = "give more batches, which every training can read anew"
             raise ConfigError(f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: {cure}.")
-        return Training(monitor.last_record.values, describe(topology.layers, trainer.optimizers, topology.topology.upstream))
+        return Training(monitor.last_record.values, describe(topology.topology.layers, trainer.optimizers, topology.topology.upstream))
 
 
 def _seed(seed: int) -> None:
@@ -129,27 +122,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@contextmanager
-def _unchanged_random_states() -> Iterator[None]:
-    """Of every device: which one the Trainer takes is its choice, and a seed is set on all."""
-    with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's lines on devices, which every Trainer prints."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _generators(data: Data) -> list[torch.Generator]:
-    """The generators that a loader has for itself: its batches are the same at every width."""
+    """The loader's own generators: batches are the same at every width."""
     parts = [data, data.sampler, data.batch_sampler] if isinstance(data, DataLoader) else []
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

@@ -1,4 +1,4 @@
-"""From the values of one term at several widths to a sentence about it."""
+"""The verdict on the values of one term at several widths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Row:
     """How one term of one module depends on the width."""
 
     module: str
-    """Its name."""
     role: Role
     """``input``, ``hidden``, ``output``, ``fixed`` or ``unknown``."""
     term: str
@@ -34,16 +33,16 @@ class Row:
     lower: float
     """Lower end of its confidence interval."""
     upper: float
-    """Upper end of it."""
+    """Upper end of its confidence interval."""
     expected: float | None
-    """The exponent by the parametrization: ``-inf`` for exactly zero, ``None`` where it cannot be known."""
+    """The exponent by the parametrization: ``-inf`` for exactly zero, ``None`` where it is not known."""
     verdict: Verdict
-    """``ok``: the interval lies within the tolerance of what is expected; ``grows``, ``vanishes``: it lies above, below;
-    ``unclear``: it lies on the edge, or nothing is expected; ``nonfinite``: there are values that are NaN or infinite."""
+    """``ok``: the interval lies within the tolerance of the expected exponent; ``grows``, ``vanishes``: it lies above, below;
+    ``unclear``: it lies on the edge, or nothing is expected; ``nonfinite``: a value is NaN or infinite."""
     note: str
-    """What else there is to say; often empty."""
+    """A remark; often empty."""
     values: NDArray[np.float64]
-    """What was fitted, shape ``(widths, seeds)``."""
+    """The measured values, shape ``(widths, seeds)``."""
 
     @property
     def is_offending(self) -> bool:
@@ -51,16 +50,8 @@ class Row:
         return self.verdict in OFFENDING
 
 
-def judge(
-    module: str,
-    role: Role,
-    term: str,
-    *,
-    values: NDArray[np.float64],
-    expected: float | None,
-    settings: Settings,
-) -> Row:
-    """Fit one term and compare it with what is expected.
+def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], expected: float | None, settings: Settings) -> Row:
+    """Fit one term and compare its exponent with the expected one.
 
     Args:
         module: Name of the module.
@@ -69,27 +60,24 @@ def judge(
         values: The term's values, shape ``(widths, seeds)``.
         expected: The expected exponent; ``-inf`` for exactly zero, ``None`` for unknown.
         settings: Widths, confidence and tolerance.
-
-    Returns:
-        The row with its verdict.
     """
 
     def row(law: PowerLaw, verdict: Verdict, note: str = "") -> Row:
         return Row(module, role, term, *law, expected, verdict, note, values)
 
     undefined = PowerLaw(math.nan, math.nan, math.nan)
-    if not np.isfinite(values).all():
-        bad = [str(width) for width, of_seeds in zip(settings.widths, values, strict=True) if not np.isfinite(of_seeds).all()]
+    bad = [str(width) for width, of_seeds in zip(settings.widths, values, strict=True) if not np.isfinite(of_seeds).all()]
+    if bad:
         return row(undefined, "nonfinite", f"not finite at width {', '.join(bad)}")
     if not values.any():
         is_known = expected == NOTHING
         note = "" if is_known else "zero at every width: is it trained, and has it a gradient in these steps?"
         return row(PowerLaw(NOTHING, NOTHING, NOTHING), "ok" if is_known else "unclear", note)
     positive = values > 0
-    at = np.broadcast_to(np.array(settings.widths)[:, None], values.shape)[positive]
-    if len(set(at.tolist())) < 2:
-        return row(undefined, "unclear", f"zero at all widths but {at[0]}")
-    law = fit_power_law(at, values[positive], settings.confidence)
+    widths = np.broadcast_to(np.array(settings.widths)[:, None], values.shape)[positive]
+    if len(set(widths.tolist())) < 2:
+        return row(undefined, "unclear", f"zero at all widths but {widths[0]}")
+    law = fit_power_law(widths, values[positive], settings.confidence)
     if not positive.all():
         return row(law, "unclear", f"zero in {(~positive).sum()} of {values.size} runs, which are left out")
     if expected == NOTHING:
@@ -100,8 +88,7 @@ def judge(
 def _compare(law: PowerLaw, expected: float | None, tolerance: float) -> Verdict:
     if expected is None:
         return "unclear"
-    if law.lower > expected + tolerance:
-        return "grows"
-    if law.upper < expected - tolerance:
-        return "vanishes"
-    return "ok" if expected - tolerance <= law.lower and law.upper <= expected + tolerance else "unclear"
+    low, high = expected - tolerance, expected + tolerance
+    if law.lower > high or law.upper < low:
+        return "grows" if law.lower > high else "vanishes"
+    return "ok" if low <= law.lower and law.upper <= high else "unclear"

@@ -90,7 +90,7 @@ def _check_content(file: h5py.File, path: Path) -> None:
     num_bytes = path.stat().st_size
     found = list(schema.walk(file))
     for name, item in found:
-        if not isinstance(item, h5py.HLObject) or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
+        if item is None or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
             message = f"{str(path)!r} has data outside of itself, at {name!r}. A store holds all of its data; do not trust this file."
             raise ConfigError(message)
     for name, item in found:

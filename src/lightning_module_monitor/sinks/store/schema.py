@@ -128,15 +128,15 @@ def next_superseded(file: h5py.File) -> str:
 
 
 def walk(group: h5py.Group, path: str = "", seen: set[h5py.Group] | None = None) -> Iterator[tuple[str, object]]:
-    """Every path below a group, in the order of names, with the object there; where it is no hard link, with the link.
+    """Every path below a group, in the order of names, with the object there; ``None`` where it is no hard link.
 
     Each group is entered once: a link can lead back to it. The visitors of h5py would replace whatever their callback raises, also a
     ``KeyboardInterrupt``, by a ``SystemError``.
     """
     seen = {group} if seen is None else seen
     for name in group:
-        link = group.get(name, getlink=True)
-        item = group[name] if isinstance(link, h5py.HardLink) else link
+        is_inside = group.id.links.get_info(name.encode(errors="surrogateescape")).type == h5py.h5l.TYPE_HARD
+        item = group[name] if is_inside else None
         yield path + name, item
         if isinstance(item, h5py.Group) and item not in seen:
             seen.add(item)
@@ -177,8 +177,11 @@ def read_attributes(file: h5py.File) -> Attributes:
 
 def read_columns(file: h5py.File, *, with_superseded: bool = False) -> dict[str, list[str]]:
     """The columns of every table in a file, of numbers and of histograms, by group."""
-    groups = [name.removesuffix("/columns") for name, _item in datasets(file) if name.endswith("/columns")]
-    return {group: read_columns_of(file, group) for group in groups if with_superseded or not is_superseded(group)}
+    return {
+        name.removesuffix("/columns"): [column.decode() for column in dataset[...].tolist()]
+        for name, dataset in datasets(file)
+        if name.endswith("/columns") and (with_superseded or not is_superseded(name))
+    }
 
 
 def read_columns_of(file: h5py.File, group: str) -> list[str]:

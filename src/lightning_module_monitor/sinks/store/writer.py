@@ -19,14 +19,13 @@ from typing import Any
 import h5py
 import numpy as np
 from filelock import BaseFileLock
+from numpy.typing import NDArray
 
 from lightning_module_monitor.record import NUM_COUNTS, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
 from lightning_module_monitor.sinks.store.opening import open_store
 
 _logger = logging.getLogger(__name__)
-
-_DISTRIBUTION = "lightning-module-monitor"
 
 
 class Writer(ABC):
@@ -321,6 +320,8 @@ class Store(Writer):
         """Of a key in the row of all numbers."""
         self._histogram_places: dict[str, int] = {}
         """Of a key in the rows of all histograms."""
+        self._last_keys: tuple[str, ...] | None = None
+        self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
 
     def _concerns(self, record: Record) -> bool:
         return bool(record.values or record.histograms or record.findings)
@@ -339,6 +340,7 @@ class Store(Writer):
 
     def _put_in_place(self, temporary: Path) -> None:
         self._file = rewrite.append_in_place(temporary, self.path)
+        self._findings, self._last_keys = self._file[schema.FINDINGS], None
         self._tables, self._places, self._histogram_places = [], {}, {}
         for group, columns in schema.read_columns(self._file).items():
             places = self._histogram_places if schema.has_histograms(group) else self._places
@@ -348,17 +350,21 @@ class Store(Writer):
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
-        self._make_columns(record)
-        rows = self._rows(record)
-        findings, new = self._file[schema.FINDINGS], schema.finding_rows(record.findings)
-        for_steps = sum(space.growth(table.steps, 1) for table, _row in rows)
-        for_values = sum(space.growth(table.values, 1) for table, _row in rows) + space.growth(findings, len(new))
-        with space.room(self._file, for_values + for_steps):
+        keys = tuple(record.values)
+        if keys != self._last_keys or not record.histograms.keys() <= self._histogram_places.keys():
+            self._make_columns(record)
+            # Looked up once for all records with the same keys: a quarter of the time that it takes to write 5,000 numbers.
+            self._last_keys, self._last_places = keys, np.fromiter(map(self._places.__getitem__, keys), np.int64, len(keys))
+        rows, findings = self._rows(record), schema.finding_rows(record.findings)
+        for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
+        for_values = for_steps + sum(row.nbytes for _table, row in rows)
+        for_findings = space.growth(self._findings, len(findings), len(self._findings)) if len(findings) else 0
+        with space.room(self._file, for_values + for_findings + for_steps):
             for table, row in rows:
                 table.put_values(record.step, row)
-            if len(new):
-                findings.resize(len(findings) + len(new), axis=0)
-                findings[-len(new) :] = new
+            if len(findings):
+                self._findings.resize(len(self._findings) + len(findings), axis=0)
+                self._findings[-len(findings) :] = findings
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
         with space.room(self._file, for_steps):
             for table, _row in rows:
@@ -367,7 +373,7 @@ class Store(Writer):
     def _rows(self, record: Record) -> list[tuple[_Table, schema.Values]]:
         """The tables that get a row, with the row."""
         numbers = np.full(len(self._places), schema.ABSENT)
-        numbers[[self._places[key] for key in record.values]] = np.fromiter(record.values.values(), np.float64, len(record.values))
+        numbers[self._last_places] = np.fromiter(record.values.values(), np.float64, len(record.values))
         counts = np.full((len(self._histogram_places) if record.histograms else 0, NUM_COUNTS), schema.NOT_COUNTED, np.int64)
         for key, histogram in record.histograms.items():
             counts[self._histogram_places[key]] = histogram.row
@@ -390,15 +396,15 @@ class Store(Writer):
         file, self._file = self._file, None
         if file is None:
             return
-        successor = None
+        temporary, is_rewritten = rewrite.temporary_path(self.path), False
         # After a Ctrl-C, or without space, in the middle of a row there are values without a step, which xarray would not open.
         if any(len(table.values) > table.num_rows for table in self._tables):
             with suppress(space.NoSpaceError):
-                rewrite.rewrite(file, rewrite.temporary_path(self.path))
-                successor = rewrite.temporary_path(self.path)
+                rewrite.rewrite(file, temporary)
+                is_rewritten = True
         space.close(file)
-        if successor is not None:
-            rewrite.replace(successor, self.path)
+        if is_rewritten:
+            rewrite.replace(temporary, self.path)
 
     def _let_go(self) -> None:
         if self._file is not None:
@@ -436,7 +442,7 @@ def _reason(error: Exception) -> str:
 
 def _package_version() -> str:
     try:
-        return importlib.metadata.version(_DISTRIBUTION)
+        return importlib.metadata.version("lightning-module-monitor")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
