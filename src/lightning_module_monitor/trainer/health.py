@@ -12,12 +12,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
-from lightning_module_monitor.trainer.detail import raise_detail
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 
@@ -194,5 +196,33 @@ class HealthController:
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
         self._details[site] = steps
-        if not raise_detail(self._monitor, site, steps) and is_first_process():
+        if not _record_everything(self._monitor, site, steps) and is_first_process():
             self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
+
+
+def _record_everything(monitor: ModuleMonitor, site: str, steps: list[int]) -> bool:
+    """Record every statistic and the raw tensors of a module and all within it in some steps, which are monitored then.
+
+    Args:
+        monitor: The monitor.
+        site: Name of the module; of a parameter, output or head of it; or of a transition of the gradient flow, which stands for the
+            block that the gradient has come through.
+        steps: The steps.
+
+    Returns:
+        Whether there is such a module or parameter.
+    """
+    sites, chain = monitor.planner.index, monitor.planner.plan().chain
+    of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.watches[1:], strict=True))
+    name = of_transitions[site].site if site in of_transitions else site
+    while sites.module_site(name) is None and "." in name:
+        name = name.rpartition(".")[0]
+    if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
+        return False
+    pattern = f"{re.escape(name)}(\\..*)?"
+    kinds = ["activation", "activation_gradient", "parameter", "gradient"]
+    plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
+    rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
+    monitor.add_rules(rule, DETAIL, are_optional=True)
+    monitor.planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
+    return True
