@@ -385,6 +385,31 @@ def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplo
     assert any("on_before_optimizer_step failed (RuntimeError: a bug of ours)" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+def test_an_error_in_the_hook_of_an_optimizer_costs_one_step(
+    optimizer: type[torch.optim.Optimizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is lost, also where the optimizer calls its closure again after the error; the next step is observed."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=["activation", "gradient"], statistics="norm")])
+    original = callback.monitor.monitor_gradients
+    calls = iter(range(100))
+
+    def fails_once(before_clip: bool = False, **options: Any) -> None:
+        if not before_clip and next(calls) == 1:
+            raise RuntimeError("a bug of ours")
+        original(before_clip, **options)
+
+    callback.monitor.monitor_gradients = fails_once  # type: ignore[method-assign]
+    records = KeepRecords(callback)
+    module = Classifier(nn.Linear(6, 3), optimizer, lr=0.1)
+    trainer(tmp_path, [callback, records], max_steps=4, limit_val_batches=0).fit(module, loader(), loader(8))
+    assert [record.step for record in records.records] == [0, 2, 3]
+    for record in records.records:
+        assert record.values["activation/model/norm"] > 0
+        assert record.values["gradient/model.weight/norm"] > 0
+    assert any("optimizer.step failed (RuntimeError: a bug of ours)" in message for message in caplog.messages)
+
+
 @pytest.mark.shows("fast_dev_run", "store and loggers")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     """As Lightning's own loggers and checkpoints."""

@@ -93,6 +93,11 @@ class ParsedHealth:
         """Whether non-finite values are looked for also in steps that are not monitored."""
         return self.nonfinite in (ALWAYS, STOP)
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether an alert or watch captures raw tensors."""
+        return any("capture" in rule.then for rule in self.alerts)
+
 
 def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
     """Check the options.

@@ -12,40 +12,36 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts
-from lightning_module_monitor.health.options import IGNORE, STOP, parse_health, watch_rules
+from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
-from lightning_module_monitor.trainer.detail import raise_detail
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.keys import check_keys
-from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteOfRun
+from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 
 
-class HealthOfRun:
+class HealthController:
     """Judges every record by the watches and alerts, and performs the actions that follow.
 
     Args:
-        health: A ``Health``, or its options by name.
-        alerts: The user's rules: each an ``Alert``, or its options by name.
+        options: The checked options.
         monitor: Gets the rules that the watches need.
         on_error: ``raise``: an error of ours in a hook is raised.
         messages: Logs the findings.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
-    def __init__(
-        self, health: object, alerts: Sequence[object], monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger
-    ) -> None:
-        self._options = parse_health(health, alerts)
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger) -> None:
+        self.options = options
         self._monitor = monitor
         self._on_error = on_error
         self._messages = messages
         self.findings: list[Finding] = []
         """All findings of the run, in their order."""
-        monitor.add_rules(watch_rules(self._options.watches), "health.watch", are_optional=True)
+        monitor.add_rules(watch_rules(self.options.watches), "health.watch", are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
         """What :meth:`state` gave for the run that is resumed, or at its end."""
@@ -54,7 +50,7 @@ class HealthOfRun:
         self._awaited: list[tuple[str, re.Pattern[str]]] = []
         """Patterns that match no planned key: the first record may have some."""
         self._is_fit = False
-        self.nonfinite: NonfiniteOfRun | None = None
+        self.nonfinite: NonfiniteController | None = None
         """Finds non-finite values, while there is a model; ``None`` where ``nonfinite`` is ``ignore``."""
         self._forget()
 
@@ -93,7 +89,7 @@ class HealthOfRun:
         """
         planner = self._monitor.planner
         self._awaited = [
-            (label, one) for label, one in self._options.patterns if not check_keys(planner, one, label, planned_keys, histograms)
+            (label, one) for label, one in self.options.patterns if not check_keys(planner, one, label, planned_keys, histograms)
         ]
         self._is_fit = is_fit
         self.findings = []
@@ -103,9 +99,9 @@ class HealthOfRun:
             parameter = parameters[name].tensor() if name in parameters else None
             return parameter is not None and parameter.requires_grad
 
-        self._alerts = Alerts(self._options.alerts, is_trained)
-        if self._options.nonfinite != IGNORE:
-            self.nonfinite = NonfiniteOfRun(self._options, self._monitor, on_error=self._on_error, messages=self._messages)
+        self._alerts = Alerts(self.options.alerts, is_trained)
+        if self.options.nonfinite != IGNORE:
+            self.nonfinite = NonfiniteController(self.options, self._monitor, on_error=self._on_error, messages=self._messages)
         if is_fit:
             self._go_on(self._alerts)
 
@@ -113,18 +109,8 @@ class HealthOfRun:
         alerts.load(self._state.get("alerts", {}))
         if self.nonfinite is not None:
             self.nonfinite.is_reported = self._state.get("is_told", False)
-        for site, steps in self._state.get("details", {}).items() if self.may_capture else ():
+        for site, steps in self._state.get("details", {}).items() if self.options.may_capture else ():
             self._raise_detail(site, steps)
-
-    @property
-    def may_capture(self) -> bool:
-        """Whether an action captures raw tensors."""
-        return any("capture" in rule.then for rule in self._options.alerts)
-
-    @property
-    def is_at_every_step(self) -> bool:
-        """Whether non-finite values are looked for in every step."""
-        return self._options.is_at_every_step
 
     def close(self) -> None:
         """Take every hook off, and forget the run except for its findings; a second call does no harm."""
@@ -145,16 +131,6 @@ class HealthOfRun:
         """Add a finding to the next record."""
         if finding is not None:
             self._pending.append(finding)
-
-    @property
-    def nonfinite_option(self) -> str:
-        """The option ``nonfinite``."""
-        return self._options.nonfinite
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether a non-finite value ends training by an error."""
-        return self._options.nonfinite == STOP
 
     def examined(self, step: int, record: Record | None) -> Record | None:
         """A record with the findings of the alerts on it, and those noted before."""
@@ -200,7 +176,7 @@ class HealthOfRun:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
                 self._save_checkpoint(trainer, path / f"monitor-{name}-step={finding.step}.ckpt")
             elif action == "capture":
-                steps = range(finding.step + 1, finding.step + 1 + self._options.capture_steps)
+                steps = range(finding.step + 1, finding.step + 1 + self.options.capture_steps)
                 self._raise_detail(finding.site, list(steps))
 
     def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
@@ -220,5 +196,33 @@ class HealthOfRun:
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
         self._details[site] = steps
-        if not raise_detail(self._monitor, site, steps) and is_first_process():
+        if not _record_everything(self._monitor, site, steps) and is_first_process():
             self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
+
+
+def _record_everything(monitor: ModuleMonitor, site: str, steps: list[int]) -> bool:
+    """Record every statistic and the raw tensors of a module and all within it in some steps, which are monitored then.
+
+    Args:
+        monitor: The monitor.
+        site: Name of the module; of a parameter, output or head of it; or of a transition of the gradient flow, which stands for the
+            block that the gradient has come through.
+        steps: The steps.
+
+    Returns:
+        Whether there is such a module or parameter.
+    """
+    sites, chain = monitor.planner.index, monitor.planner.plan().chain
+    of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.specs[1:], strict=True))
+    name = of_transitions[site].site if site in of_transitions else site
+    while sites.module_site(name) is None and "." in name:
+        name = name.rpartition(".")[0]
+    if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
+        return False
+    pattern = f"{re.escape(name)}(\\..*)?"
+    kinds = ["activation", "activation_gradient", "parameter", "gradient"]
+    plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
+    rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
+    monitor.add_rules(rule, DETAIL, are_optional=True)
+    monitor.planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
+    return True

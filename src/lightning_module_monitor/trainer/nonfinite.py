@@ -30,7 +30,7 @@ Folder = Callable[[Trainer], Path | None]
 """Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
-class NonfiniteOfRun:
+class NonfiniteController:
     """Finds the first non-finite value, in monitored steps or in every one, from when the model exists to :meth:`close`.
 
     A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_module_monitor.config import (
     parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.health.options import Alert, Health
+from lightning_module_monitor.health.options import Alert, Health, ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 
@@ -84,10 +85,16 @@ class Options:
         if not parse_patterns(self.callback_metrics, "callback_metrics") and self.progress_bar:
             raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
         self._check_store()
+        self._check_health()
 
-    @property
+    @cached_property
+    def parsed_health(self) -> ParsedHealth:
+        """The checked ``health`` and ``alerts``."""
+        return parse_health(Health() if self.health is None else self.health, as_tuple(self.alerts))
+
+    @cached_property
     def schedule(self) -> ParsedSchedule:
-        """The parsed ``every_n_steps``."""
+        """The checked ``every_n_steps``."""
         return parse_schedule(self.every_n_steps, "every_n_steps")
 
     @property
@@ -135,6 +142,15 @@ class Options:
                     require(module, "report")
             except ImportError as error:
                 raise ConfigError(f"report is true, and {error}") from error
+
+    def _check_health(self) -> None:
+        """Check that stages and store have what health, alerts and capture need."""
+        if self.parsed_health.is_at_every_step and not self.observes("train"):
+            what = f"health.nonfinite is {self.parsed_health.nonfinite!r}"
+            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
+        captures = "capture is given" if self.capture is not None else "capture follows an alert" if self.parsed_health.may_capture else ""
+        if captures and self.store is False:
+            raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 
 
 def _plain(value: object) -> object:

@@ -12,17 +12,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, as_tuple, coordinate_check_rules
+from lightning_module_monitor.config import Rule, coordinate_check_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.options import Health
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
 from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
-from lightning_module_monitor.trainer.health import HealthOfRun
+from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
@@ -61,9 +60,7 @@ class RunController:
             self.reference = ReferenceController(
                 self.monitor, options.source, options.module, is_saved=options.save_reference, messages=_logger
             )
-        health = Health() if options.health is None else options.health
-        self.health = HealthOfRun(health, as_tuple(options.alerts), self.monitor, on_error=options.on_error, messages=_logger)
-        self._check_health()
+        self.health = HealthController(options.parsed_health, self.monitor, on_error=options.on_error, messages=_logger)
         self.sinks = SinksController(self.monitor.planner, options, _logger)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
@@ -78,15 +75,6 @@ class RunController:
             self.monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
         elif source is not None and needed_by is None:
             self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
-
-    def _check_health(self) -> None:
-        """Check that stages and store have what health and alerts need."""
-        if self.health.is_at_every_step and not self.options.observes("train"):
-            what = f"health.nonfinite is {self.health.nonfinite_option!r}"
-            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
-        captures = "capture is given" if self.options.capture is not None else "capture follows an alert" if self.health.may_capture else ""
-        if captures and self.options.store is False:
-            raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 
     # From setup to the end
 
@@ -107,7 +95,7 @@ class RunController:
             return
         runs_training_step = self.reference is not None and self.options.module is None
         check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
-        check_trainer(trainer, pl_module, at_every_step=self.health.is_at_every_step)
+        check_trainer(trainer, pl_module, at_every_step=self.health.options.is_at_every_step)
         if not makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
         if self.is_fit and self.reference is not None:
@@ -118,7 +106,7 @@ class RunController:
         if not self.options.observes_run("fit"):
             return
         if self.monitor.module is None:
-            check_trainer(trainer, pl_module, at_every_step=self.health.is_at_every_step)  # layers made since may be compiled
+            check_trainer(trainer, pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
             self.set_module(trainer, pl_module)
         if self.reference is not None:
             self.reference.prepare(trainer, pl_module)

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError
+from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.ddp_forward import DDPForwardGuard
-from lightning_module_monitor.trainer.nonfinite import NonfiniteOfRun
+from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -74,7 +75,7 @@ class StepController:
             if self._begin_step(step):
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
-            elif self._overhead is None and not self._run.health.is_at_every_step:
+            elif self._overhead is None and not self._run.health.options.is_at_every_step:
                 self.is_idle = True
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
@@ -178,7 +179,7 @@ class StepController:
     # Inside
 
     @property
-    def _nonfinite(self) -> NonfiniteOfRun | None:
+    def _nonfinite(self) -> NonfiniteController | None:
         return self._run.health.nonfinite
 
     def _begin_step(self, step: int) -> bool:
@@ -228,7 +229,7 @@ class StepController:
             self._optimizers.close()
         self._optimizers = None
 
-    def _find_nonfinite(self, nonfinite: NonfiniteOfRun, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _find_nonfinite(self, nonfinite: NonfiniteController, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look for non-finite values.
 
         Raises:
@@ -237,7 +238,7 @@ class StepController:
         step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
         found = nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
         self._run.health.note(found)
-        if found is not None and self._run.health.is_fatal:
+        if found is not None and self._run.health.options.nonfinite == STOP:
             self._run.emit(trainer, pl_module, None)
             raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
 
