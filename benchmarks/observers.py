@@ -89,6 +89,14 @@ class Engine(Observer):
         self.monitor.close()
 
 
+def _no_loops() -> None:
+    """In place of the compiled loops. A mock would record each of thousands of calls."""
+
+
+def _takes_none(_tensor: Tensor) -> bool:
+    return False
+
+
 class EagerEngine(Engine):
     """Our engine with torch's operations alone, as without numba, and without Triton."""
 
@@ -97,8 +105,8 @@ class EagerEngine(Engine):
         self.patches = ExitStack()
 
     def begin(self, step: int) -> None:
-        self.patches.enter_context(mock.patch.object(numba_kernel, "loops", lambda: None))
-        self.patches.enter_context(mock.patch.object(triton_kernel, "takes", lambda _tensor: False))
+        self.patches.enter_context(mock.patch.object(numba_kernel, "loops", _no_loops))
+        self.patches.enter_context(mock.patch.object(triton_kernel, "takes", _takes_none))
         super().begin(step)
 
     def end(self) -> int:
