@@ -198,10 +198,8 @@ class StepEngine:
 
     def end_comparison(self) -> None:
         """The model has run on what the reference was run on: what of the reference is left over is said, and forgotten."""
-        if self._context is not None:
-            for probe in self._context.probes:
-                if isinstance(probe, ReferenceProbe):
-                    probe.end_micro_batch()
+        if self._context is not None and self._context.reference is not None:
+            self._context.reference.end_micro_batch()
 
     def begin_stage(self, stage: str, step: int) -> bool:
         """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
@@ -357,7 +355,9 @@ class StepEngine:
         reference_calls = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
         probes: list[Probe] = [
             DifferenceProbe(plan.modules, accumulator, reference_calls, name),
-            CoordinateCheckProbe(plan.modules, accumulator, reference_calls, self._own_figure(RCC_SKIPPED_CALLS), name, say),
+            CoordinateCheckProbe(
+                plan.modules, accumulator, reference_calls, self._own_spec(OWN_KIND, "", RCC_SKIPPED_CALLS, TRAIN), name, say
+            ),
         ]
         # The last to be attached: by then it is known what is wanted of it.
         return [*probes, reference_calls] if reference_calls.is_needed() else []
@@ -365,9 +365,6 @@ class StepEngine:
     def _notify(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         if self._context is not None and self.is_monitoring():
             self._context.notify(what, moment, *args, **kwargs)
-
-    def _own_figure(self, name: str, stage: str = TRAIN) -> MetricSpec:
-        return self._own_spec(OWN_KIND, "", name, stage)
 
     def _failed(self, what: str, once: str, error: Exception) -> None:
         """Report and count an error that costs some values of the open step.

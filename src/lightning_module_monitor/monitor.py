@@ -25,10 +25,11 @@ from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
+from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     OVERHEAD_FRACTION,
+    OWN_KIND,
     STAGES,
     STEP_SKIPPED,
     TRAIN,
@@ -231,7 +232,7 @@ class ModuleMonitor(StepEngine):
 
     def awaits_reference(self) -> bool:
         """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
-        is_awaited = self._context is not None and any(isinstance(probe, ReferenceProbe) for probe in self._context.probes)
+        is_awaited = self._context is not None and self._context.reference is not None
         return is_awaited and self._reference is not None and not self._reference.follows and not is_tracing()
 
     @contextmanager
@@ -255,10 +256,9 @@ class ModuleMonitor(StepEngine):
         Raises:
             MonitorError: If errors are to be raised.
         """
-        with self.no_monitor():
-            for probe in () if self._context is None else self._context.probes:
-                if isinstance(probe, ReferenceProbe):
-                    probe.run(call)
+        if self._context is not None and self._context.reference is not None:
+            with self.no_monitor():
+                self._context.reference.run(call)
 
     def add_activation_metric(
         self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
@@ -472,7 +472,7 @@ class ModuleMonitor(StepEngine):
     def _see_own_figure(self, name: str, value: Tensor | float) -> None:
         if self._context is not None and not is_tracing():
             function = UserFunction(name, float, "max")
-            self._context.accumulator.add_result(self._own_figure(name, self._context.stage), function, value, 1)
+            self._context.accumulator.add_result(self._own_spec(OWN_KIND, "", name, self._context.stage), function, value, 1)
 
 
 def _beginning_with(regex: str) -> str:

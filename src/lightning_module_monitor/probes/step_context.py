@@ -10,6 +10,7 @@ from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.whole_tensors import WholeTensors
 from lightning_module_monitor.record import RawTensor, Values
@@ -57,6 +58,11 @@ class StepContext:
         self.probes = (*others, attention)
         for probe in self.probes:
             probe.attach()
+
+    @property
+    def reference(self) -> ReferenceProbe | None:
+        """The probe that keeps what the reference computes, if it is needed."""
+        return next((probe for probe in self.probes if isinstance(probe, ReferenceProbe)), None)
 
     def has_missed(self) -> bool:
         """Whether something was not observed because torch traced it."""
