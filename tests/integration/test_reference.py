@@ -195,7 +195,8 @@ def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
     trainer(tmp_path, [callback], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
     reference, of_model = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
     assert sizes == [size for one in of_model for size in (reference, one)]
-    assert not hasattr(callback._reference, "last_loss")
+    assert callback._run.reference is not None
+    assert not hasattr(callback._run.reference._module, "last_loss")
 
 
 ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
@@ -749,7 +750,7 @@ def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest
         if monitored:
             assert callback.last_record is not None
             assert callback.last_record.values["activation_difference/model.0.model/norm"] > 0
-            reference = callback._reference._module  # type: ignore[union-attr]
+            reference = callback._run.reference._module  # type: ignore[union-attr]
             again = copy.deepcopy(reference)
             assert pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
     assert runs[0] == runs[1]
