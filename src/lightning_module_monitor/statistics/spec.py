@@ -67,11 +67,6 @@ class MetricSpec:
         return needs | (Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0)
 
     @functools.cached_property
-    def is_of_moments(self) -> bool:
-        """Whether it consists of statistics of one tensor."""
-        return 0 < self.needs < Need.HISTOGRAM and not (self.functions or self.units)
-
-    @functools.cached_property
     def base_needs(self) -> int:
         """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
         needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
