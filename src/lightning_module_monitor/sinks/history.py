@@ -44,10 +44,6 @@ class StorageManager:
         """Histogram by key, of the step that a record was kept of last."""
         return dict(self._histograms)
 
-    def has_step(self, step: int) -> bool:
-        """Whether there is a record of a step."""
-        return step in self._values
-
     def get_step_metrics(self, step: int) -> dict[str, float]:
         """Value by key of one step; empty if there is no record of it."""
         return dict(self._values.get(step, {}).items())
