@@ -6,6 +6,7 @@ import logging
 import math
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitor, Record, Rule
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.plan import DETAIL
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 
@@ -740,3 +743,78 @@ def test_a_container_that_returns_its_last_parts_output_has_values_of_its_own(ha
         for site, factor in zip(sites, [last, 1.0, 1.0], strict=True):
             assert record.values[f"activation/{site}/max"] == 5 * factor
             assert record.values[f"activation/{site}/norm"] == pytest.approx(factor * (size + 6 * 25) ** 0.5, rel=1e-6)
+
+
+def test_units_are_remembered_over_steps_with_different_rules() -> None:
+    """A unit that lives in one of the last ten monitored steps is not dead, whatever other rules were due in that step."""
+    rules = [Rule(kinds="activation", statistics="dead_fraction"), Rule(kinds="parameter", statistics="norm", every_n_steps=2)]
+    with ModuleMonitor(1, rules=rules) as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(relu=nn.PReLU(2, init=0.0))))
+        found = []
+        for step, x in enumerate(torch.tensor([[[-1.0, -1.0]], [[1.0, -1.0]], [[-1.0, -1.0]]])):
+            monitor.begin_step(step)
+            assert monitor.module is not None
+            monitor.module(x)
+            record = monitor.end_step()
+            assert record is not None
+            found.append(record.values["activation/relu/dead_fraction"])
+    assert found == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("other", [{"functions": {"spread": torch.amin}}, {"functions": {"rms": torch.amax}}])
+def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dict[str, Any]) -> None:
+    """Only one of them could be recorded. One thing under one name by two rules is recorded once."""
+    rules = [Rule(kinds="activation", statistics="rms", functions={"spread": torch.amax}) for _ in range(2)]
+    net = nn.Sequential(OrderedDict(fc=nn.Linear(2, 2)))
+    with ModuleMonitor(1, rules=rules) as monitor:
+        monitor.set_module(net)
+        assert "activation/fc/spread" in monitor.planner.planned_keys()
+        with pytest.raises(ConfigError, match=r"two: another rule records something else as '.*' of kind 'activation' at '_root_'"):
+            monitor.add_rules(Rule(kinds="activation", **other), "two")
+        assert len(monitor.planner.rules) == 2
+    with (
+        ModuleMonitor(1, rules=[*rules, Rule(kinds="activation", **other)]) as monitor,
+        pytest.raises(ConfigError, match=r"rules.2.: another rule records something else as '.*' of kind 'activation' at '_root_'"),
+    ):
+        monitor.set_module(net)
+
+
+def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of the step has the step's values, and there is none of the loop."""
+
+    def fail(_monitor: ModuleMonitor) -> None:
+        raise RuntimeError("on purpose")
+
+    with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(relu=nn.ReLU())))
+        assert monitor.module is not None
+        monitor.begin_step(3)
+        monitor.module(torch.ones(1, 2))
+        monkeypatch.setattr(ModuleMonitor, "agree", fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            monitor.begin_stage("validation", 3)
+        assert monitor.end_stage() is None
+        record = monitor.end_step()
+    assert record is not None
+    assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
+
+
+def test_a_closer_look_lasts_for_its_steps() -> None:
+    """What is recorded of a site in some steps after a finding is not recorded of every validation loop after them."""
+    with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(relu=nn.ReLU())))
+        assert monitor.module is not None
+        monitor.add_rules(Rule(kinds="activation", statistics="min", every_n_steps=[1]), DETAIL)
+        found = []
+        for step in range(3):
+            monitor.begin_step(step)
+            monitor.module(torch.ones(1, 2))
+            record = monitor.end_step()
+            assert record is not None
+            found.append("activation/relu/min" in record.values)
+        monitor.begin_stage("validation", 3)
+        monitor.module(torch.ones(1, 2))
+        record = monitor.end_stage()
+    assert found == [False, True, False]
+    assert record is not None
+    assert [key for key in record.values if "relu" in key] == ["validation/activation/relu/max"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.results import SeriesState
 from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.units import memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +69,8 @@ class StepEngine:
         self._module: nn.Module | None = None
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
+        self._units: defaultdict[str, deque[Tensor]] = defaultdict(memory)
+        """What units did in the last monitored steps, by key, whatever else was due in them."""
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self._reference: Reference | None = None
@@ -132,14 +136,12 @@ class StepEngine:
                 ``scaler.get_scale()`` reads nothing on the host.
         """
         if self._context is not None:
-            for probe in self._context.probes:
-                probe.begin_backward(_as_scale(scale))
+            self._context.notify("backward pass", Probe.begin_backward, _as_scale(scale))
 
     def end_backward(self) -> None:
         """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
         if self._context is not None:
-            for probe in self._context.probes:
-                probe.end_backward()
+            self._context.notify("backward pass", Probe.end_backward)
 
     def monitor_gradients(
         self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
@@ -174,13 +176,10 @@ class StepEngine:
         among = _identities(parameters)
         self._notify("updates", Probe.observe_updates, among, is_skipped=is_skipped)
 
-    @unchanged_grad_mode()
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._context is not None:
-            for probe in self._context.probes:
-                with self._reporter.guard("micro-batch", self._context.accumulator):
-                    probe.end_micro_batch()
+            self._context.notify("micro-batch", Probe.end_micro_batch)
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished.
@@ -222,6 +221,7 @@ class StepEngine:
             self._context.set_open(False)
             self._context.set_suspended(True)
         self._suspended.append(self._context)
+        self._context = None  # where opening the loop fails, the step around it is not the loop
         self._open(everything, step, stage)
         return bool(plan.modules)
 
@@ -237,7 +237,7 @@ class StepEngine:
         """
         if not self._suspended:
             return None
-        record = self._finish()
+        record = None if self._context is None else self._finish()
         self._context = self._suspended.pop()
         if self._context is not None:
             self._context.set_suspended(False)
@@ -346,7 +346,7 @@ class StepEngine:
         if (stage, due) not in self._states:
             ranks = _ranks(self.distributed)
             reducer = None if ranks is None else DistributedReducer(ranks, self.planner.plan(due, stage).all_specs())
-            self._states[stage, due] = SeriesState(), reducer
+            self._states[stage, due] = SeriesState(self._units), reducer
         return self._states[stage, due]
 
     def _reference_probes(self, plan: Plan, accumulator: StepAccumulator, reference: Reference) -> list[Probe]:

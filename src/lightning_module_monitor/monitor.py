@@ -83,7 +83,7 @@ class ModuleMonitor(StepEngine):
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
         logger: Where problems and late keys are said.
-        rules: What to spec; methods like :meth:`add_activation_metric` add more.
+        rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is watched, in every step that ``monitor_step_fn`` picks.
         capture: Which raw tensors the records of which steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
@@ -313,10 +313,10 @@ class ModuleMonitor(StepEngine):
         Raises:
             ConfigError: If one is wrong, or matches nothing in the module.
         """
+        self._has_agreed = False
+        self._states.clear()
         for rule in as_tuple(rules):
             self.planner.add(rule, label, is_optional=are_optional)
-        self._states.clear()
-        self._has_agreed = False
         if self._module is not None:
             self._report_renamed()
 
@@ -333,7 +333,7 @@ class ModuleMonitor(StepEngine):
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
         if not is_tracing():
-            self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).double() if isinstance(is_skipped, Tensor) else float(is_skipped))
+            self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).float() if isinstance(is_skipped, Tensor) else float(is_skipped))
 
     def monitor_overhead(self, fraction: float) -> None:
         """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""

@@ -12,8 +12,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.blocks import find_blocks
 from lightning_module_monitor.model.index import ModelIndex
 from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
@@ -191,6 +193,11 @@ class Planner:
         for capture in self._captures:
             idle_kinds(capture, index)
         self._index = index
+        try:
+            self.plan()  # in which no two things may have one name
+        except ConfigError:
+            self.forget_names()
+            raise
         return index
 
     def forget_names(self) -> None:
@@ -244,6 +251,13 @@ class Planner:
             self._check(parsed, self._index)
         self.rules.append(parsed)
         self._forget_plans()
+        try:
+            if self._index is not None:
+                self.plan()
+        except ConfigError:
+            self.rules.pop()
+            self._forget_plans()
+            raise
 
     def add_capture(self, capture: Capture) -> None:
         """Capture more, of what the model has of it."""
@@ -299,8 +313,9 @@ class Planner:
         return any(KINDS[kind].of_heads for i in due.rules if not self.rules[i].is_optional for kind in self.rules[i].kinds)
 
     def everything(self) -> ActiveRules:
-        """What is recorded when every rule is due."""
-        return ActiveRules(tuple(range(len(self.rules))), self._gradient_flow is not None)
+        """What is recorded when every rule is due, but those for a few steps after a finding."""
+        rules = tuple(place for place, rule in enumerate(self.rules) if rule.label != DETAIL)
+        return ActiveRules(rules, self._gradient_flow is not None)
 
     def is_captured(self, step: int) -> bool:
         """Whether the record of a step holds raw tensors."""
@@ -357,7 +372,22 @@ class Planner:
         )
 
     def _spec(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> MetricSpec:
-        """What rules record of a kind at a site, together."""
+        """What rules record of a kind at a site, together.
+
+        Raises:
+            ConfigError: If two different things have one name.
+        """
+        named: dict[str, object] = {}
+        for rule in rules:
+            # Two metrics of torchmetrics cannot be compared: `==` makes a third one of them.
+            functions = {
+                one.name: (type(one.function) if isinstance(one.function, Metric) else one.function, one.aggregate)
+                for one in rule.functions
+            }
+            for name, one in {**rule.statistics, **dict.fromkeys((*rule.histograms, *rule.units)), **functions}.items():
+                if named.setdefault(name, one) != one:
+                    why = f"another rule records something else as {name!r} of kind {kind!r} at {site.name!r}"
+                    raise ConfigError(f"{rule.label}: {why}; expected names that differ.")
         return MetricSpec(
             kind,
             site.name,
@@ -429,3 +459,8 @@ class Planner:
 
 def _path(spec: MetricSpec) -> str:
     return "/".join(filter(None, spec.identity))
+
+
+def _comparable(function: object) -> object:
+    """A user's function; of a torchmetrics object its type, for ``==`` makes a third metric of two."""
+    return type(function) if isinstance(function, Metric) else function

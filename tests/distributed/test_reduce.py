@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.distributed.reduce import DistributedReducer, message_of
+from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.spec import MetricSpec
@@ -286,3 +287,23 @@ def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
     found = meeting.run(work)
     assert [(values, is_lost, bool(error)) for values, is_lost, error in found] == [({}, True, index == 1) for index in range(3)]
     assert meeting.calls == ["max", "sum"]
+
+
+def test_an_error_in_sending_comes_after_what_the_others_wait_for() -> None:
+    """Where errors are raised, the rank with the specification that cannot be sent raises its own; the others go on."""
+
+    def raises(spec: MetricSpec, _name: str, _seen: str, error: Exception) -> None:
+        raise MonitorError(spec.site) from error
+
+    def work(rank: ThreadRank) -> str:
+        accumulator = StepAccumulator(raises)
+        if rank.index == 1:
+            odd = Statistic(STATISTICS["norm"].needs, lambda moments: moments.mean)  # type: ignore[union-attr]
+            accumulator.observe(MetricSpec("own", "odd", statistics={"odd": odd}), torch.ones(2))
+        try:
+            accumulator.collect(DistributedReducer(rank, wishes()))
+        except MonitorError as error:
+            return str(error)
+        return ""
+
+    assert Meeting[str](2).run(work) == ["", "odd"]

@@ -133,7 +133,9 @@ def tags_by_event(root: Path) -> list[tuple[int, list[str]]]:
     """Step and tags of every event in the files of a TensorBoardLogger that holds numbers of the callback's, as they lie there."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    events = (event for path in sorted((root / "tensorboard").glob("events*")) for event in LegacyEventFileLoader(str(path)).Load())
+    # A name ends with the number of the writer in this process.
+    paths = sorted((root / "tensorboard").glob("events*"), key=lambda path: int(path.name.rpartition(".")[2]))
+    events = (event for path in paths for event in LegacyEventFileLoader(str(path)).Load())
     tags = [(event.step, [value.tag for value in event.summary.value if "/" in value.tag]) for event in events]
     return [(step, one) for step, one in tags if one]
 

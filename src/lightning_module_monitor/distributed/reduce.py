@@ -70,7 +70,9 @@ class DistributedReducer:
                 packed = self._pack(own, bool(unknown))
             result = self._unpack(*self._reduce(*packed))
             if result is None:
-                self.learn(self.ranks.gather(message_of(unknown, on_error)), unknown)
+                message, another = _unless_it_fails(functools.partial(message_of, unknown, on_error), pickle.dumps([]))
+                error = error or another  # not before the other ranks have what they wait for
+                self.learn(self.ranks.gather(message), unknown)
                 unsent.update(spec.identity for spec in unknown if spec.identity not in self.specs)
             elif error is not None:
                 raise error

@@ -36,10 +36,6 @@ class ModuleSite:
     aliases: tuple[str, ...]
     """Every name a pattern may match, without wrappers: a shared module has several."""
     module: nn.Module
-    is_container: bool = False
-    """Whether it has parts."""
-    is_last_part: bool = False
-    """Whether it is the last part of another, which then may return what it returns."""
 
     @property
     def runs(self) -> bool:
@@ -127,11 +123,7 @@ class Namer:
             layer = outermost.setdefault(without_wrappers(raw), module)
             if not isinstance(module, UNWATCHED):
                 names.setdefault(layer, []).append(self._format(raw))
-        last_parts = {next(reversed(module._modules.values())) for module in root.modules() if module._modules}
-        return [
-            ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module, bool(module._modules), module in last_parts)
-            for module, known in names.items()
-        ]
+        return [ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module) for module, known in names.items()]
 
     def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
         """Every parameter of ``root``; a tied one once, under its first name."""

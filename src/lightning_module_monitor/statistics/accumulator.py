@@ -17,6 +17,7 @@ from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
 from lightning_module_monitor.statistics.difference import Difference
@@ -127,7 +128,8 @@ class StepAccumulator:
             if spec.is_paired:
                 self._table.add((row + CURRENT,), current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                self._table.add((row + PRODUCT,), current.double() * reference, Need.MEAN)
+                wide = torch.float64 if has_float64(current.device) else torch.float32
+                self._table.add((row + PRODUCT,), current.to(wide) * reference, Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
@@ -273,14 +275,15 @@ class StepAccumulator:
         units = [*self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
         sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, len(units) * MAX_UNITS]
-        of_parts, of_counts, of_units = others.split(sizes)
+        # Each operation of torch counts at the end of a step, and nearly always there is nothing but moments.
+        of_parts, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
         of_rows = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0).long() if counted else []
-        of_part = of_parts.split([len(part.values) for _key, part in parts])
+        of_part = of_parts.split([len(part.values) for _key, part in parts]) if parts else ()
         return GlobalResult(
             rows=rows,
             moments=merged(shares, num_rows, torch.device("cpu")),
             counted=[(self._state.specs[row], of_row) for row, of_row in zip(counted, of_rows, strict=True)],
-            units=[*zip(self._units, of_units.view(-1, MAX_UNITS), strict=True)],
+            units=[*zip(self._units, of_units.view(-1, MAX_UNITS), strict=True)] if units else [],
             values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
         )
 
@@ -316,7 +319,7 @@ class StepAccumulator:
             counts=counts,
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units={spec.identity: signs.to(device) for spec, signs in self._units.items()},
+            units={spec.identity: signs.to(device).double() for spec, signs in self._units.items()},
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,

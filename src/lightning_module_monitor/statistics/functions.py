@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.elements import own_elements
+from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.model.random_states import unchanged_random_states
 
 
@@ -82,7 +83,7 @@ class Results:
             raise TypeError(f"returned {what}; expected a real tensor or a number")
         result = own_elements(result if result.layout is torch.strided else result.to_dense())
         if isinstance(self.aggregate, str):
-            wide = result.to(torch.float64)
+            wide = result.to(torch.float64 if has_float64(result.device) else torch.float32)
             self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate].reduce(wide))
             self.weights.append(num_elements if result.dim() == 0 else result.numel())
         else:

@@ -20,14 +20,18 @@ from lightning_module_monitor.statistics.units import memory
 
 
 class SeriesState:
-    """What lives from step to step: which rows are whose, copies of torchmetrics objects, and what units did."""
+    """What lives from step to step: which rows are whose, copies of torchmetrics objects, and what units did.
 
-    def __init__(self) -> None:
+    Args:
+        units: What units did, where that is kept for several states.
+    """
+
+    def __init__(self, units: defaultdict[str, deque[Tensor]] | None = None) -> None:
         self.specs: list[MetricSpec] = []
         """Whose each row is."""
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
-        self.units: defaultdict[str, deque[Tensor]] = defaultdict(memory)
+        self.units: defaultdict[str, deque[Tensor]] = defaultdict(memory) if units is None else units
         """What units did in the last monitored steps, by key."""
         self._first: dict[MetricSpec, int] = {}
         self._layout: tuple[Sequence[tuple[MetricSpec, int]], Layout] = (), Layout(())

@@ -25,13 +25,13 @@ def signs_of_life(tensor: Tensor) -> Tensor:
             place along the last one.
 
     Returns:
-        ``ALIVE``, ``DEAD`` or ``ABSENT`` of each, shape ``(MAX_UNITS,)``, float64, on the same device. NaN is alive.
+        ``ALIVE``, ``DEAD`` or ``ABSENT`` of each, shape ``(MAX_UNITS,)``, float32, on the same device. NaN is alive.
     """
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
     by_unit = tensor.movedim(dimension, 0).flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
     by_unit = by_unit[:: -(-len(by_unit) // MAX_UNITS)]
-    signs = torch.full((MAX_UNITS,), ABSENT, dtype=torch.float64, device=tensor.device)
-    signs[: len(by_unit)] = (by_unit != 0).any(1).double()
+    signs = torch.full((MAX_UNITS,), ABSENT, dtype=torch.float32, device=tensor.device)
+    signs[: len(by_unit)] = (by_unit != 0).any(1).float()
     return signs
 
 

@@ -72,7 +72,9 @@ class StepRerun:
         """A micro-batch is about to be run, the first one of a step, or another."""
         if is_first:
             self.forget()
-            self._weights = self._weights or [one for one in pl_module.parameters() if not one.is_inference()]
+            self._weights = self._weights or [
+                one for one in pl_module.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
+            ]
             self._versions = [one._version for one in self._weights]
         self._kept.append(_Kept(batch, batch_idx, RandomStates.now(pl_module.device)))
         self._make_room()
