@@ -16,7 +16,7 @@ from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_f
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
-from lightning_module_monitor.plan import ActiveRules, Plan, Planner
+from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
@@ -25,6 +25,7 @@ from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProb
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
@@ -129,7 +129,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
-        "version": _version(),
+        "version": schema.package_version(),
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "several": several,
         "names": names,
@@ -237,10 +237,3 @@ def _figure_row(table: Table) -> tuple[str, ...]:
     numbers = [values[0], values[-1], *((finite.min(), finite.max(), finite.mean()) if finite.size else (np.nan,) * 3)]
     name = table.name._replace(site=table.sites[0])
     return (name.format(), *(f"{number:.4g}" for number in numbers))
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lightning-module-monitor")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a checkout"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -194,7 +193,7 @@ class Writer(ABC):
                 return
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
             self._logger.warning(message, self.path, self._resumed, count)
-        attributes = schema.Attributes(_package_version(), str(run["started"]), [run])
+        attributes = schema.Attributes(schema.package_version(), str(run["started"]), [run])
         rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record))
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
@@ -438,13 +437,6 @@ def is_name_of(path: Path, wanted: Path) -> bool:
 def _reason(error: Exception) -> str:
     # HDF5's messages are long, and have line ends in them.
     return textwrap.shorten(str(error) or type(error).__name__, 300)
-
-
-def _package_version() -> str:
-    try:
-        return importlib.metadata.version("lightning-module-monitor")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _now() -> str:
