@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 import torch
 from helpers.kernels import FIELDS_OF_NEED
@@ -45,6 +46,32 @@ def test_each_need_is_a_bit_of_its_own() -> None:
     assert sorted(bits) == [1 << place for place in range(len(bits))]
     assert sum(bits) == Need.EVERYTHING | Need.HISTOGRAM
     assert not Need.EVERYTHING & Need.HISTOGRAM
+
+
+def test_a_compiled_merge_is_that_of_the_moments() -> None:
+    """Two definitions of one formula, on numbers of all sizes, with empty rows and rows that are not finite."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for _row in range(40):
+        row = generator.normal(size=moments.NUM_FIELDS) * 10.0 ** generator.integers(-3, 4)
+        row[numba_loops.ELEMENTS] = generator.integers(1, 1000)
+        row[numba_loops.MINIMUM] = row[numba_loops.MAXIMUM] - abs(row[numba_loops.MINIMUM])
+        for field in (numba_loops.DEVIATIONS, numba_loops.FOURTH, numba_loops.SQUARES):
+            row[field] = abs(row[field])
+        rows.append(row)
+    rows[3][[numba_loops.MAXIMUM, numba_loops.MINIMUM, numba_loops.MEAN]] = np.nan
+    rows[5][numba_loops.MAXIMUM] = rows[5][numba_loops.MEAN] = np.inf
+    nothing = np.array([float(field) for field in Moments.of_nothing(1)])
+    rows[7] = nothing.copy()
+    for one, other in zip(rows, [*rows[1:], nothing], strict=True):
+        found = one.copy()
+        numba_loops.merge(other, found)
+        pair = Moments(*torch.from_numpy(np.stack([one, other], axis=1)))
+        expected = torch.stack(tuple(pair.merge(torch.zeros(2, dtype=torch.int64), 1)))[:, 0].numpy()
+        scale = np.nan_to_num(np.abs(expected).max(), nan=1.0, posinf=1.0)
+        is_finite = np.isfinite(expected)
+        assert (np.isfinite(found) == is_finite).all()
+        np.testing.assert_allclose(found[is_finite], expected[is_finite], rtol=1e-9, atol=1e-12 * scale)
 
 
 class Operations(TorchDispatchMode):

@@ -105,29 +105,16 @@ class Moments(NamedTuple):
             fourth=self.fourth + 4 * d * self.third + 6 * d**2 * self.deviations + n * d**4,
         )
 
-    def about_mean(self, center: Tensor | Array) -> Moments:
+    def about_mean(self, center: Tensor) -> Moments:
         """The inverse of :meth:`about`, of added sums: ``deviations``, ``third`` and ``fourth`` are about the mean again."""
         n = self.elements
-        d = self.mean / n.clip(min=1.0)
-        d2 = d * d
+        d = self.mean / n.clamp(min=1.0)
         return self._replace(
             mean=center + d,
-            deviations=(self.deviations - n * d2).clip(min=0.0),
-            third=self.third - 3 * d * self.deviations + 2 * n * d2 * d,
-            fourth=(self.fourth - 4 * d * self.third + 6 * d2 * self.deviations - 3 * n * d2 * d2).clip(min=0.0),
+            deviations=(self.deviations - n * d**2).clamp(min=0.0),
+            third=self.third - 3 * d * self.deviations + 2 * n * d**3,
+            fourth=(self.fourth - 4 * d * self.third + 6 * d**2 * self.deviations - 3 * n * d**4).clamp(min=0.0),
         )
-
-    def finished(self, center: Tensor | Array) -> Moments:
-        """:meth:`about_mean`, with the ``squares`` that follow from it: no sum of their own is taken.
-
-        Args:
-            center: Finite, shape ``(rows,)``; zero where ``deviations`` are summed for the squares alone.
-        """
-        moments = self.about_mean(center)
-        where = np.where if isinstance(center, np.ndarray) else torch.where
-        # The deviations from an infinite mean are not a number, and the squares are infinite.
-        squares = where(self.deviations == torch.inf, torch.inf, moments.deviations + self.elements * moments.mean**2)
-        return moments._replace(squares=squares)
 
     def merge(self, index: Tensor, num_rows: int) -> Moments:
         """Merge rows that belong together.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +21,8 @@ from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.record import NUM_COUNTS
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-FIRST_PIECES = 1024
-"""Pieces that there is room for at first."""
+FIRST_ROWS = 256
+"""Rows that there is room for at first."""
 _HOST = (int(dlpack.DLDeviceType.kDLCPU), 0)
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
@@ -56,11 +56,11 @@ def loops() -> ModuleType | None:
 
 def _compile(numba_loops: ModuleType) -> None:
     """Run every loop once, which compiles it or reads numba's cache."""
-    wide, halves = np.ones(1, np.float32), np.ones(1, np.uint16)
+    row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
     wide.flags.writeable = halves.flags.writeable = False  # as the memory of a tensor is
-    buffer, sums = np.empty(1, np.float32), np.zeros((1, NUM_FIELDS + 1))
-    numba_loops.add(wide, wide.view(np.int32), 1, Need.EVERYTHING, sums, 0)
-    numba_loops.add_made((halves, _EMPTY, _EMPTY, _EMPTY), buffer, buffer.view(np.int32), 1, Need.EVERYTHING, sums, 0)
+    numba_loops.add(wide, 1, Need.EVERYTHING, row)
+    numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
+    numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
     numba_loops.count(wide.view(np.uint32), np.zeros(1024, np.int64), np.zeros(NUM_COUNTS, np.int64))
     numba_loops.largest_magnitude(wide.view(np.int32), np.int32(1))
     numba_loops.largest_magnitude(halves.view(np.int16), np.int16(1))
@@ -112,22 +112,12 @@ def _place_of_code() -> NDArray[np.int64]:
     return np.ascontiguousarray(places_of_codes(8).reshape(-1))
 
 
-_EMPTY, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
-_EMPTY.flags.writeable = _NO_HALVES.flags.writeable = False  # as the memory of a tensor is: the loops are compiled for that
-# Made here: what is made within a transform of torch.func has no memory that numpy could read.
-_NOTHING = np.array([field.numpy() for field in Moments.of_nothing(1)])
-_INFINITY, _NAN = np.array([np.inf, np.nan], np.float32).view(np.int32).tolist()
-"""Bits of float32."""
-
-
 class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
-        self._sums = np.zeros((FIRST_PIECES, NUM_FIELDS + 1))
-        """Those of the pieces of tensors, as the loops make them."""
-        self._rows: list[Sequence[int]] = []
-        """The rows that every piece belongs to."""
+        self._table = np.tile(_NOTHING, (FIRST_ROWS, 1))
+        """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[int, NDArray[np.int64]] = {}
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
@@ -136,10 +126,10 @@ class NumbaKernel:
         is_float32 = array.dtype == np.float32
         if needs & _MOMENTS:
             features = tensor.shape[-1] if needs & _TOKENS and tensor.dim() else 1
-            if is_float32:
-                self._sum(rows, array.size, _compiled().add, array, array.view(np.int32), features, needs)
-            else:
-                self._sum(rows, array.size, _compiled().add_made, (array, _EMPTY, _EMPTY, _EMPTY), *_buffers(), features, needs)
+            target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
+            (_compiled().add if is_float32 else _compiled().add_bfloat16)(array, features, needs, target)
+            if len(rows) > 1:
+                self._merge(target, rows)
         if needs & _HISTOGRAM:
             # A bfloat16 is the upper half of a float32.
             self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16))
@@ -151,43 +141,41 @@ class NumbaKernel:
 
     def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
         """:meth:`add` of ``tensor - other - shift``, in float32."""
+        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other)]
         is_repeated = shift is None or shift.shape == tensor.shape[-1:]
         if not is_repeated or needs & Need.HISTOGRAM:
             difference = tensor.float() if other is None else tensor.float() - other.float()
             self.add(rows, difference if shift is None else difference - shift.float(), needs)
             return
-        features = tensor.shape[-1] if tensor.dim() else 1
-        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other, shift)]
-        self._sum(rows, tensor.numel(), _compiled().add_made, (_NO_HALVES, *arrays), *_buffers(), features, needs)
+        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        arrays.append(_EMPTY if shift is None else array_of(shift.float()))
+        target = _NOTHING.copy()
+        _compiled().add_difference(*arrays, features, needs, target)
+        self._merge(target, rows)
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
-        rows = [row for rows in self._rows for row in rows]
-        sums = self._sums[: len(self._rows)].T.copy()
-        place = Moments._fields.index("maximum")
-        sums[place : place + 2] = _floats_of(sums[place : place + 2])
-        with np.errstate(invalid="ignore"):
-            moments = np.stack(Moments(*sums[:-1]).finished(sums[-1]))
-        if len(rows) > len(self._rows):
-            moments = moments[:, [piece for piece, rows in enumerate(self._rows) for _row in rows]]
-        if len(set(rows)) < len(rows):
-            return torch.stack(Moments(*torch.from_numpy(moments)).merge(torch.tensor(rows), num_rows))
-        together = np.repeat(_NOTHING, num_rows, axis=1)
-        together[:, np.array(rows, np.int64)] = moments
-        return torch.from_numpy(together)
+        self._grow(num_rows)
+        return torch.from_numpy(self._table[:num_rows].T.copy())
 
     def counts(self, rows: Sequence[int]) -> Tensor:
         """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
         nothing = np.zeros(NUM_COUNTS, np.int64)
         return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
 
-    def _sum(self, rows: Sequence[int], size: int, loop: Callable[..., None], *arguments: object) -> None:
-        """Sum over a tensor of ``size`` elements by a loop."""
-        first, num_pieces = len(self._rows), -(-size // _compiled().PIECE)
-        if first + num_pieces > len(self._sums):
-            self._sums = np.concatenate([self._sums, np.zeros((first + num_pieces, NUM_FIELDS + 1))])
-        loop(*arguments, self._sums, first)
-        self._rows += [rows] * num_pieces
+    def _row(self, row: int) -> NDArray[np.float64]:
+        if row >= len(self._table):
+            self._grow(2 * row)
+        moments: NDArray[np.float64] = self._table[row]
+        return moments
+
+    def _grow(self, num_rows: int) -> None:
+        if num_rows > len(self._table):
+            self._table = np.concatenate([self._table, np.tile(_NOTHING, (num_rows - len(self._table), 1))])
+
+    def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
+        for row in rows:
+            _compiled().merge(moments, self._row(row))
 
     def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
@@ -196,23 +184,16 @@ class NumbaKernel:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
 
-def _floats_of(bits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The largest and the smallest elements, from their bits with their signs, shape ``(2, pieces)``; NaN where one of them is NaN."""
-    magnitudes = np.abs(bits)
-    magnitudes[:, (magnitudes > _INFINITY).any(0)] = _NAN
-    return np.copysign(magnitudes.astype(np.int32).view(np.float32), bits)
-
-
-def _buffers() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Room for a chunk, and the same memory as bits."""
-    buffer = np.empty(_compiled().CHUNK, np.float32)
-    return buffer, buffer.view(np.int32)
-
-
 def _compiled() -> ModuleType:
     compiled = loops()
     assert compiled is not None
     return compiled
 
+
+_EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
+_EMPTY.flags.writeable = False  # as the others are: the loops are compiled for that
+
+# Made here: what is made within a transform of torch.func has no memory that numpy could read.
+_NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
 
 _MOMENTS, _TOKENS, _HISTOGRAM = Need.EVERYTHING, Need.TOKENS, Need.HISTOGRAM

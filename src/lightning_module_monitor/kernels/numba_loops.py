@@ -1,9 +1,7 @@
-"""Sums over tensors in host memory by plain compiled loops over numpy arrays; needs numba (the extra ``fast``).
+"""Moments of tensors in host memory by plain compiled loops over numpy arrays; needs numba (the extra ``fast``).
 
 Elements are widened to float64 as they are read: no square of a float32 leaves its range. A tensor is read in chunks that stay in
-the first-level cache, and summed in pieces. Sums of a piece are about a center, so that a large mean costs no digits.
-
-Arrays are never made or viewed as another dtype here: each of these operations takes numba longer to compile than a loop.
+the first-level cache; a chunk's sums are about a center, so that a large mean costs no digits, and chunks are merged.
 """
 
 from __future__ import annotations
@@ -11,20 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int32, int64, njit
+from numba import float32, float64, int64, njit
 from numba.types import Array
 
 CHUNK = 4096
 """Elements of a chunk: 16 KiB of float32."""
 
-PIECE, SAMPLE = 1 << 16, 1 << 10
-"""Elements of a piece, a multiple of a chunk; and how many of the first of them the center is the mean of. The squares about it are at
-most about as many times those about the mean as the piece is longer: less than two of float64's digits."""
+FAR = 32.0
+"""Squares about a center that are so many times those about the mean have lost digits, and are taken again about the mean."""
 
 # The fields of `Moments` and the bits of `Need`, as numbers: the cache of numba looks at this file alone. A test compares them.
 ELEMENTS, MEAN, DEVIATIONS, THIRD, FOURTH, SQUARES, MAGNITUDE = range(7)
 MAXIMUM, MINIMUM, ZEROS, NONFINITE, TOKENS, TOKEN_NORM, TOKEN_RMS = range(7, 14)
-CENTER = NUM_FIELDS = 14
+NUM_FIELDS = 14
 NEED_SUMS, NEED_SQUARES = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 8, 1 << 1
 NEED_ZEROS, NEED_COUNTS, NEED_ORDER = 1 << 5, 1 << 5 | 1 << 6, 1 << 4 | 1 << 5 | 1 << 6
 NEED_TOKENS, NEED_POWERS = 1 << 7, 1 << 8
@@ -33,179 +30,227 @@ MAGNITUDE_BITS, SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
 INFINITY, MINUS_INFINITY = np.int32(0x7F800000), np.uint32(0xFF800000)
 """Bits of float32's infinities. Those of a NaN of the same sign are larger."""
 
-FLOATS, BITS = Array(float32, 1, "C", readonly=True), Array(int32, 1, "C", readonly=True)
-"""Elements of a tensor. Arrays that can be written to are taken for these, so that what sums over a chunk is compiled once."""
+READ_ONLY = Array(float32, 1, "C", readonly=True)
+"""Elements of a tensor. An array that can be written to is taken for it, so that what measures a chunk is compiled once."""
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be taken in any order, several at a time. NaN and infinity keep their meaning."""
 
 
-# Only what other files call is cached: its code has that of the functions it calls.
-@njit(fastmath=ANY_ORDER)
-def _add_sums(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401  # numba's arrays and tuples are not annotated, here and below
-    if row[ELEMENTS] == 0.0:
-        size, total = min(SAMPLE, chunk.size), 0.0
-        for i in range(size):
-            total += np.float64(chunk[i])
-        row[CENTER] = total / size if np.isfinite(total) else 0.0
-    center = row[CENTER]
-    residual = deviations = magnitude = third = fourth = 0.0
+@njit(cache=True, fastmath=ANY_ORDER)
+def _sums(chunk: Any, center: float) -> Any:  # noqa: ANN401  # numba's arrays and tuples are not annotated, here and below
+    residual = deviations = magnitude = 0.0
     for i in range(chunk.size):
         x = np.float64(chunk[i])
         residual += x - center
         deviations += (x - center) * (x - center)
         magnitude += abs(x)
-    if needs & NEED_POWERS:
-        for i in range(chunk.size):
-            d = np.float64(chunk[i]) - center
-            third += d * d * d
-            fourth += d * d * d * d
-    row[MEAN] += residual
-    row[DEVIATIONS] += deviations
-    row[MAGNITUDE] += magnitude
-    row[THIRD] += third
-    row[FOURTH] += fourth
+    return residual, deviations, magnitude
 
 
-@njit(fastmath=ANY_ORDER)
-def _squares(chunk: Any) -> float:  # noqa: ANN401
-    total = 0.0
+@njit(cache=True, fastmath=ANY_ORDER)
+def _powers(chunk: Any, mean: float) -> Any:  # noqa: ANN401
+    third = fourth = 0.0
     for i in range(chunk.size):
+        d = np.float64(chunk[i]) - mean
+        third += d * d * d
+        fourth += d * d * d * d
+    return third, fourth
+
+
+@njit(cache=True, fastmath=ANY_ORDER)
+def _squares(chunk: Any, start: int, stop: int) -> float:  # noqa: ANN401
+    total = 0.0
+    for i in range(start, stop):
         total += np.float64(chunk[i]) * np.float64(chunk[i])
     return total
 
 
-@njit
-def _add_order(bits: Any, needs: int, row: Any) -> None:  # noqa: ANN401
-    """The largest and the smallest element, as bits with the sign of the element, and the numbers of zeros and non-finite elements.
+@njit(cache=True)
+def _order(bits: Any) -> Any:  # noqa: ANN401
+    """The largest and the smallest bits as signed integers, and the largest as unsigned ones.
 
     Comparisons of integers are vector instructions, and those of floats that must mind NaN are not. Positive floats have the order
     of their bits, negative ones the opposite order.
     """
     largest, smallest, unsigned = np.int32(-(2**31)), MAGNITUDE_BITS, np.uint32(0)
     for i in range(bits.size):
-        largest = bits[i] if bits[i] > largest else largest
-        smallest = bits[i] if bits[i] < smallest else smallest
-        unsigned = np.uint32(bits[i]) if np.uint32(bits[i]) > unsigned else unsigned
+        largest = max(largest, bits[i])
+        smallest = min(smallest, bits[i])
+        unsigned = max(unsigned, np.uint32(bits[i]))
+    return largest, smallest, unsigned
+
+
+@njit(cache=True)
+def _count(bits: Any) -> Any:  # noqa: ANN401
+    """Zeros and non-finite elements."""
+    zeros = nonfinite = np.int32(0)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
+        zeros = np.int32(zeros + np.int32(magnitude == np.int32(0)))
+        nonfinite = np.int32(nonfinite + np.int32(magnitude >= INFINITY))
+    return zeros, nonfinite
+
+
+@njit(cache=True)
+def _measure_order(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
+    bits = chunk.view(np.int32)
+    largest, smallest, unsigned = _order(bits)
+    has_nan = largest > INFINITY or unsigned > MINUS_INFINITY
     # Of negative elements alone the largest has the smallest bits.
-    maximum = np.float64(largest if largest >= 0 else -(smallest & MAGNITUDE_BITS))
-    minimum = np.float64(smallest) if unsigned < SIGN else np.float64(SIGN) - np.float64(unsigned)
-    row[MAXIMUM] = maximum if maximum > row[MAXIMUM] else row[MAXIMUM]
-    row[MINIMUM] = minimum if minimum < row[MINIMUM] else row[MINIMUM]
+    maximum, minimum = largest if largest >= 0 else smallest, smallest if unsigned < SIGN else np.int32(unsigned)
+    row[MAXIMUM] = np.nan if has_nan else np.int32(maximum).view(np.float32)
+    row[MINIMUM] = np.nan if has_nan else np.int32(minimum).view(np.float32)
     if needs & NEED_COUNTS and (needs & NEED_ZEROS or largest >= INFINITY or unsigned >= MINUS_INFINITY):
-        zeros = nonfinite = np.int32(0)
-        for i in range(bits.size):
-            magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
-            zeros = np.int32(zeros + np.int32(magnitude == np.int32(0)))
-            nonfinite = np.int32(nonfinite + np.int32(magnitude >= INFINITY))
-        row[ZEROS] += zeros
-        row[NONFINITE] += nonfinite
+        row[ZEROS], row[NONFINITE] = _count(bits)
 
 
-@njit
-def _add_tokens(chunk: Any, start: int, features: int, squares: float, row: Any) -> float:  # noqa: ANN401
-    """Add the norms of the tokens that end in a chunk; returns the squares of the token that the next chunk goes on with."""
+@njit(cache=True)
+def _measure_sums(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
+    size = chunk.size
+    # The element in the middle of three: one alone may be far away from all others.
+    first, second, third = chunk[0], chunk[size // 2], chunk[size - 1]
+    center = np.float64(max(min(first, second), min(max(first, second), third)))
+    center = center if np.isfinite(center) else 0.0
+    residual, deviations, magnitude = _sums(chunk, center)
+    if deviations - residual * (residual / size) < deviations / FAR:
+        center += residual / size
+        residual, deviations, magnitude = _sums(chunk, center)
+    mean = center + residual / size
+    row[MEAN], row[MAGNITUDE] = mean, magnitude
+    row[DEVIATIONS] = max(deviations - residual * (residual / size), 0.0)
+    row[SQUARES] = row[DEVIATIONS] + size * mean * mean
+    if needs & NEED_POWERS:
+        row[THIRD], row[FOURTH] = _powers(chunk, mean)
+
+
+@njit(cache=True)
+def _measure(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
+    for field in range(NUM_FIELDS):
+        row[field] = 0.0
+    row[ELEMENTS], row[MAXIMUM], row[MINIMUM] = chunk.size, -np.inf, np.inf
+    if needs & NEED_SUMS:
+        _measure_sums(chunk, needs, row)
+    if needs & NEED_ORDER:
+        _measure_order(chunk, needs, row)
+    # Of an infinite element the deviations are not a number, and the squares are infinite.
+    if needs & NEED_SQUARES and not (needs & NEED_SUMS and np.isfinite(row[SQUARES])):
+        row[SQUARES] = _squares(chunk, 0, chunk.size)
+
+
+@njit(cache=True)
+def _measure_tokens(chunk: Any, start: int, features: int, squares: float, row: Any) -> float:  # noqa: ANN401
+    """Sum the norms of the tokens that end in a chunk; returns the squares of the token that the next chunk goes on with."""
     place, missing = 0, features - start % features
     while place < chunk.size:
         end = min(place + missing, chunk.size)
-        squares += _squares(chunk[place:end])
+        squares += _squares(chunk, place, end)
         missing -= end - place
         place = end
         if missing == 0:
             row[TOKENS] += 1.0
             row[TOKEN_NORM] += np.sqrt(squares)
-            row[TOKEN_RMS] += np.sqrt(squares / features)
             squares, missing = 0.0, features
-    return squares
-
-
-@njit(float64(FLOATS, BITS, int64, int64, int64, float64, float64[::1]), cache=True)
-def _add_chunk(chunk: Any, bits: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401, PLR0917  # arguments that numba passes on quickly
-    if row[ELEMENTS] == 0.0:
-        row[MAXIMUM], row[MINIMUM] = -np.float64(INFINITY), np.float64(INFINITY)
-    if needs & NEED_SUMS:
-        _add_sums(chunk, needs, row)
-    elif needs & NEED_SQUARES:
-        row[DEVIATIONS] += _squares(chunk)
-    if needs & NEED_ORDER:
-        _add_order(bits, needs, row)
-    if needs & NEED_TOKENS:
-        squares = _add_tokens(chunk, start, features, squares, row)
-    row[ELEMENTS] += chunk.size
+    row[TOKEN_RMS] = row[TOKEN_NORM] / np.sqrt(features)
     return squares
 
 
 @njit(cache=True)
-def add(elements: Any, bits: Any, features: int, needs: int, rows: Any, first: int) -> None:  # noqa: ANN401, PLR0917
-    """Sum over a tensor.
+def merge(other: Any, row: Any) -> None:  # noqa: ANN401
+    """Merge moments into a row, as ``Moments.merge`` does."""
+    n, m = row[ELEMENTS], other[ELEMENTS]
+    share, own_share = m / (n + m), n / (n + m)
+    # Each mean times its share, and not a mean plus a part of their distance: one that is infinite stays so.
+    mean = other[MEAN] if n == 0.0 else row[MEAN] * own_share + other[MEAN] * share
+    d, e = 0.0 if n == 0.0 else row[MEAN] - mean, other[MEAN] - mean
+    d2, e2 = d * d, e * e
+    fourth = 4.0 * (d * row[THIRD] + e * other[THIRD]) + 6.0 * (d2 * row[DEVIATIONS] + e2 * other[DEVIATIONS])
+    third = 3.0 * (d * row[DEVIATIONS] + e * other[DEVIATIONS])
+    largest, smallest = max(row[MAXIMUM], other[MAXIMUM]), min(row[MINIMUM], other[MINIMUM])
+    has_nan = row[MAXIMUM] != row[MAXIMUM] or other[MAXIMUM] != other[MAXIMUM]
+    for field in range(NUM_FIELDS):
+        row[field] += other[field]
+    row[FOURTH] += fourth + n * d2 * d2 + m * e2 * e2
+    row[THIRD] += third + n * d2 * d + m * e2 * e
+    row[DEVIATIONS] += n * d2 + m * e2
+    row[MEAN] = mean
+    row[MAXIMUM] = np.nan if has_nan else largest
+    row[MINIMUM] = np.nan if has_nan else smallest
 
-    Args:
-        elements: Float32, in order.
-        bits: The same memory as int32.
-        features: Size of the last dimension; only read for ``Need.TOKENS``.
-        needs: Bits of ``Need``.
-        rows: Float64, shape ``(rows, NUM_FIELDS + 1)``. Those of the pieces, zeros, become the fields of moments as sums about a center,
-            and the center; ``maximum`` and ``minimum`` become bits, with the sign of the element.
-        first: The row of the first piece.
-    """
-    squares = 0.0
-    for start in range(0, elements.size, CHUNK):
-        chunk, chunk_bits = elements[start : start + CHUNK], bits[start : start + CHUNK]
-        squares = _add_chunk(chunk, chunk_bits, start, features, needs, squares, rows[first + start // PIECE])
 
-
-@njit
-def _widen(halves: Any, bits: Any) -> None:  # noqa: ANN401
+@njit(cache=True)
+def _widen(halves: Any, chunk: Any) -> None:  # noqa: ANN401
     """A bfloat16 is the upper half of a float32."""
+    bits = chunk.view(np.uint32)
     for i in range(halves.size):
-        bits[i] = np.int32(np.uint32(halves[i]) << np.uint32(16))
+        bits[i] = np.uint32(halves[i]) << np.uint32(16)
 
 
-@njit
+@njit(cache=True)
 def _subtract(difference: Any, other: Any) -> None:  # noqa: ANN401
     for i in range(difference.size):
         difference[i] -= other[i]
 
 
-@njit
-def _subtract_all(difference: Any, elements: Any, other: Any, shift: Any, start: int) -> None:  # noqa: ANN401
-    """Write the part of ``elements - other - shift`` that begins at element ``start``."""
-    source = elements[start : start + CHUNK]
-    for i in range(source.size):
-        difference[i] = source[i]
-    if other.size:
-        _subtract(difference, other[start : start + CHUNK])
-    place, offset = 0, start % max(shift.size, 1)
-    while shift.size and place < difference.size:
+@njit(cache=True)
+def _subtract_repeated(difference: Any, shift: Any, start: int) -> None:  # noqa: ANN401
+    """Subtract ``shift`` from each row of a tensor, of which ``difference`` begins at element ``start``."""
+    place, offset = 0, start % shift.size
+    while place < difference.size:
         end = min(place + shift.size - offset, difference.size)
         _subtract(difference[place:end], shift[offset:])
         place, offset = end, 0
 
 
+@njit(float64(READ_ONLY, int64, int64, int64, float64, float64[::1]), cache=True)
+def _add_chunk(chunk: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401, PLR0917  # arguments that numba passes on quickly
+    latest = np.empty(NUM_FIELDS)
+    _measure(chunk, needs, latest)
+    if needs & NEED_TOKENS:
+        squares = _measure_tokens(chunk, start, features, squares, latest)
+    merge(latest, row)
+    return squares
+
+
 @njit(cache=True)
-def add_made(arrays: Any, buffer: Any, buffer_bits: Any, features: int, needs: int, rows: Any, first: int) -> None:  # noqa: ANN401, PLR0917
-    """:func:`add` of what is made a chunk at a time.
+def add(elements: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401
+    """Merge a tensor into a row.
 
     Args:
-        arrays: The bits of bfloat16, uint16; or ``elements``, ``other`` and ``shift``, float32, of which ``elements - other - shift`` is
-            made. The latter is repeated. Empty ones are left out.
-        buffer: Float32, shape ``(CHUNK,)``.
-        buffer_bits: The same memory as int32.
-        features: As for :func:`add`, as are the others.
+        elements: Float32, at least one, in order.
+        features: Size of the last dimension; only read for ``Need.TOKENS``.
         needs: Bits of ``Need``.
-        rows: Of the pieces.
-        first: The row of the first piece.
+        row: Shape ``(NUM_FIELDS,)``, float64.
     """
-    halves, elements, other, shift = arrays
-    total, squares = halves.size + elements.size, 0.0
-    for start in range(0, total, CHUNK):
-        size = min(CHUNK, total - start)
-        chunk, bits = buffer[:size], buffer_bits[:size]
-        if halves.size:
-            _widen(halves[start : start + CHUNK], bits)
-        else:
-            _subtract_all(chunk, elements, other, shift, start)
-        squares = _add_chunk(chunk, bits, start, features, needs, squares, rows[first + start // PIECE])
+    squares = 0.0
+    for start in range(0, elements.size, CHUNK):
+        squares = _add_chunk(elements[start : start + CHUNK], start, features, needs, squares, row)
+
+
+@njit(cache=True)
+def add_bfloat16(halves: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401
+    """:func:`add` of the bits of bfloat16, uint16."""
+    squares, wide = 0.0, np.empty(CHUNK, np.float32)
+    for start in range(0, halves.size, CHUNK):
+        piece = halves[start : start + CHUNK]
+        _widen(piece, wide)
+        squares = _add_chunk(wide[: piece.size], start, features, needs, squares, row)
+
+
+@njit(cache=True)
+def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401, PLR0917
+    """:func:`add` of ``elements - other - shift``, all float32; an empty array stands for zero, and ``shift`` is repeated."""
+    squares, buffer = 0.0, np.empty(CHUNK, np.float32)
+    for start in range(0, elements.size, CHUNK):
+        chunk = elements[start : start + CHUNK]
+        difference = buffer[: chunk.size]
+        for i in range(chunk.size):
+            difference[i] = chunk[i]
+        if other.size:
+            _subtract(difference, other[start : start + CHUNK])
+        if shift.size:
+            _subtract_repeated(difference, shift, start)
+        squares = _add_chunk(difference, start, features, needs, squares, row)
 
 
 @njit(cache=True)

@@ -185,8 +185,10 @@ def _moments(parts: Sequence[_Part], device: torch.device) -> Moments:
     if "scale" in found:
         for name, power in _POWER_OF_SCALE.items():
             found[name] = found[name] * found["scale"] ** power
-    found["token_rms"] = found["token_norm"] / root
-    return Moments(**{name: found[name] for name in Moments._fields}).finished(found["center"])
+    moments = Moments(**{name: found[name] for name in Moments._fields}).about_mean(found["center"])
+    # The deviations from an infinite mean are not a number, and the squares are infinite.
+    squares = torch.where(found["deviations"].isposinf(), torch.inf, moments.deviations + elements * moments.mean**2)
+    return moments._replace(squares=squares, token_rms=found["token_norm"] / root)
 
 
 _POWER_OF_SCALE = {"center": 1, "mean": 1, "deviations": 2, "third": 3, "fourth": 4, "magnitude": 1, "token_norm": 1}

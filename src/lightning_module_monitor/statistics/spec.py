@@ -108,7 +108,14 @@ class MetricSpec:
 
     def key(self, statistic: str) -> str:
         """The key of one value."""
-        return Key(self.kind, self.site, fit_for_loggers(statistic, MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
+        if statistic not in self._keys:
+            fit = fit_for_loggers(statistic, MAX_STATISTIC_LENGTH)
+            self._keys[statistic] = Key(self.kind, self.site, fit, self.stage, self.prefix).format()
+        return self._keys[statistic]
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, str]:
+        return {}
 
     def at(self, site: str) -> MetricSpec:
         """The same for another site, a further output of the module."""
