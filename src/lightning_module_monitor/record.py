@@ -276,12 +276,12 @@ def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
 class Values(Mapping[str, float]):
     """Values by key, to which more may be added.
 
-    No number is an object of Python's before somebody asks for it, and a thousand records in memory are as large as their numbers:
+    A number becomes a Python object only when it is read, and a thousand records take as much memory as their numbers:
     a dict of floats takes eight times as much, and as long to make as all that a monitored step does after the update.
 
     Args:
         places: Place in ``numbers`` by key, from 0 on in order. It is shared with other steps and is not written to.
-        numbers: Shape ``(places,)``, float64; nobody else's.
+        numbers: Shape ``(places,)``, float64; not shared.
     """
 
     def __init__(self, places: Mapping[str, int] = _NO_PLACES, numbers: NDArray[np.float64] = _NO_NUMBERS) -> None:
@@ -376,7 +376,7 @@ class RawTensor:
     """Which of the step's calls of the module it is of: 0, 1, ... in the order of the forward passes, over all micro-batches. A gradient
     has the number of the output that it is of. A parameter has one, 0, and so have its gradient and its update."""
     value: Tensor
-    """On the CPU, of any shape and dtype, part of no graph, and nobody else's."""
+    """On the CPU, of any shape and dtype, part of no graph, and not shared."""
 
 
 Severity = Literal["warning", "error"]

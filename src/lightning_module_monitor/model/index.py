@@ -53,7 +53,7 @@ class ModelIndex:
         return self.namer.changed
 
     def leave_out_what_is_gone(self) -> list[str]:
-        """Forget modules that were taken out of the model since its names were read, and their parameters: nobody trains these any more.
+        """Forget modules that were taken out of the model since its names were read, and their parameters.
 
         Returns:
             The names of such modules.

@@ -68,7 +68,7 @@ def is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedR
 
 
 def check_tensor_parallel(rule: ParsedRule) -> None:
-    """Refuse what a part of a tensor does not tell, where nobody knows which part it is.
+    """Refuse what cannot be computed from parts of a tensor, where it is not known which part a rank has.
 
     Raises:
         ConfigError: Names the rule.

@@ -45,7 +45,7 @@ class UserFunction:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run a user's code as if nobody had: no graph, no autocast, and every random state as it was before.
+    """Run a user's code without side effects: no graph, no autocast, and every random state as it was before.
 
     Args:
         device: The device of the tensor it gets, whose random state is kept beside that of the CPU.

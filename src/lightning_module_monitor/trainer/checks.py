@@ -21,7 +21,9 @@ def check_trainer(trainer: Trainer, pl_module: LightningModule, *, at_every_step
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled and at_every_step:
         expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
-        raise ConfigError(f"health.nonfinite looks at every step, and {compiled[0]} is compiled, whose modules nobody sees; {expected}.")
+        raise ConfigError(
+            f"health.nonfinite looks at every step, and {compiled[0]} is compiled, and hooks do not run in compiled modules; {expected}."
+        )
     if compiled and not hasattr(torch.compiler, "set_stance"):
         why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
         raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. {remedy} Or do not compile it.")
