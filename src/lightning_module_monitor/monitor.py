@@ -32,6 +32,7 @@ from lightning_module_monitor.record import (
     OWN_KIND,
     STAGES,
     STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
     TRAIN,
     Histogram,
     Key,
@@ -338,6 +339,10 @@ class ModuleMonitor(StepEngine):
     def monitor_overhead(self, fraction: float) -> None:
         """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
         self._see_own_figure(OVERHEAD_FRACTION, fraction)
+
+    def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
+        """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
+        self._see_own_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.

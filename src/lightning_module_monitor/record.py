@@ -25,6 +25,12 @@ STAGES = ("validation", "test", "predict")
 OWN_KIND = "monitor"
 """The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
 
+CONTEXT_KIND = "context"
+"""The kind of what a step is to be seen in the context of: its loss, what was logged, learning rates; its keys have no site."""
+
+LOSS = "loss"
+"""The name of the training loss under :data:`CONTEXT_KIND`."""
+
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
@@ -34,7 +40,10 @@ OVERHEAD_FRACTION = "overhead_fraction"
 RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 """The name of the number of calls that the refined coordinate check leaves out, of all ranks."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS)
+STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
+"""The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

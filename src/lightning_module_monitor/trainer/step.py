@@ -73,9 +73,11 @@ class StepController:
             self._overhead.begin_batch()
         if is_first:
             if self._begin_step(step):
+                if self._nonfinite is not None:
+                    self._nonfinite.report_marked_steps(step)
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
-            elif self._overhead is None and not self._run.health.options.is_at_every_step:
+            elif self._overhead is None and self._nonfinite is None:
                 self.is_idle = True
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
