@@ -21,6 +21,7 @@ from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
 from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
@@ -133,7 +134,7 @@ class RunController:
         if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
         measured = {STEP_SKIPPED: scaler_of(trainer) is not None, OVERHEAD_FRACTION: self.options.max_overhead is not None}
-        self.sinks.expect([name for name, is_measured in measured.items() if is_measured])
+        self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
