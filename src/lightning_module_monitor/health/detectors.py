@@ -198,8 +198,8 @@ DETECTORS = {
         Detector(
             "exploding",
             list(reversed(_OF_PARAMETERS)),
-            formula="the norm of all gradients of trained parameters together, and that of these parameters, over the largest one of the first "
-            "3 records",
+            formula="the norm of all gradients of trained parameters together, and that of the parameters, over the largest one of "
+            "the first 3 records",
             limit="All of that kind together are more than 100 times what they were in the first records, and this has most of it.",
             source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
             "the limit is a heuristic",
@@ -210,9 +210,9 @@ DETECTORS = {
         Detector(
             "frozen_updates",
             _OF_PARAMETERS,
-            formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the record "
-            "before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and had one "
-            "before, as an expert that was not chosen",
+            formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the "
+            "record before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and "
+            "had one before, as an expert that was not chosen",
             limit="It requires a gradient, an optimizer has it, and it has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
             cure="look whether a detach() or no_grad() is in its way, whether its learning rate is 0, "

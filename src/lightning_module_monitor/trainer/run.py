@@ -22,6 +22,7 @@ from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
 from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
@@ -139,7 +140,7 @@ class RunController:
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
             STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
         }
-        self.sinks.expect([name for name, is_measured in measured.items() if is_measured])
+        self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
