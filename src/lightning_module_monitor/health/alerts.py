@@ -53,8 +53,6 @@ class Figures(NamedTuple):
     """Which figures this record has; ``None``: all of them."""
     is_idle: NDArray[np.bool_] | None = None
     """Which ones nothing acts on in this record; ``None``: none of them."""
-    is_smallest_first: bool = False
-    """Whether a finding names the smallest figures first, and not those that are first in the record."""
 
 
 def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -181,7 +179,6 @@ class Course:
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
         fired = np.flatnonzero(fires)
-        fired = fired[np.argsort(value[fired], kind="stable")] if found.is_smallest_first else fired
         return [
             Fired(
                 found.keys[places[one]],
@@ -277,11 +274,14 @@ class Alerts:
         self._courses = [Course(rule) for rule in rules]
         self._concerned: dict[str, list[int]] = {}
         self._parameters: Mapping[str, Training] = {}
+        self._places: dict[str, int] = {}
+        """Place of each parameter in the model."""
 
     def set_parameters(self, parameters: Mapping[str, Training]) -> None:
-        """Set what becomes of parameters, by the names of their sites; of others nothing is known, and all rules are for them."""
+        """Set what becomes of parameters, by the names of their sites in the order of the model; of others nothing is known."""
         if parameters != self._parameters:
             self._parameters = parameters
+            self._places = {site: place for place, site in enumerate(parameters)}
             self._concerned.clear()
 
     def alarms(self, record: Record) -> list[Alarm]:
@@ -300,6 +300,8 @@ class Alerts:
             rule = course.rule
             if values and not (rule.needs_step and was_skipped):
                 fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
+                # A record has those first of which the same is recorded, and not those that are first in the model.
+                fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
                     words = f"{_named(fired)}{when(rule, min(one.since for one in fired), record.step)}. {rule.words or _condition(rule)}"
                     finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)

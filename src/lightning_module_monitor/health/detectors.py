@@ -92,9 +92,7 @@ def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> F
     """
     is_size = _is_weight(keys) & (values > 0) & np.isfinite(values)
     largest = values[is_size].max(initial=0.0)
-    return Figures(
-        keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size, is_smallest_first=True
-    )
+    return Figures(keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,8 +209,8 @@ DETECTORS = {
             "frozen_updates",
             _OF_PARAMETERS,
             formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the "
-            "record before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and "
-            "had one before, as an expert that was not chosen",
+            "record before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has "
+            "none and had one before, as an expert that was not chosen",
             limit="It requires a gradient, an optimizer has it, and it has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
             cure="look whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
