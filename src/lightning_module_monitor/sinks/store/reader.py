@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key
+from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
 from lightning_module_monitor.sinks.store.schema import StoredTensor
@@ -239,6 +239,14 @@ class StoreReader:
         """What was found to be wrong with the model, in the order in which it was found."""
         with open_store(self.path) as file:
             return schema.read_findings(file)
+
+    def modules(self) -> list[ModuleInfo]:
+        """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of what each returned first.
+
+        Empty for a store of an earlier version, and where no module was monitored.
+        """
+        with open_store(self.path) as file:
+            return schema.read_modules(file)
 
     @property
     def attributes(self) -> dict[str, object]:
