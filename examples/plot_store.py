@@ -37,7 +37,7 @@ def read_panels(store_path: Path) -> dict[str, dict[str, dict[int, float]]]:
     """
     store = load_store(store_path)
     panels: dict[str, dict[str, dict[int, float]]] = {}
-    for text in store.keys():  # noqa: SIM118 # a store is no dict
+    for text in store:
         key = Key.parse(text)
         if key.site:  # the monitor's own figures have none
             steps, values = store.series(text)

@@ -234,7 +234,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert second.store_path is not None
     expected, resumed = load_store(whole.store_path), load_store(second.store_path)
     assert resumed.keys() == expected.keys()
-    for key in expected.keys():  # noqa: SIM118  # a store is no dict
+    for key in expected:
         np.testing.assert_array_equal(resumed.series(key), expected.series(key), err_msg=key)
     assert [one["first_step"] for one in resumed.attributes["configurations"]] == [0, 10]
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
+from lightning_module_monitor.sinks.store.find import find_store
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 
@@ -31,13 +32,13 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
     """Open the file of a run, at any time: while it is written, after a ``kill -9``, after a clean end.
 
     Args:
-        path: The ``.h5`` file.
+        path: The ``.h5`` file; or a run's folder or a log directory, in which the newest run is used. Several are listed in a warning.
 
     Returns:
         A reader of it.
 
     Raises:
-        FileNotFoundError: If there is no file.
+        FileNotFoundError: If there is no file, or none in the folder.
         ValueError: If the file is not HDF5, not a monitor's store, damaged, or of a newer format; or if it has data outside of itself
             (links, external storage, virtual datasets), which no run writes.
 
@@ -45,7 +46,7 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
-    reader = StoreReader(Path(path))
+    reader = StoreReader(find_store(Path(path)))
     with open_store(reader.path, is_checked=False):
         return reader
 
@@ -84,6 +85,8 @@ class StoreReader:
     """The content of a store. Each call opens the file anew and closes it again, so that it has the newest records.
 
     Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then.
+    It is a mapping from :meth:`keys` to :meth:`series`: ``store["loss"]``, ``"loss" in store``, ``len(store)``, ``for key in store``.
+    ``with load_store(path) as store`` works, too; there is nothing to close.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +94,25 @@ class StoreReader:
         """The file."""
         self._has_checked_tensors = False
 
+    def __enter__(self) -> StoreReader:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """No file stays open between two calls."""
+
     # -------------------------------------------------------------- one key
+
+    def __getitem__(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self.series(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
 
     def keys(self) -> list[str]:
         """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
