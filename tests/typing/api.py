@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -39,6 +40,7 @@ from lightning_module_monitor import (
     load_store,
     monitor_scaled_dot_product_attention,
     track,
+    write_report,
 )
 from lightning_module_monitor.kernels.moments import Need
 
@@ -149,7 +151,13 @@ def gains(blocks: nn.ModuleList, loss: Tensor) -> list[float | None]:
 
 def read(path: str) -> NDArray[np.float64]:
     """The store."""
-    steps, values = load_store(path).series("gradient/fc.weight/norm")
+    with load_store(Path(path)) as store:
+        steps, values = store["gradient/fc.weight/norm"]
+        keys: list[str] = [key for key in store if key in store]
+    assert len(store) == len(keys)
+    page: Path = write_report(path)
+    write_report([path, store, Path(path)], page)
+    write_report(3)  # type: ignore[arg-type]
     return values[steps > 10]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
-from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.options import Options
@@ -79,23 +79,23 @@ class SinksController:
             self._first_step = step
 
     def close(self) -> None:
-        """Close the files, and write the report on them; twice does no harm."""
+        """Close the files, write the page about them, and log where they are; twice does no harm."""
         self._loggers = None
         files, self._files = self._files, None
         if files is not None:
             files.close()
-            if self._options.report and files.has_begun:
-                self._write_report(files.path)
+            if files.has_begun:
+                page = self._write_page(files.path) if self._options.report else None
+                next_step = f"The page: {_command('report', files.path)}" if page is None else f"The page: {page}"
+                message = "The monitor's values of this run: %s. %s. The verdict: %s"
+                self._messages.info(message, files.path, next_step, _command("summary", files.path))
 
-    def _write_report(self, store: Path) -> None:
-        path = store.with_suffix(".html")
+    def _write_page(self, store: Path) -> Path | None:
         try:
-            write_report([load_store(store)], path)
-        except Exception as error:  # what ended the run is what is to be seen, and no trouble with its report
-            message = "No report was written (%s: %s). Later: lightning-module-monitor report %s"
-            self._messages.warning(message, type(error).__name__, error, store)
-        else:
-            self._messages.info("Report on the run: %s", path)
+            return write_report(store)
+        except Exception as error:  # the error that ended the run must reach the user, and none of its page
+            self._messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
+            return None
 
     # What is expected
 
@@ -185,6 +185,10 @@ class SinksController:
         if not isinstance(self._options.store, bool):
             return Path(self._options.store).expanduser()
         return _run_directory(trainer) / "monitor.h5"
+
+
+def _command(name: str, store: Path) -> str:
+    return f"lightning-module-monitor {name} {shlex.quote(str(store))}"
 
 
 def _writes_nothing(trainer: Trainer) -> bool:
