@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -161,6 +162,21 @@ def read(path: str) -> NDArray[np.float64]:
     return values[steps > 10]
 
 
+def drawn(path: str) -> list[Axes]:
+    """Figures of the store."""
+    plot = load_store(path).plot
+    heat = plot.heatmap("activation", "rms", sites=".*relu")
+    plot.heatmap("activation")  # type: ignore[call-arg]
+    several = [
+        plot.profile("gradient", "norm", steps=[0, 100]),
+        plot.profile("gradient", "norm", steps=0, sites=".*weight"),
+        plot.series("loss", "monitor/errors"),
+        plot.histogram("gradient/fc.weight/hist", ax=heat),
+        plot.attention("attention_sink", "mean", step=100),
+    ]
+    return [heat, *several]
+
+
 def raw(path: str) -> list[Tensor]:
     """What was captured."""
     store = load_store(path)
@@ -225,4 +241,5 @@ def widths(make_module: Callable[[int], LightningModule], batches: DataLoader[Te
     wrong = coordinate_check(make_module, [128, 256], parametrization="mupp")  # type: ignore[arg-type]
     exponents: list[float] = [row.exponent for row in check if row.is_offending]
     check.figure().savefig("check.png")
+    check.plot("effective_update", ax=check.plot())
     return check.to_frame() if exponents else wrong.to_frame()

@@ -18,6 +18,7 @@ from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, 
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.find import find_store
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class StoreReader:
         self.path = path
         """The file."""
         self._has_checked_tensors = False
+
+    @property
+    def plot(self) -> StorePlots:
+        """Figures: ``store.plot.heatmap("activation", "rms")``. Needs the extra ``plot``."""
+        return StorePlots(self)
 
     def __enter__(self) -> StoreReader:
         return self
