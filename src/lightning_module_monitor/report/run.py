@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, is_undefined
-from lightning_module_monitor.sinks.store.reader import Matrix, StoreReader
+from lightning_module_monitor.sinks.store.reader import StoreReader
+from lightning_module_monitor.sinks.store.tables import Matrix
 
 
 @dataclass(frozen=True, eq=False)

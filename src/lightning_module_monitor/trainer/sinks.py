@@ -86,9 +86,10 @@ class SinksController:
             files.close()
             if files.has_begun:
                 page = self._write_page(files.path) if self._options.report else None
-                next_step = f"The page: {_command('report', files.path)}" if page is None else f"The page: {page}"
-                message = "The monitor's values of this run: %s. %s. The verdict: %s"
-                self._messages.info(message, files.path, next_step, _command("summary", files.path))
+                shown = (
+                    f"; page: {page}. Verdict: {_command('summary', files.path)}" if page else f". Page: {_command('report', files.path)}"
+                )
+                self._messages.info("Monitored values: %s%s", files.path, shown)
 
     def _write_page(self, store: Path) -> Path | None:
         try:

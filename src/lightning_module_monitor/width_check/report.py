@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.sinks.drawing import new_axes
 from lightning_module_monitor.width_check.settings import Settings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "role", "term", "exponent", "interval", "expected", "verdict", "note")
 
 
-class WidthCheck:
+class WidthCheck(Described):
     """The result of :func:`~lightning_module_monitor.coordinate_check`: a row for every term of every module.
 
     ``print(check)`` shows the table. Iteration is over the rows.
@@ -65,7 +66,7 @@ class WidthCheck:
         """The options, in one line."""
         named = self.settings.parametrization
         against = named if isinstance(named, str) else "exponents of your own"
-        runs = f"{_count(len(self.settings.seeds), 'seed')}, {_count(self.settings.steps, 'step')}"
+        runs = f"{counted(len(self.settings.seeds), 'seed')}, {counted(self.settings.steps, 'step')}"
         return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
 
     @property
@@ -74,6 +75,9 @@ class WidthCheck:
         unclear = sum(row.verdict == "unclear" for row in self.rows)
         rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
+
+    def _describe(self) -> Description:
+        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -200,7 +204,3 @@ def _number(exponent: float | None) -> str:
     if exponent is None or math.isnan(exponent):
         return ""
     return "zero" if math.isinf(exponent) else f"{exponent:+.2f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
