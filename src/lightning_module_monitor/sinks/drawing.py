@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # it takes a second to import, and is an extra
     from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
 
-MAX_ROW_LABELS = 60
+POINTS_PER_ROW = 10
+"""A name is 8 points high."""
 MAX_COLUMN_LABELS = 10
 DECADES = 100.0
 """A magnitude gets a logarithmic scale if its largest value is so many times the smallest one that is not zero."""
@@ -107,7 +108,8 @@ def _norm(finite: NDArray[np.float64]) -> Normalize:
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
     """Name the rows of an image, as many of them as are legible."""
-    ticks = _ticks(len(names), MAX_ROW_LABELS)
+    points = axes.get_window_extent().height / axes.figure.dpi * 72
+    ticks = _ticks(len(names), max(1, int(points / POINTS_PER_ROW)))
     axes.set_yticks(ticks, [names[tick] for tick in ticks], fontsize=8)
 
 
