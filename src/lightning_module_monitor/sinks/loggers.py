@@ -256,7 +256,7 @@ class ZeroCounts:
     def drop_from(self, values: dict[str, float]) -> None:
         """Take such values out."""
         for key in [key for key in values if key.endswith(_COUNT)]:
-            if values[key] != 0 or any(pattern.fullmatch(key) for pattern in self._always):
+            if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
                 self._kept.add(key)
             elif key not in self._kept:
                 del values[key]
