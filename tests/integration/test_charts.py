@@ -142,7 +142,7 @@ class Clock:
 
 
 def test_tensorboard_gets_heat_maps_at_the_end(tmp_path: Path) -> None:
-    """One picture for each kind, of the statistic that shows most, at the last step; the same as the store's own figure."""
+    """One picture for each kind, of the statistic that most sites have, at the last step."""
     kept = with_tensorboard(tmp_path)
     events = events_of(tmp_path)
     tags = [f"my+run-heat_maps/{name}" for name in ("activation/rms", "gradient/norm", "parameter/norm")]

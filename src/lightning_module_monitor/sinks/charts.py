@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from lightning_module_monitor.sinks.store.reader import StoreReader
 
 NONFINITE_COUNT = "nonfinite_count"
 _FIRST_CHOICE = ("rms", "norm", "ratio", "gain", "mean")
-"""Of a kind with several statistics the first of these is drawn."""
+"""Of statistics of as many sites the first of these is drawn."""
 _MAX_ROWS = 10_000
 """W&B's own limit for the table of a chart."""
 _PIXELS_PER_INCH = 80
@@ -33,22 +34,21 @@ class Chart(NamedTuple):
         return f"^{re.escape(f'{before}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
 
 
-def charts_of(keys: Iterable[str]) -> list[Chart]:
-    """The charts that these keys need: those of sites, without what loggers get in exceptional cases only."""
+def charts_of(keys: Iterable[str]) -> Counter[Chart]:
+    """The charts that these keys need, with their numbers of sites; without what loggers get in exceptional cases only."""
     parsed = map(Key.parse, keys)
     of_sites = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
-    return list(dict.fromkeys(Chart(key._replace(site="", statistic="").format(), key.statistic) for key in of_sites))
+    return Counter(Chart(key._replace(site="", statistic="").format(), key.statistic) for key in of_sites)
 
 
 def drawn_charts(keys: Iterable[str]) -> list[Chart]:
-    """One chart of each kind: a picture of every statistic would take too long."""
-    by_kind: dict[str, list[Chart]] = {}
-    for chart in charts_of(keys):
-        by_kind.setdefault(chart.kind, []).append(chart)
-    return [
-        min(charts, key=lambda chart: _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE))
-        for charts in by_kind.values()
-    ]
+    """One chart of each kind, that of the most sites: a picture of every statistic would take too long."""
+    charts = charts_of(keys)
+
+    def preference(chart: Chart) -> tuple[int, int]:
+        return -charts[chart], _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE)
+
+    return list({chart.kind: chart for chart in sorted(charts, key=preference, reverse=True)}.values())
 
 
 def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
