@@ -74,7 +74,7 @@ def test_minimal_records_the_default_rules(digits: ModuleType) -> None:
     """With nothing but a cadence there is what the default promises, and the first record is of the initial weights."""
     trainer = fit(digits, "minimal.yaml")
     store = load_store(log_dir(trainer) / "monitor.h5")
-    assert {key.split("/")[0] + "/" + key.split("/")[-1] for key in store.keys()} == {  # noqa: SIM118 # a store is no dict
+    assert {key.split("/")[0] + "/" + key.split("/")[-1] for key in store} == {
         *("activation/rms", "activation/abs_max", "activation/nonfinite_count"),
         *("parameter/norm", "gradient/norm", "monitor/errors"),
     }

@@ -19,6 +19,7 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.engine import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
@@ -62,7 +63,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(StepEngine):
+class ModuleMonitor(Described, StepEngine):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -164,6 +165,16 @@ class ModuleMonitor(StepEngine):
         return vars(closed)
 
     # What there is
+
+    def _describe(self) -> Description:
+        rules, last = self.planner.rules, self.storage.last_step()
+        module = "no module" if self._module is None else type(self._module).__name__
+        title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
+        rows = [
+            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.names), str(rule.schedule))
+            for rule in rules
+        ]
+        return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property
     def reference_module(self) -> nn.Module | None:

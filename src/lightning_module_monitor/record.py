@@ -420,7 +420,7 @@ Severity = Literal["warning", "error"]
 """An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """Something that is not well with the model, said once for each cause."""
 
@@ -440,6 +440,9 @@ class Finding:
     """What was found, in sentences with figures."""
 
     severity: Severity = "warning"
+
+    def __repr__(self) -> str:
+        return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"
 
 
 @dataclass(frozen=True)

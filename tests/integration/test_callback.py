@@ -235,7 +235,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert second.store_path is not None
     expected, resumed = load_store(whole.store_path), load_store(second.store_path)
     # What the last validation has logged is in no checkpoint of Lightning's: there is none of it before the next validation.
-    keys = [key for key in expected.keys() if key != "context/validation_loss"]  # noqa: SIM118  # a store is no dict
+    keys = [key for key in expected if key != "context/validation_loss"]
     assert resumed.keys() == keys
     for key in keys:
         np.testing.assert_array_equal(resumed.series(key), expected.series(key), err_msg=key)

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, is_undefined
-from lightning_module_monitor.sinks.store.reader import Matrix, StoreReader
+from lightning_module_monitor.sinks.store.matrices import Matrix
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 
 @dataclass(frozen=True, eq=False)
