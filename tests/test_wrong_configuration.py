@@ -102,12 +102,42 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         rule(kinds="parameter", sites="model.0.wieght"),
         ("rules[0].sites 'model.0.wieght' matches none of 4 parameter names; nearest: 'model.0.weight'",),
     ),
+    "sites as for a search": (
+        rule(sites="odel.[02]"),
+        ("rules[0].sites 'odel.[02]' matches none of 5 module names as a whole; '.*odel.[02].*' matches 2 of them.",),
+    ),
+    "sites that begin like a name": (
+        rule(kinds="parameter", sites="^model.0|model.2$"),
+        ("matches none of 4 parameter names as a whole; '.*(^model.0|model.2$).*' matches 2 of them.",),
+    ),
+    "sites as a glob": (
+        rule(sites=["nothing", "mo*.1"]),
+        ("rules[0].sites 'nothing', 'mo*.1' matches none of 5 module names as a whole; 'mo.*.1' matches 1 of them; nearest: 'model.1'",),
+    ),
+    "sites as a glob that is no pattern": (rule(sites="*.0"), ("'*.0' is not a regular expression", "a pattern like '.*.0'")),
+    "sites like nothing": (rule(sites="zzzzz"), ("rules[0].sites 'zzzzz' matches none of 5 module names.",)),
+    "statistic of a textbook": (rule(statistics="L2"), ("rules[0].statistics 'L2'", "nearest: 'norm'")),
+    "statistic of another tool": (rule(statistics="sparsity"), ("'sparsity' is not a statistic", "nearest: 'zero_fraction'")),
+    "statistic like none": (rule(statistics="xyz"), ("'xyz' is not a statistic", "dead_fraction.")),
+    "kind of another tool": (rule(kinds="grad"), ("rules[0].kinds 'grad' is not a kind", "nearest: 'gradient'")),
+    "weights": (rule(kinds="weights"), ("rules[0].kinds 'weights' is not a kind", "nearest: 'parameter'")),
+    "action of another tool": (
+        {"alerts": [{"keys": ".*", "above": 1, "then": "halt"}]},
+        ("alerts[0].then 'halt' is unknown", "nearest: 'stop'"),
+    ),
+    "callback_metrics as for a search": (
+        {"callback_metrics": "model.0.*nor"},
+        ("callback_metrics 'model.0.*nor' matches none of the", "keys as a whole; '.*model.0.*nor.*' matches 4 of them."),
+    ),
     "no sites": (rule(sites=[]), ("rules[0].sites is empty", "expected")),
     "sites are no pattern": (rule(sites="model.*["), ("rules[0].sites 'model.*['", "not a regular expression", "expected a pattern like")),
     "exclude of a rule is no pattern": (rule(exclude="("), ("rules[0].exclude '('", "not a regular expression")),
     "exclude is no pattern": ({"exclude": ["ok", "*"]}, ("exclude '*'", "not a regular expression")),
     "exclude leaves nothing": ({"exclude": ".*"}, ("exclude '.*'", "expected")),
-    "type without module": (rule(types="Linear"), ("rules[0].types 'Linear'", "expected a path like 'torch.nn.Linear'")),
+    "name of a class that is not in the model": (
+        rule(types=["ReLU", "Linea"]),
+        ("rules[0].types 'Linea' is the class of none of 5 modules; expected e.g.", "or an import path; nearest: 'Linear'"),
+    ),
     "type in no module": (rule(types="torch.n.Linear"), ("rules[0].types 'torch.n.Linear'", "cannot be imported")),
     "type that is not there": (rule(types=["torch.nn.Linea"]), ("rules[0].types 'torch.nn.Linea'", "nearest: 'Linear'")),
     "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
@@ -226,6 +256,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
 }
 
 THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets through
+    *("sites as for a search", "sites as a glob", "name of a class that is not in the model"),
     *("kind", "second rule", "statistic in a list", "neither statistics nor functions", "ratio of an activation"),
     *("sites match no module", "sites match no parameter", "sites are no pattern", "exclude is no pattern", "exclude leaves nothing"),
     *(

@@ -21,7 +21,7 @@ from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, 
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.matching import check_tensor_parallel, idle_kinds, is_picked, matching
+from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, is_picked, matching
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
 from lightning_module_monitor.schedule import ParsedSchedule
@@ -368,6 +368,7 @@ class Planner:
     def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
         if self._shares_input:
             check_tensor_parallel(rule)
+        check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         if rcc_layers.OUTPUT not in rule.kinds:
