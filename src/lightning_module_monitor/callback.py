@@ -267,3 +267,9 @@ class ModuleMonitorCallback(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
         self._steps.continue_step()
+
+
+# LightningCLI checks values by the annotations, and buries an error in a hundred lines of its own. With Any as a last resort, which type
+# checkers do not see, it passes every value on to the checks of `Options`. It refuses an unknown option all the same.
+_ANNOTATIONS = ModuleMonitorCallback.__init__.__annotations__
+_ANNOTATIONS.update({name: f"{one} | Any" for name, one in _ANNOTATIONS.items()})

@@ -271,7 +271,7 @@ Options = TypeVar("Options")
 def options_of(kind: type[Options], value: object, label: str, example: str) -> Options:
     """Options as their dataclass.
 
-    LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it; its own message would be long, and name no remedy.
+    LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it, and passes on the mapping otherwise.
 
     Args:
         kind: The dataclass.
