@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, coordinate_check_rules
+from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
@@ -20,7 +20,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
-from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.trainer.checks import check_manual_optimization, check_monitored_keys, check_trainer, makes_layers_late
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
@@ -137,6 +137,9 @@ class RunController:
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
+        if self.is_fit:
+            patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")
+            check_monitored_keys(trainer, {*self.sinks.planned_keys()}, patterns, self.reporter.log_once)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
