@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.schedule import Schedule
@@ -61,8 +62,8 @@ class ModuleMonitorCallback(Callback):
             key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
-        health: What is looked out for: who made the first NaN or infinity (in monitored steps, if nothing else is said), and the built-in
-            watches: ``{nonfinite: always, watch: [dead_units, vanishing]}``.
+        health: What is looked for: the module that made the first NaN or infinity, and the conditions of the built-in watches, e.g.
+            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as it is cheap. ``false``: nothing.
         alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, be it by an exception.
@@ -133,6 +134,10 @@ class ModuleMonitorCallback(Callback):
     def findings(self) -> list[Finding]:
         """What was found to be wrong in this run, in the order in which it was found."""
         return [] if self._refusal is not None else list(self._run.health.findings)
+
+    def diagnose(self) -> list[Diagnosis]:
+        """The causes that the findings of this run show, before what follows from them; at most three."""
+        return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
 
     # The life of a run
 

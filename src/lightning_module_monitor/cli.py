@@ -202,7 +202,7 @@ def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.terminal import print_verdict
 
     run = read_run(store)
-    verdict = verdict_on(run.tables, run.figures, run.said)
+    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
     print_verdict(run, verdict)
     return 1 if verdict.is_sick else 0
 

@@ -84,6 +84,8 @@ class StepEngine:
         self._awaits_attention = True
         """Whether no step has ended yet in which attention was due."""
         self._own_specs: dict[tuple[str, str, str, str], MetricSpec] = {}
+        self._expected: list[MetricSpec] = []
+        """What is known to come in training besides what rules record."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -346,7 +348,8 @@ class StepEngine:
         """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
         if (stage, due) not in self._states:
             ranks = _ranks(self.distributed)
-            reducer = None if ranks is None else DistributedReducer(ranks, self.planner.plan(due, stage).all_specs())
+            expected = self._expected if stage == TRAIN else []
+            reducer = None if ranks is None else DistributedReducer(ranks, [*self.planner.plan(due, stage).all_specs(), *expected])
             self._states[stage, due] = SeriesState(self._units), reducer
         return self._states[stage, due]
 

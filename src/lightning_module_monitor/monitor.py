@@ -28,10 +28,12 @@ from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
+    CONTEXT_KIND,
     OVERHEAD_FRACTION,
     OWN_KIND,
     STAGES,
     STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
     TRAIN,
     Histogram,
     Key,
@@ -333,11 +335,36 @@ class ModuleMonitor(StepEngine):
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
         """
         if not is_tracing():
-            self._see_own_figure(STEP_SKIPPED, (is_skipped != 0).float() if isinstance(is_skipped, Tensor) else float(is_skipped))
+            value = (is_skipped != 0).float() if isinstance(is_skipped, Tensor) else float(is_skipped)
+            self._take_in(OWN_KIND, "", STEP_SKIPPED, value, "max")
 
     def monitor_overhead(self, fraction: float) -> None:
         """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
-        self._see_own_figure(OVERHEAD_FRACTION, fraction)
+        self._take_in(OWN_KIND, "", OVERHEAD_FRACTION, fraction, "max")
+
+    def monitor_context(self, name: str, value: Tensor | float, aggregate: str = "mean") -> None:
+        """Take in what training is like in this step, e.g. ``monitor.monitor_context("loss", loss)``: its key is ``context/<name>``.
+
+        Args:
+            name: Letters, digits, ``_``, ``-`` and ``.``.
+            value: A number, or a tensor of one element on any device, which is not read before the step ends.
+            aggregate: How several values of this step and of all ranks are joined: ``mean``, ``sum``, ``min`` or ``max``.
+        """
+        if self.is_monitoring():
+            self._take_in(CONTEXT_KIND, "", name, value, aggregate)
+
+    def expect_context(self, aggregates: Mapping[str, str]) -> None:
+        """Announce what :meth:`monitor_context` will take in, on all ranks the same: without this its first step takes further collectives.
+
+        Args:
+            aggregates: The aggregate of each name.
+        """
+        specs = ((self._own_spec(CONTEXT_KIND, "", name, TRAIN), UserFunction(name, float, one)) for name, one in aggregates.items())
+        self._expected = [spec.with_function(function) for spec, function in specs]
+
+    def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
+        """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
+        self._see_own_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
@@ -417,11 +444,7 @@ class ModuleMonitor(StepEngine):
             expected = f"expected one of your own, e.g. 'own/{parts.statistic}'"
             raise ValueError(f"key {whole!r} is one that the monitor records itself; {expected}.")
         if self._context is not None and self.is_monitoring():
-            spec = self._own_spec(parts.kind, parts.site, parts.statistic, self._context.stage)
-            size = value.numel() if isinstance(value, Tensor) else 1
-            value = value.detach() if isinstance(value, Tensor) else value
-            function = UserFunction(parts.statistic, float, aggregation_fn or "mean")
-            self._context.accumulator.add_result(spec, function, value, size)
+            self._take_in(parts.kind, parts.site, parts.statistic, value, aggregation_fn or "mean")
         elif force:
             last = self.storage.last_step()
             number = float(value)
@@ -469,10 +492,12 @@ class ModuleMonitor(StepEngine):
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
             self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
-    def _see_own_figure(self, name: str, value: Tensor | float) -> None:
+    def _take_in(self, kind: str, site: str, name: str, value: Tensor | float, aggregate: str | Function) -> None:
+        """Take in a value that no probe takes, also where the monitor is silenced."""
         if self._context is not None and not is_tracing():
-            function = UserFunction(name, float, "max")
-            self._context.accumulator.add_result(self._own_spec(OWN_KIND, "", name, self._context.stage), function, value, 1)
+            spec, function = self._own_spec(kind, site, name, self._context.stage), UserFunction(name, float, aggregate)
+            value, size = (value.detach(), value.numel()) if isinstance(value, Tensor) else (value, 1)
+            self._context.accumulator.add_result(spec, function, value, size)
 
 
 def _beginning_with(regex: str) -> str:

@@ -23,7 +23,7 @@ from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedMod
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, is_picked, matching
 from lightning_module_monitor.probes.planned import Plan
-from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.schedule import ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -335,25 +335,28 @@ class Planner:
         used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
         return {old: new for old, new in changed.items() if new in used}
 
-    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = ()) -> list[str]:
+    def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = (), context: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
         Args:
             stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
             figures: The monitor's own figures that are recorded of training besides.
+            context: The names of what is recorded of the context of training.
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.own_key("errors", stage))]
         more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
-        return keys + ([self.own_key(name) for name in (*figures, *more)] if TRAIN in names else [])
+        of_training = [self.own_key(name) for name in (*figures, *more)]
+        of_training += [Key(CONTEXT_KIND, "", name, prefix=self.prefix).format() for name in context]
+        return keys + (of_training if TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
         """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
         return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
 
     def is_taken(self, key: str, stage: str) -> bool:
-        """Whether a key is one of the monitor's own, as far as they are known: of its figures, or of what a rule records."""
-        if Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES:
+        """Whether a key is one of the monitor's own, as far as they are known: a figure, of the context, or of what a rule records."""
+        if is_context(key) or (Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES):
             return True
         if stage not in self._taken:
             plan = self.plan(stage=stage)

@@ -25,6 +25,12 @@ STAGES = ("validation", "test", "predict")
 OWN_KIND = "monitor"
 """The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
 
+CONTEXT_KIND = "context"
+"""The kind of what a step is to be seen in the context of: its loss, what was logged, learning rates; its keys have no site."""
+
+LOSS = "loss"
+"""The name of the training loss under :data:`CONTEXT_KIND`."""
+
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
@@ -34,7 +40,10 @@ OVERHEAD_FRACTION = "overhead_fraction"
 RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 """The name of the number of calls that the refined coordinate check leaves out, of all ranks."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS)
+STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
+"""The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"
@@ -142,14 +151,15 @@ class Key(NamedTuple):
 
         Args:
             text: A key. One with two parts, ``a/b``, has no site: kind ``a``, statistic ``b``; nor have the
-                monitor's own figures, ``monitor/errors``. One without a ``/`` has neither kind nor site.
+                monitor's own figures, ``monitor/errors``, and the context, ``context/loss``. One without a ``/`` has neither kind nor site.
 
         Returns:
             Its parts.
         """
         *head, statistic = text.split("/")
         own = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
-        site = head.pop() if len(head) >= 2 and not own else ""
+        of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
+        site = head.pop() if len(head) >= 2 and not (own or of_context) else ""
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
@@ -166,6 +176,18 @@ class Key(NamedTuple):
             fit = "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", part) for part in parts[:3])
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
+
+
+def is_context(key: str) -> bool:
+    """Whether a key is one of :data:`CONTEXT_KIND`.
+
+    >>> is_context("run1/context/loss"), is_context("activation/context/rms")
+    (True, False)
+    """
+    if f"{CONTEXT_KIND}/" not in key:  # quicker
+        return False
+    parts = Key.parse(key)
+    return parts.kind == CONTEXT_KIND and not parts.site
 
 
 LOWEST_EXPONENT = -64

@@ -45,7 +45,7 @@ def test_it_is_said_in_the_log_the_logger_and_the_store(tmp_path: Path, caplog: 
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.key) == (1, "any", "model.layers.3.weight", HEAD)
     value = load_store(callback.store_path).series(HEAD)[1][1]
-    assert found.words == f"{HEAD}: {value:.4g}, in 2 records up to step 1. The alert is for above 0."
+    assert found.words == f"{HEAD}: {value:.4g}, in 2 records from step 0 to 1. The alert is for above 0."
     assert [record.getMessage() for record in caplog.records] == [f"any at {found.site}, step 1: {found.words}"]
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -248,7 +248,7 @@ def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
     "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
-    "health": ({"health": False}, r"health is False; expected options, e.g. \{nonfinite: always\}"),
+    "health": ({"health": "off"}, r"health is 'off'; expected options, e.g. \{nonfinite: always\}"),
     "no option of health": (
         {"health": {"nonfinit": "warn"}},
         r"health has no option 'nonfinit'; expected nonfinite, .*nearest: 'nonfinite'",

@@ -272,7 +272,7 @@ class TwoByHand(Classifier):
 
 def test_it_is_said_once_where_another_optimizer_s_part_is_finite(tmp_path: Path) -> None:
     """Well is a step in which all parts are."""
-    callback = ModuleMonitorCallback(1)
+    callback = ModuleMonitorCallback(1, health=Health(watch=[]))
     trainer(tmp_path, [callback]).fit(TwoByHand(), loader(), loader(8))
     assert [(one.step, one.site) for one in callback.findings] == [(0, "_root_")]
 

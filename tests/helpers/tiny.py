@@ -60,6 +60,15 @@ class KeepRecords(Callback):
                 found.setdefault(key, {})[record.step] = value
         return found
 
+    def logged(self) -> dict[str, dict[int, float]]:
+        """The same of what loggers get: all but the context of training, which they have from Lightning."""
+        return {key: values for key, values in self.series().items() if not key.startswith("context/")}
+
+
+def measured(record: Record) -> dict[str, float]:
+    """The values of a record without the context of training."""
+    return {key: value for key, value in record.values.items() if not key.startswith("context/")}
+
 
 def loader(num_batches: int = 6) -> DataLoader[tuple[Tensor, ...]]:
     """Batches of five, always the same ones."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import Truth, truth
-from helpers.tiny import KeepRecords
+from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, loader, seed, trainer
 from helpers.zoo import make
 from lightning.pytorch.callbacks import EarlyStopping
@@ -92,7 +92,7 @@ def test_rules_of_these_kinds_work_as_well(tmp_path: Path) -> None:
     assert callback.last_record is not None
     assert callback.last_record.step == 8
     names = {f"attention_entropy/{site}/{statistic}" for site in SITES for statistic in ("min", "std")}
-    assert set(callback.last_record.values) == {*names, "monitor/errors"}
+    assert set(measured(callback.last_record)) == {*names, "monitor/errors"}
     assert run.current_epoch == 1  # below the threshold at the end of the first epoch
 
 
@@ -141,5 +141,5 @@ trainer:
     (callback,) = [one for one in cli.trainer.callbacks if isinstance(one, ModuleMonitorCallback)]  # type: ignore[attr-defined]
     assert callback.last_record is not None
     more = {f"{kind}/{site}/std" for kind in ("attention_entropy", "attention_sink") for site in SITES}
-    assert set(callback.last_record.values) == {*KEYS, *more, "monitor/errors"}
+    assert set(measured(callback.last_record)) == {*KEYS, *more, "monitor/errors"}
     assert Truth._fields == tuple(STATISTICS)

@@ -83,9 +83,9 @@ def fit_with(**init_args: Any) -> ModuleMonitorCallback:
 
 
 def keys(callback: ModuleMonitorCallback) -> set[str]:
-    """The keys of the newest record, without the monitor's own."""
+    """The keys of the newest record, without the monitor's own and the context of training."""
     assert callback.last_record is not None
-    return {key for key in callback.last_record.values if "monitor/" not in key}
+    return {key for key in callback.last_record.values if "monitor/" not in key and "context/" not in key}
 
 
 def stored_steps(key: str, path: str = "monitor.h5") -> list[int]:
@@ -285,7 +285,10 @@ def test_prefix_is_in_every_key() -> None:
     """A prefix stands before every key, the monitor's own included, in the store too."""
     callback = fit_with(every_n_steps=1, rules=[rule()], prefix="run1/a")
     assert callback.last_record is not None
-    assert set(callback.last_record.values) == {*(f"run1/a/{site}/rms" for site in ALL_SITES), "run1/a/monitor/errors"}
+    assert {key for key in callback.last_record.values if "context/" not in key} == {
+        *(f"run1/a/{site}/rms" for site in ALL_SITES),
+        "run1/a/monitor/errors",
+    }
     assert stored_steps("run1/a/activation/model.0/rms") == [0, 1, 2, 3, 4, 5]
 
 

@@ -45,8 +45,9 @@ def everything(**options: Any) -> ModuleMonitorCallback:
 
 
 def of_the_model(record: Record) -> dict[str, float]:
-    """A record's values, without the monitor's own and those of operator norms, which go on from where they were."""
-    return {key: value for key, value in record.values.items() if not key.startswith(("monitor/", "rcc_operator_norm", "rcc_alignment"))}
+    """A record's values, without the monitor's own, the loss of validation, and operator norms, which go on from where they were."""
+    others = ("monitor/", "context/validation_loss", "rcc_operator_norm", "rcc_alignment")
+    return {key: value for key, value in record.values.items() if not key.startswith(others)}
 
 
 def assert_same_records(records: list[Record], expected: list[Record]) -> None:

@@ -115,7 +115,7 @@ def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
 @pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
     """Every key arrives unchanged in each of the four loggers, with the record's values at the record's steps."""
-    expected = train(tmp_path, [MAKE[name](tmp_path)], gradient_flow=GradientFlow(blocks="model")).series()
+    expected = train(tmp_path, [MAKE[name](tmp_path)], gradient_flow=GradientFlow(blocks="model")).logged()
     assert set(expected["gradient/model.0.weight/norm"]) == {0, 1, 2}
     assert set(expected["gradient_flow/model.0-model.1/gain"]) == {0, 1, 2}
     assert set(expected["validation/activation/model.2/rms"]) == {2}  # the validation loop ends within Lightning's step 2
@@ -124,7 +124,7 @@ def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
 
 def test_real_loggers_side_by_side_hold_the_same(tmp_path: Path) -> None:
     """With all four loggers in one Trainer each holds every record."""
-    expected = train(tmp_path, [make(tmp_path) for make in MAKE.values()]).series()
+    expected = train(tmp_path, [make(tmp_path) for make in MAKE.values()]).logged()
     for name, read in READ.items():
         assert_holds(name, read(tmp_path), expected)
 
@@ -144,7 +144,8 @@ def test_tensorboard_gets_one_event_for_each_record(tmp_path: Path) -> None:
     """The event holds every number of the record: an event for each number would take most of the time of a monitored step."""
     logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", prefix="run")
     kept = train(tmp_path, [logger], stages=["train"])
-    assert tags_by_event(tmp_path) == [(record.step, [f"run-{key}" for key in record.values]) for record in kept.records]
+    keys = [key for key in kept.records[0].values if not key.startswith("context/")]
+    assert tags_by_event(tmp_path) == [(record.step, [f"run-{key}" for key in keys]) for record in kept.records]
     assert len(kept.records) == 3
 
 
@@ -157,7 +158,7 @@ def test_tensorboard_holds_the_records_of_every_loop_of_a_trainer(tmp_path: Path
         run.validate(run.lightning_module, loader(2), verbose=False)
     assert [record.step for record in kept.records] == [0, 1, 2, 3, 4, 5, 5, 6, 6]
     found = [(step, tag) for step, tags in tags_by_event(tmp_path) for tag in tags]
-    assert found == [(record.step, key) for record in kept.records for key in record.values]
+    assert found == [(record.step, key) for record in kept.records for key in record.values if not key.startswith("context/")]
 
 
 class Renaming(TensorBoardLogger):
@@ -169,7 +170,7 @@ class Renaming(TensorBoardLogger):
 
 def test_a_tensorboard_logger_of_the_users_keeps_its_own_log_metrics(tmp_path: Path) -> None:
     """A subclass that overrides ``log_metrics`` gets the numbers through it."""
-    expected = train(tmp_path, [Renaming(tmp_path, name="", version="tensorboard")]).series()
+    expected = train(tmp_path, [Renaming(tmp_path, name="", version="tensorboard")]).logged()
     assert_holds("tensorboard", read_tensorboard(tmp_path), {key.replace("model.", "net."): one for key, one in expected.items()})
 
 
@@ -210,7 +211,7 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
     loggers.insert(place, Failing(tmp_path, name="", version="failing"))
     with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
         kept = train(tmp_path, loggers)
-    assert_holds("csv", read_csv(tmp_path), kept.series())
+    assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
     said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
     assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Said once."]
@@ -252,21 +253,21 @@ def test_as_many_keys_as_allowed_are_not_rolled_up(tmp_path: Path) -> None:
     """max_logged_keys is the largest number of keys that a logger gets one by one."""
     rules = [Rule(kinds="parameter", statistics="norm")]
     kept = train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], rules=rules, stages=["train"], max_logged_keys=5)
-    assert len(kept.records[0].values) == 5  # four parameters and monitor/errors
-    assert_holds("csv", read_csv(tmp_path), kept.series())
+    assert len(kept.logged()) == 5  # four parameters and monitor/errors
+    assert_holds("csv", read_csv(tmp_path), kept.logged())
 
 
 def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
     """A key of callback_metrics is logged beside the roll-ups."""
     kept, found = with_roll_ups(tmp_path, callback_metrics=["gradient/model.0.weight/norm"])
-    assert found["gradient/model.0.weight/norm"] == kept.series()["gradient/model.0.weight/norm"]
+    assert found["gradient/model.0.weight/norm"] == kept.logged()["gradient/model.0.weight/norm"]
     assert "gradient/model.2.weight/norm" not in found
 
 
 def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
     """It stands for all already; the transitions that it is of are rolled up."""
     kept, found = with_roll_ups(tmp_path, gradient_flow=GradientFlow(blocks="model"))
-    series = kept.series()
+    series = kept.logged()
     for name in ("mean_gain", "num_missing"):
         assert found[f"gradient_flow/_summary_/{name}"] == series[f"gradient_flow/_summary_/{name}"]
         assert f"gradient_flow/_min_/{name}" not in found
@@ -316,7 +317,8 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="rms")], store=False, max_logged_keys=4)
     kept = KeepRecords(callback)
     fit(tmp_path, [callback, kept], Shrinking, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=4)
-    assert [len(record.values) for record in kept.records] == [4, 3, 4, 3]  # with _root_'s and model's outputs absent
+    counts = [sum(not key.startswith("context/") for key in record.values) for record in kept.records]
+    assert counts == [4, 3, 4, 3]  # with _root_'s and model's outputs absent
     found = read_csv(tmp_path)
     columns = {key for key in found if "/" in key}
     assert columns == {"monitor/errors", *(f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_"))}

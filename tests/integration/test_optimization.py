@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.textbook import slack, textbook
-from helpers.tiny import KeepRecords
+from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -193,7 +193,7 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
     assert [record.step for record in records.records] == [0, 1, 2, 3, 4]
     num_keys = len(NAMES) * (2 * 2 + 3 * 4 + 1) + 1
     for record, truth in zip(records.records, module.truth, strict=True):
-        assert len(record.values) == num_keys
+        assert len(measured(record)) == num_keys
         assert len(truth) == 2 * 2 + 3 * 4 + 1
         assert_true(record.values, truth)
         assert record.values["monitor/errors"] == 0
@@ -319,7 +319,7 @@ def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None
     trainer(tmp_path, [callback, records], limit_train_batches=4, limit_val_batches=0).fit(Single("mlp"), loader(), loader(8))
     assert [record.step for record in records.records] == [0, 1, 2, 3]
     for record in records.records:
-        assert len(record.values) == (13 if record.step % 2 else 9)
+        assert len(measured(record)) == (13 if record.step % 2 else 9)
         assert (record.values["update/model.layers.0.weight/norm"] > 0) == bool(record.step % 2)
 
 
@@ -526,7 +526,7 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
     assert torch.equal(runs[0][1], runs[1][1])
     assert found[0].values.keys() == found[1].values.keys()
     for record, (x, y) in zip(found, loader(), strict=False):
-        assert len(record.values) == len(NAMES) * (2 + 2 * 3) + 1
+        assert len(measured(record)) == len(NAMES) * (2 + 2 * 3) + 1
         norms = [record.values[f"{kind}/model.weight/norm"] for kind in ("gradient", "update")]
         assert norms[1] == pytest.approx(0.1 * norms[0], rel=1e-4)
         assert len(x) == len(y) == 4
@@ -559,5 +559,5 @@ def test_a_loop_of_your_own_with_two_optimizers() -> None:
                 truth["update", f"{place}.{name}"] = [one.detach() - before[name]]
         record = monitor.end_step()
     assert record is not None
-    assert len(record.values) == len(NAMES) * 12 + 1
+    assert len(measured(record)) == len(NAMES) * 12 + 1
     assert_true(record.values, truth)

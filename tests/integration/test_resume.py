@@ -64,7 +64,7 @@ def test_trials_from_one_checkpoint_have_files_of_their_own(first: Path, tmp_pat
         assert next(one.step for one in load_store(own).tensors()) == 0
         configurations: Any = load_store(own).attributes["configurations"]
         assert [run.get("copied_from") for run in configurations] == [None, str(finished[0])]
-        line = f"{own} goes on from step 10; it begins with a copy of 20 rows of earlier steps from {finished[0]}, which is left as it is."
+        line = f"{own} goes on from step 10; it begins with a copy of 30 rows of earlier steps from {finished[0]}, which is left as it is."
         assert caplog.messages.count(line) == 1
     assert digests(*finished) == before
 
@@ -102,7 +102,7 @@ def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first
     resumed = fit(first, 14, first / "to_12" / "step=10.ckpt", capture=Capture(sites="model", steps=[13]))
     assert resumed.store_path == str(path)
     assert steps_of(path) == list(range(14))
-    assert f"{path} goes on from step 10; 4 rows of steps that run again are now in its group superseded." in caplog.messages
+    assert f"{path} goes on from step 10; 6 rows of steps that run again are now in its group superseded." in caplog.messages
     import h5py
 
     with h5py.File(path) as file:

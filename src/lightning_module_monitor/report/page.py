@@ -161,7 +161,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
-    verdict = verdict_on(run.tables, run.figures, run.said)
+    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
     found = {finding.problem for finding in verdict.findings}
     return {
         "name": name,

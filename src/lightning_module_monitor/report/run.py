@@ -52,6 +52,8 @@ class Run:
     """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
     said: list[Finding]
     """The findings of training."""
+    watched: frozenset[str]
+    """The detectors that the training judged, by name."""
     histograms: list[Key]
     """Keys of its histograms, which are read one by one."""
 
@@ -76,7 +78,9 @@ def read_run(store: StoreReader) -> Run:
         for table in _split(store.matrix(kind)):
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
-    return Run(str(store.path), store.attributes, tables, figures, store.findings(), histograms)
+    configurations: list[dict[str, Any]] = store.attributes["configurations"]  # type: ignore[assignment]  # objects of JSON
+    watched = frozenset(name for run in configurations[-1:] for name in run["configuration"].get("watched", ()))
+    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms)
 
 
 def _split(matrix: Matrix) -> list[Table]:

@@ -16,7 +16,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, TRAIN, Finding, Histogram, Key, Record, is_undefined
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    OWN_KIND,
+    ROLL_UP_SITES,
+    SUMMARY_SITE,
+    TRAIN,
+    Finding,
+    Histogram,
+    Key,
+    Record,
+    is_context,
+    is_undefined,
+)
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
@@ -49,7 +61,7 @@ class LoggerSink:
         """Log a record. A logger that fails is said once, and tried again with the next record."""
         if not self._loggers:
             return
-        values = dict(record.values.items()) if self._roll_up is None else self._roll_up(record.values)
+        values = without_context(record.values) if self._roll_up is None else self._roll_up(without_context(record.values))
         histograms = record.histograms if self._roll_up is None else added_up(record.histograms)
         without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
         if histograms and without and not self._has_said_who_has_no_histograms:
@@ -65,6 +77,11 @@ class LoggerSink:
                     self._failed.add(id(logger))
                     name = type(logger).__name__
                     self._messages.warning("%s did not take the monitor's values (%s: %s). Said once.", name, type(error).__name__, error)
+
+
+def without_context(values: Mapping[str, float]) -> dict[str, float]:
+    """The values without the context of training, which loggers have from Lightning."""
+    return {key: value for key, value in values.items() if not is_context(key)}
 
 
 def takes_histograms(logger: object) -> bool:
@@ -194,6 +211,11 @@ class RollUps:
         ]
 
 
+def names_context(pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern of ``callback_metrics`` is one of the context, which ``.*`` is not."""
+    return f"{CONTEXT_KIND}/" in pattern.pattern
+
+
 class CallbackMetrics:
     """Gives chosen values to EarlyStopping, ModelCheckpoint and, if wished, the progress bar.
 
@@ -209,6 +231,6 @@ class CallbackMetrics:
     def write(self, record: Record, pl_module: LightningModule) -> None:
         """Log the chosen values of a record, from a hook that may log."""
         for text, value in record.values.items():
-            if any(pattern.fullmatch(text) for pattern in self._patterns):
+            if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in self._patterns):
                 in_step = Key.parse(text).stage == TRAIN
                 pl_module.log(text, value, prog_bar=self._progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)

@@ -62,7 +62,8 @@ class OptimizerTracker:
         self._is_automatic = is_automatic
         self._scaler = scaler
         self._fail = fail
-        self._scale: Tensor | None = None
+        self.scale: Tensor | None = None
+        """What the loss was multiplied by; shape ``()``."""
         self._first_steps: dict[Optimizer, _FirstStep] = {}
         self._hooks = HookSet()
         self._silence = ExitStack()
@@ -76,8 +77,8 @@ class OptimizerTracker:
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; the loss may be scaled."""
         if self._scaler is not None:
-            self._scale = self._scaler.scale(torch.ones((), device=loss.device))
-        self._monitor.begin_backward(self._scale)
+            self.scale = self._scaler.scale(torch.ones((), device=loss.device))
+        self._monitor.begin_backward(self.scale)
 
     def before_clipping(self, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete, not clipped, and unscaled unless the optimizer unscales them itself."""
@@ -89,7 +90,7 @@ class OptimizerTracker:
             self._decide(first, is_skipped=True)
             return
         first = self._begin(optimizer)
-        scale = self._scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
+        scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if self._is_automatic:
             self._monitor.monitor_gradients(before_clip=True, parameters=first.parameters, scale=scale)
         else:

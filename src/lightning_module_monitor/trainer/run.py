@@ -15,12 +15,14 @@ from torch.amp import GradScaler
 from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
+from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
 from lightning_module_monitor.trainer.checks import check_manual_optimization, check_monitored_keys, check_trainer, makes_layers_late
+from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
@@ -132,8 +134,13 @@ class RunController:
             numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
-        measured = {STEP_SKIPPED: scaler_of(trainer) is not None, OVERHEAD_FRACTION: self.options.max_overhead is not None}
-        self.sinks.expect([name for name, is_measured in measured.items() if is_measured])
+        is_marked = self.health.options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+        measured = {
+            STEP_SKIPPED: scaler_of(trainer) is not None,
+            OVERHEAD_FRACTION: self.options.max_overhead is not None,
+            STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+        }
+        self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
@@ -163,7 +170,7 @@ class RunController:
 
     def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
         """Give a record, and what was found since the last one, to every sink, and act on the findings."""
-        record = self.health.examined(step_of(trainer), record)
+        record = self.health.examined(step_of(trainer), record, trainer.optimizers)
         if record is None:
             return
         if record.values:  # else it has only findings, of a step that was not monitored

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.plan import Planner
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink, names_context, without_context
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
@@ -40,6 +40,7 @@ class SinksController:
         self._first_step: int | None = None
         self._runs_steps_again = False
         self._figures: Sequence[str] = ()
+        self._context: Sequence[str] = ()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None}
@@ -99,23 +100,25 @@ class SinksController:
 
     # What is expected
 
-    def expect(self, figures: Sequence[str]) -> None:
+    def expect(self, figures: Sequence[str], context: Sequence[str]) -> None:
         """The model is there, and what records will hold is known.
 
         Args:
             figures: What they hold of training besides, of the monitor's own.
+            context: What they hold of the context of training.
 
         Raises:
             ConfigError: If ``callback_metrics`` matches no key.
         """
-        self._figures = figures
+        self._figures, self._context = figures, context
         keys, histograms = self.planned_keys(), self.planned_histograms()
         for pattern in self._patterns:
-            check_keys(self._planner, pattern, "callback_metrics", keys, histograms)
+            known = [key for key in keys if not is_context(key) or names_context(pattern)]
+            check_keys(self._planner, pattern, "callback_metrics", known, histograms)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
-        return self._planner.planned_keys(self._stages, figures=self._figures)
+        return self._planner.planned_keys(self._stages, figures=self._figures, context=self._context)
 
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is."""
@@ -150,7 +153,7 @@ class SinksController:
         """Write a record to the store and the loggers."""
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
-            rolls_up = self._rolls_up() or len(record.values) + len(record.histograms) > self._options.max_logged_keys
+            rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
             self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
         if self._files is None and self._options.store and not _writes_nothing(trainer):
             self._files = self._open_files(trainer)

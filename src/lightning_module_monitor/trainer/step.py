@@ -14,6 +14,7 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError
 from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION
+from lightning_module_monitor.trainer.context import ContextController
 from lightning_module_monitor.trainer.ddp_forward import DDPForwardGuard
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
@@ -38,6 +39,8 @@ class StepController:
         self._overhead: Overhead | None = None
         self._optimizers: OptimizerTracker | None = None
         """Of the step, if it is monitored."""
+        self._context: ContextController | None = None
+        """Of the fit, from its first step on: before it there are no optimizers."""
         self._ddp_guards: list[DDPForwardGuard] = []
         """That of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
@@ -54,6 +57,7 @@ class StepController:
         """A fit begins; its steps may have a limit of overhead."""
         limit = self._run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(pl_module.device))
+        self._context = None
 
     # A training step
 
@@ -72,14 +76,21 @@ class StepController:
         if self._overhead is not None:
             self._overhead.begin_batch()
         if is_first:
+            if self._context is None:
+                self._context = ContextController(self._monitor, trainer.optimizers)
             if self._begin_step(step):
+                if self._nonfinite is not None:
+                    self._nonfinite.report_marked_steps(step)
+                self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
-            elif self._overhead is None and not self._run.health.options.is_at_every_step:
+            elif self._overhead is None and self._nonfinite is None:
                 self.is_idle = True
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
         self._monitor.end_backward()
+        if self._context is not None and self._optimizers is not None:
+            self._context.observe_batch(trainer, batch)
         if self._run.reference is not None and self._monitor.awaits_reference():
             self._run.reference.run(trainer, batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
@@ -92,6 +103,8 @@ class StepController:
             self._nonfinite.begin_backward(loss, is_scaled=scaler_of(trainer) is not None)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
+            if self._context is not None:
+                self._context.observe_loss(trainer, loss, self._optimizers.scale)
 
     def end_backward(self, trainer: Trainer) -> None:
         """The backward pass is over."""
@@ -105,6 +118,8 @@ class StepController:
             self._find_nonfinite(self._nonfinite, trainer, pl_module)
         if self._optimizers is not None:
             self._optimizers.before_clipping(optimizer)
+            if self._context is not None:
+                self._context.observe_rates(optimizer)
 
     def end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A micro-batch is over; the last one of a step ends the step."""
@@ -246,7 +261,7 @@ class StepController:
         """End the step. Under manual optimization the next batch may have the same number: it begins it anew."""
         self._step, self.is_idle = None, True
         try:
-            self._finish_observing()
+            self._finish_observing(trainer)
         except Exception as error:
             self.fail("on_train_batch_end", error)
         # Reached whatever has failed: other ranks wait for this one.
@@ -257,11 +272,13 @@ class StepController:
             self._run.health.note(self._nonfinite.end_step(step_of(trainer), record))
         self._run.emit(trainer, pl_module, record)
 
-    def _finish_observing(self) -> None:
+    def _finish_observing(self, trainer: Trainer) -> None:
         self._close_ddp_guard()
         if self._optimizers is not None:
             self._optimizers.finish()
             self._optimizers = None
+            if self._context is not None:
+                self._context.end_step(trainer)
         fraction = None if self._overhead is None else self._overhead.fraction()
         if fraction is not None:
             self._monitor.monitor_overhead(fraction)

@@ -1,0 +1,97 @@
+"""The context of a monitored step: the loss, the learning rates, the number of samples, and what the module has logged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
+from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Key
+
+LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
+CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum"}
+"""What every monitored step of a fit has, with the aggregate over its micro-batches and all ranks."""
+
+
+class ContextController:
+    """Gives a monitor the context of its steps, without a read on the host.
+
+    Args:
+        monitor: The monitor; it has not begun a step.
+        optimizers: All optimizers.
+    """
+
+    def __init__(self, monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> None:
+        self._monitor = monitor
+        rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
+        expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
+        monitor.expect_context(expected)
+        self._namer = Namer()
+        for name in expected:
+            self._namer.name(name)
+        self._names: dict[str, str] = {}
+        """The name of what the module logs."""
+        self._rates: dict[Optimizer, list[Tensor | float]] = {}
+        """The learning rates that the optimizers of this step used."""
+
+    def begin_step(self) -> None:
+        """A monitored step begins."""
+        self._rates.clear()
+
+    def observe_batch(self, trainer: Trainer, batch: object) -> None:
+        """Count the samples of a micro-batch: the length of its first tensor. Ranks that share their input count it once."""
+        size = next((len(tensor) for _path, tensor in named_tensors(batch) if tensor.dim()), None)
+        if size is not None:
+            num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
+            self._monitor.monitor_context(BATCH_SIZE, size * num_replicas / trainer.world_size, CONTEXT[BATCH_SIZE])
+
+    def observe_loss(self, trainer: Trainer, loss: Tensor, scale: Tensor | None) -> None:
+        """Take in a loss that is about to be differentiated.
+
+        Args:
+            trainer: Under automatic optimization it has divided the loss by its ``accumulate_grad_batches``.
+            loss: The loss.
+            scale: What a ``GradScaler`` has multiplied it by.
+        """
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * trainer.accumulate_grad_batches
+        self._monitor.monitor_context(LOSS, own if scale is None else own / scale, CONTEXT[LOSS])
+
+    def observe_rates(self, optimizer: Optimizer) -> None:
+        """Note the learning rates that an optimizer is about to use: a scheduler may change them before the step is over."""
+        if optimizer not in self._rates:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            self._rates[optimizer] = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+    def end_step(self, trainer: Trainer) -> None:
+        """The step is over; an optimizer that has made no step in it has the learning rates of now."""
+        for optimizer in trainer.optimizers:
+            self.observe_rates(optimizer)
+        rates = [rate for optimizer in trainer.optimizers for rate in self._rates[optimizer]]
+        for number, rate in enumerate(rates):
+            if isinstance(rate, Tensor | float | int):
+                self._monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
+        # Lightning makes numbers of what its progress bar shows when it is asked for its metrics, as it does itself a moment later.
+        metrics = trainer.callback_metrics
+        for name, value in metrics.items():
+            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # what is logged by step and by epoch
+            if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
+                if name not in self._names:
+                    self._names[name] = self._namer.name(name)
+                self._monitor.monitor_context(self._names[name], value)
+
+
+def _name_of_rate(number: int) -> str:
+    return f"{LEARNING_RATE}_{number}" if number else LEARNING_RATE
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a logged name is a key of a monitor, which ``callback_metrics`` gives to Lightning."""
+    key = Key.parse(name)
+    return key.kind == OWN_KIND or (key.kind in (*KINDS, GRADIENT_FLOW) and key.site != "")

@@ -1,0 +1,238 @@
+"""The context of monitored steps: loss, learning rates, number of samples and logged metrics, against what the module has seen itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.operations import no_host_reads
+from helpers.tiny import KeepRecords, Tiny, fit, loader, trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.amp import GradScaler
+
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.kernels import transfer
+from lightning_module_monitor.record import Key
+
+NORMS = [Rule(kinds="parameter", statistics="norm")]
+
+
+class Losses(Tiny):
+    """Keeps the loss of every call of ``training_step``, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[int, list[float]] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(batch[0]).pow(2).mean()
+        self.losses.setdefault(self.trainer.fit_loop.epoch_loop._batches_that_stepped, []).append(loss.item())
+        return loss
+
+
+def monitored(folder: Path, module: Any, every_n_steps: int = 1, **options: Any) -> KeepRecords:
+    """The records of a run."""
+    keep = KeepRecords(ModuleMonitorCallback(every_n_steps=every_n_steps, rules=NORMS, on_error="raise"))
+    fit(folder, [keep.monitor, keep], lambda: module, **options)
+    return keep
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_val_batches": 0},
+        {"accumulate_grad_batches": 4},
+        {"plugins": [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=4096.0, growth_interval=1))]},
+        {"precision": "64-true"},
+    ],
+)
+def test_the_loss_of_a_step_is_the_mean_of_what_training_step_returned(options: dict[str, Any], tmp_path: Path) -> None:
+    """Of its micro-batches, also where the last step of an epoch has fewer; without accumulation's 1/N and the scaler's factor."""
+    module = Losses()
+    keep = monitored(tmp_path, module, max_epochs=2, **options)
+    assert len(keep.records) == len(module.losses) >= 4
+    expected = {step: sum(losses) / len(losses) for step, losses in module.losses.items()}
+    assert keep.series()["context/loss"] == pytest.approx(expected, rel=1e-6)
+    steps, values = load_store(keep.monitor.store_path).series("context/loss")
+    assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == keep.series()["context/loss"]
+
+
+class TwoLosses(Losses):
+    """Manual optimization: two losses and two optimizers a step, the second of two groups with rates of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates: dict[int, list[float]] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        for optimizer, weight in ((first, 1.0), (second, 3.0)):
+            loss = weight * self.model(batch[0]).pow(2).mean()
+            self.losses.setdefault(step, []).append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.rates.setdefault(step, []).extend(group["lr"] for group in optimizer.param_groups)
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.model[2].weight, "lr": 0.02}, {"params": self.model[2].bias, "lr": 0.03}]
+        return [torch.optim.SGD(self.model[0].parameters(), lr=0.1), torch.optim.SGD(groups)]
+
+
+def test_manual_optimization_has_the_losses_of_manual_backward_and_the_rates_of_all_groups(tmp_path: Path) -> None:
+    """The mean of both losses; the rates that the optimizers used, and not those that they have after it."""
+    module = TwoLosses()
+    keep = monitored(tmp_path, module, every_n_steps=2)
+    found = keep.series()
+    assert [record.step for record in keep.records] == [0, 2, 4]
+    assert found["context/loss"] == pytest.approx({step: sum(module.losses[step]) / 2 for step in (0, 2, 4)}, rel=1e-6)
+    for number, name in enumerate(["lr", "lr_1", "lr_2"]):
+        assert found[f"context/{name}"] == {step: module.rates[step][number] for step in (0, 2, 4)}
+    assert "context/lr_3" not in found
+
+
+def test_the_learning_rate_is_the_one_that_the_step_used(tmp_path: Path) -> None:
+    """A scheduler has already changed it when the batch ends."""
+
+    class Scheduled(Losses):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    assert monitored(tmp_path, Scheduled()).series()["context/lr"] == {step: 0.5**step for step in range(6)}
+
+
+def test_the_batch_size_counts_all_samples_of_a_step(tmp_path: Path) -> None:
+    """Six batches of five; with four of them in a step two are left for the last one."""
+    assert monitored(tmp_path, Losses(), accumulate_grad_batches=4).series()["context/batch_size"] == {0: 20.0, 1: 10.0}
+
+
+class Logging(Losses):
+    """Logs in the ways that there are."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", 2 * loss)
+        self.log("train/loss", 3 * loss, on_step=True, on_epoch=True, logger=False)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor(7.0 + self.current_epoch))
+
+
+def test_what_was_logged_is_recorded_by_its_name(tmp_path: Path) -> None:
+    """As callback metrics are at the end of the step; names are made fit, and none takes the place of the loss."""
+    module = Logging()
+    found = monitored(tmp_path, module, max_epochs=2).series()
+    losses = {step: losses[0] for step, losses in module.losses.items()}
+    assert found["context/loss"] == pytest.approx(losses)
+    assert found["context/loss_2"] == pytest.approx({step: 2 * loss for step, loss in losses.items()})
+    assert found["context/train_loss"] == pytest.approx({step: 3 * loss for step, loss in losses.items()})
+    first = 3 * sum(losses[step] for step in range(6)) / 6
+    assert found["context/train_loss_epoch"] == pytest.approx(dict.fromkeys(range(6, 12), first))
+    assert found["context/val_loss"] == dict.fromkeys(range(6, 12), 7.0)
+    assert not any("train_loss_step" in key for key in found)
+
+
+def test_loggers_get_no_context_and_it_counts_for_no_limit(tmp_path: Path) -> None:
+    """Lightning logs these itself. The four norms and the number of errors are five keys, so that there are no roll-ups."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, max_logged_keys=5)
+    fit(tmp_path, [callback], logger=CSVLogger(tmp_path))
+    [file] = tmp_path.rglob("metrics.csv")
+    header = file.read_text().splitlines()[0].split(",")
+    assert "parameter/model.0.weight/norm" in header
+    assert not any("context" in name for name in header)
+
+
+def test_callback_metrics_have_the_context_only_where_it_is_named(tmp_path: Path) -> None:
+    """A pattern that matches everything is not about it; one that names it is."""
+    names = {}
+    for patterns in (".*", "context/(loss|lr)"):
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, callback_metrics=patterns)
+        stopping = EarlyStopping("context/loss" if "context" in patterns else "monitor/errors", check_on_train_epoch_end=True)
+        run = fit(tmp_path, [callback, stopping])
+        names[patterns] = {name for name in run.callback_metrics if "/" in name}
+        # What was given to Lightning does not come back as something that was logged.
+        assert callback.last_record is not None
+        assert not any("norm" in key for key in callback.last_record.values if key.startswith("context/") and "own" not in key)
+    assert not any("context" in name for name in names[".*"])
+    assert names["context/(loss|lr)"] == {"context/loss", "context/lr"}
+
+
+def test_there_is_no_context_without_a_loss(tmp_path: Path) -> None:
+    """Validation, and a monitor without a Trainer; and the key is not one for a value of one's own."""
+    callback = ModuleMonitorCallback(every_n_steps=1, stages=["validate"])
+    trainer(tmp_path, [callback]).validate(Tiny(), loader(), verbose=False)
+    assert callback.last_record is not None
+    assert not any("context" in key for key in callback.last_record.values)
+    with ModuleMonitor(rules=NORMS) as monitor:
+        monitor.set_module(module := Tiny())
+        monitor.begin_step(0)
+        with pytest.raises(ValueError, match="'context/loss' is one that the monitor records itself"):
+            monitor.log_scalar("context/loss", 1.0)
+        assert not any("context" in key for key in monitor.end_step().values)  # type: ignore[union-attr]
+        # In a loop of one's own it can be given.
+        monitor.begin_step(1)
+        monitor.monitor_context("loss", module.model(torch.ones(1, 4)).mean())
+        assert monitor.end_step().values["context/loss"] == pytest.approx(module.model(torch.ones(1, 4)).mean().item())  # type: ignore[union-attr]
+
+
+def test_the_context_is_not_read_on_the_host_and_has_no_transfer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the one transfer at the end of the step nothing is read, whatever is logged."""
+    transfers: list[int] = []
+    original = transfer.transfer
+
+    def counted(tensor: Tensor) -> Tensor:
+        transfers.append(tensor.numel())
+        return original(tensor)
+
+    class Watched(ModuleMonitorCallback):
+        def on_before_backward(self, *args: Any) -> None:
+            with no_host_reads():
+                super().on_before_backward(*args)
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            end = self.monitor.end_step
+            reads = no_host_reads()
+            reads.__enter__()
+
+            def ended() -> Any:
+                reads.__exit__(None, None, None)
+                return end()
+
+            monkeypatch.setattr(self.monitor, "end_step", ended)
+            super().on_train_batch_end(trainer, *args)
+            monkeypatch.setattr(self.monitor, "end_step", end)
+
+    monkeypatch.setattr(transfer, "transfer", counted)
+    callback = Watched(every_n_steps=1, rules=NORMS)
+    fit(tmp_path, [callback], Logging)
+    assert callback.last_record is not None
+    assert callback.last_record.values.keys() >= {"context/loss", "context/lr", "context/loss_2", "context/train_loss"}
+    assert len(transfers) == 6
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("context/loss", Key("context", "", "loss")),
+        ("runs/one/context/lr_1", Key("context", "", "lr_1", prefix="runs/one")),
+        ("activation/context/rms", Key("activation", "context", "rms")),
+        ("run1/validation/activation/context/rms", Key("activation", "context", "rms", "validation", "run1")),
+    ],
+)
+def test_keys_of_the_context_have_no_site(key: str, parts: Key) -> None:
+    """Also behind a prefix; a module may be called the same."""
+    assert Key.parse(key) == parts
+    assert parts.format() == key
