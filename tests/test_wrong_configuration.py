@@ -71,7 +71,7 @@ def refusal(root: Path, make: Callable[[], list[Callback]], model: Callable[[], 
 # Wrong values, and what the message must hold: the value, what was expected, the nearest right name.
 
 STATISTICS = "expected mean, std, var, skewness, kurtosis, norm, rms, min, max, abs_mean, abs_max, zero_fraction, nonfinite_count"
-SCHEDULES = "expected a number of steps, a list of steps, 'log', or a function of the step"
+SCHEDULES = "expected a number of steps, a list of steps, 'log', {minutes: 5}, or a function of the step"
 IN_A_KEY = "cannot stand in a key; expected at most 40 letters, digits"
 
 WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
@@ -178,6 +178,13 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "every 'every' steps": ({"every_n_steps": "every"}, ("every_n_steps is 'every'", SCHEDULES)),
     "every 1.5 steps": ({"every_n_steps": 1.5}, ("every_n_steps is 1.5", SCHEDULES)),
     "every True steps": ({"every_n_steps": True}, ("every_n_steps is True", SCHEDULES)),
+    "every 0 minutes": ({"every_n_steps": {"minutes": 0}}, ("every_n_steps.minutes is 0", "expected a number > 0")),
+    "every 'five' minutes": ({"every_n_steps": {"minutes": "five"}}, ("every_n_steps.minutes is 'five'", "expected a number > 0")),
+    "every hour": ({"every_n_steps": {"hours": 1}}, ("every_n_steps has the unit 'hours'; expected minutes, e.g. {minutes: 5}",)),
+    "cadence of a rule by the clock": (
+        rule(every_n_steps={"minutes": 5}),
+        ("rules[0].every_n_steps is {'minutes': 5", "expected a number of steps, a list of steps, 'log', or a function"),
+    ),
     "no steps": ({"every_n_steps": []}, ("every_n_steps is an empty list", "expected at least one step")),
     "a negative step": ({"every_n_steps": [0, -2]}, ("every_n_steps lists -2", "expected step numbers >= 0")),
     "gradient_flow of blocks that are not there": (
@@ -284,6 +291,7 @@ THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets
     *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),
     "report without a store",
     # of types that the annotations exclude
+    *("every 0 minutes", "every 'five' minutes", "every hour", "cadence of a rule by the clock"),
     *("every True steps", "every 1.5 steps", "prefix that is no text", "max_logged_keys is no number"),
     *("max_overhead is no number", "gradient_flow is a text", "capture that is none", "rule that is none"),
     *("module is no text", "rules are a number", "store is a list", "stages are a mapping", "health is a number", "option of health"),

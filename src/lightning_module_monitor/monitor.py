@@ -80,7 +80,8 @@ class ModuleMonitor(StepEngine):
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, one every so many minutes
+            (``{"minutes": 5}``), or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -137,7 +138,7 @@ class ModuleMonitor(StepEngine):
         self._metrics: set[tuple[str, str]] = set()
         reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         planner = Planner(
-            parse_schedule(monitor_step_fn, "every_n_steps"),
+            parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True),
             default_rules() if rules is None else as_tuple(rules),
             gradient_flow,
             capture,
