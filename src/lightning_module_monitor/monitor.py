@@ -365,7 +365,7 @@ class ModuleMonitor(StepEngine):
 
     def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
         """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
-        self._see_own_figure(STEPS_SINCE_NONFINITE, steps_since)
+        self._take_in(OWN_KIND, "", STEPS_SINCE_NONFINITE, steps_since, "max")
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
