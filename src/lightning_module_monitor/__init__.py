@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+    from lightning_module_monitor.version import __version__ as __version__
     from lightning_module_monitor.width_check.check import coordinate_check
     from lightning_module_monitor.width_check.report import WidthCheck
 
@@ -72,6 +73,7 @@ _HOMES = {
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),
     "statistics.registry": ("STATISTICS", "Statistic"),
+    "version": ("__version__",),
     "width_check.check": ("coordinate_check",),
     "width_check.report": ("WidthCheck",),
 }
@@ -89,4 +91,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_BY_NAME})
