@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.health.diagnoses import Diagnosis
     from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
@@ -30,6 +31,7 @@ __all__ = [
     "STATISTICS",
     "Alert",
     "Capture",
+    "Diagnosis",
     "Event",
     "Finding",
     "GradientFlow",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config": ("Capture", "GradientFlow", "Rule"),
+    "health.diagnoses": ("Diagnosis",),
     "health.options": ("Alert", "Health"),
     "standalone.mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
