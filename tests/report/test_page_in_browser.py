@@ -15,7 +15,7 @@ from helpers.browser import Visit, chromium
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram
+from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram, ModuleInfo
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ def everything() -> dict[str, list[float | None]]:
     return series
 
 
+MODULES = [
+    ModuleInfo("net", "Net", 7000, (32, 3), "float32"),
+    ModuleInfo("net.fc1", "Linear", 6800, (32, 64), "bfloat16"),
+    ModuleInfo("net.relu", "ReLU", 0),
+]
+
+
 def histogram(scale: float) -> Histogram:
     """Half of the elements at ``scale``, half at minus that, and an infinite one."""
     row = np.zeros(NUM_COUNTS, np.int64)
@@ -73,7 +80,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with all there can be."""
     folder = tmp_path_factory.mktemp("page")
     histograms = {"gradient/net.fc1.weight/hist": [histogram(0.3), histogram(3.0)]}
-    store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10})
+    store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10}, modules=MODULES)
     write_report([load_store(store)], folder / "m.html")
     return folder / "m.html"
 
@@ -154,7 +161,8 @@ def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
     for (row, column), words in expected.items():
         said = hover(visit, row, column, len(LAYERS), NUM_STEPS)
         assert said.splitlines()[:2] == words.splitlines()[:2]
-        assert said.splitlines()[2] == words.splitlines()[2] or float(said.split()[-1]) == pytest.approx(float(words.split()[-1]), rel=1e-3)
+        value, expected_value = (text.splitlines()[2].split()[-1] for text in (said, words))
+        assert value == expected_value or float(value) == pytest.approx(float(expected_value), rel=1e-3)
 
 
 def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
@@ -187,6 +195,24 @@ def test_the_loss_is_above_the_heat_map_over_the_same_steps(visit: Visit) -> Non
     visit.settle()
     assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["lr"]
     visit.page.select_option("#heat-above", "loss")
+
+
+def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> None:
+    """Type, output and parameters in a table that the search filters; in a heat map and in profiles the type beside the number."""
+    rows = visit.page.eval_on_selector_all("#modules tbody tr", "all => all.map(one => one.innerText.split('\\t'))")
+    assert rows == [
+        ["net", "Net", "[32, 3]", "float32", "7,000"],
+        ["fc1", "Linear", "[32, 64]", "bfloat16", "6,800"],
+        ["relu", "ReLU", "", "", "0"],
+    ]
+    visit.show("heat")
+    visit.settle()
+    assert hover(visit, 0, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear, output [32, 64] bfloat16"
+    assert hover(visit, 3, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Net, output [32, 3] float32"  # the nearest that is known
+    visit.show("profiles")
+    visit.settle()
+    text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(one => one.text).text[0]"
+    assert visit.page.evaluate(text).endswith("<br>Linear, output [32, 64] bfloat16")
 
 
 def names_of_rows(visit: Visit) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lightning_module_monitor.errors import require
-from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
@@ -37,6 +37,7 @@ SECTIONS = {
     "rcc": "Coordinate check",
     "attention": "Attention",
     "histograms": "Histograms",
+    "modules": "Modules",
     "run": "Run",
 }
 
@@ -101,11 +102,17 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
+            "modules": {one.name: _in_words(one) for one in run.modules},
             "histograms": [one for kind in store.histogram_kinds() for one in payload.histograms(store, kind)],
         }
         for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
     ]
     return {"runs": content, "lists": payload.lists()}
+
+
+def _in_words(module: ModuleInfo) -> str:
+    """What a module is, for a line: ``Linear, output [32, 64] float32``."""
+    return module.type + (f", output {[*module.output_shape]} {module.output_dtype}" if module.output_shape is not None else "")
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
@@ -158,6 +165,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),
+        "modules": any(run.modules for run in runs),
     }
     return {name for name, is_filled in filled.items() if is_filled}
 
@@ -177,6 +185,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "blind": [check for check in verdict.checks if not check.num_series],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
+        "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
         "configurations": [
             {**part, "options": [(option, as_text(value)) for option, value in part["configuration"].items()]}
             for part in reversed(run.attributes["configurations"])

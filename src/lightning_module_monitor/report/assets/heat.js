@@ -86,7 +86,7 @@ const heat = {
     byId("heat-charts").classList.toggle("many", several);
     loadedTables.forEach((loaded, index) => {
       const title = several ? page.runs[index].name : undefined;
-      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind);
+      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind, page.runs[index]);
       else Plotly.react(boxes[index], [], layoutOf({ title: `${title}: not recorded`, height: 120 }), CONFIG);
     });
     for (let index = 1; index < page.runs.length; index++) {
@@ -118,13 +118,13 @@ const heat = {
     return how === "median" ? quantile(numbers, 0.5) : how === "largest" ? Math.max(...numbers) : Math.min(...numbers);
   },
 
-  drawRun(div, loaded, groups, options, kind) {
+  drawRun(div, loaded, groups, options, kind, run) {
     const columns = columnsOf(loaded.steps);
     heatmap(div, {
       ...options,
       columns,
       value: (row, column) => this.aggregate(loaded, groups[row][1], column),
-      hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.label} ${text}`),
+      hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.label} ${text}`) + moduleLine(run, groups[row][0]),
       xaxis: stepAxis(loaded.steps),
       uirevision: `${kind}${search.text}${groups.length}`,
     });

@@ -40,7 +40,7 @@ function profileTraces(loadedTables, sites, step, looks = {}) {
     const values = at(column);
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
-    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}`);
+    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[place])).replace("\n", "<br>")}`);
     const bad = places.filter((place) => rows[place] !== undefined && isRecorded(loaded, rows[place], column) && values[place] === null);
     if (bad.length) {
       const top = Math.max(...values.filter((value) => value > 0), 1e-30);
