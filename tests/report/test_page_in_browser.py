@@ -56,6 +56,8 @@ MODULES = [
     ModuleInfo("net", "Net", 7000, (32, 3), "float32"),
     ModuleInfo("net.fc1", "Linear", 6800, (32, 64), "bfloat16"),
     ModuleInfo("net.relu", "ReLU", 0),
+    ModuleInfo("net.fc2", "Linear", 197),
+    ModuleInfo("net.head", "Linear", 3),
 ]
 
 
@@ -107,12 +109,13 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = everything()
     second = {key: [None if value is None else 2 * value for value in values] for key, values in first.items()}
     second["activation/net.new/rms"] = second.pop("activation/net.fc2/rms")
-    stores = [write_store(folder / f"{name}.h5", series) for name, series in (("before", first), ("after", second))]
+    runs = (("before", first, 10), ("after", second, 20))
+    stores = [write_store(folder / f"{name}.h5", series, configuration={"every_n_steps": every}) for name, series, every in runs]
     write_report([load_store(store) for store in stores], folder / "both.html")
     return folder / "both.html"
 
 
-SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms")
+SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histograms")
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
@@ -204,11 +207,13 @@ def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> N
         ["net", "Net", "[32, 3]", "float32", "7,000"],
         ["fc1", "Linear", "[32, 64]", "bfloat16", "6,800"],
         ["relu", "ReLU", "", "", "0"],
+        ["fc2", "Linear", "", "", "197"],
+        ["head", "Linear", "", "", "3"],
     ]
     visit.show("heat")
     visit.settle()
     assert hover(visit, 0, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear, output [32, 64] bfloat16"
-    assert hover(visit, 3, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Net, output [32, 3] float32"  # the nearest that is known
+    assert hover(visit, 3, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear"
     visit.show("profiles")
     visit.settle()
     text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(one => one.text).text[0]"
@@ -346,7 +351,13 @@ def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Pa
     assert_it_draws_alone(visit, comparison)
     assert ground(visit) == "rgb(18, 22, 28)"
     titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(one => one.layout.title.text)")
-    assert titles == ["before.h5", "after.h5", "after.h5 against before.h5"]
+    assert titles == ["before", "after", "after against before"]
+    headings = visit.page.eval_on_selector_all("#match h2, #match h3", "all => all.map(one => one.textContent)")
+    expected = ["Comparison", "Options that differ", "Losses", "Sites that matched", "Largest differences of after to before"]
+    assert headings == expected
+    assert visit.page.locator("#match table").first.inner_text().split() == ["option", "before", "after", "every_n_steps", "10", "20"]
+    losses = visit.page.evaluate("document.getElementById('match-chart').data.map(one => [one.name, one.y[0]])")
+    assert losses == [["before: loss", 2.0], ["before: val_loss", None], ["after: loss", 4.0], ["after: val_loss", None]]
     difference: list[list[float | None]] = visit.page.evaluate(
         "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
     )

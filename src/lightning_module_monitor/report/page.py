@@ -30,7 +30,7 @@ SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "hea
 """In this order: each uses those before it."""
 SECTIONS = {
     "verdict": "Verdict",
-    "match": "What matched",
+    "match": "Comparison",
     "heat": "Heat maps",
     "profiles": "Profiles",
     "updates": "Update ratios",
@@ -116,17 +116,25 @@ def _in_words(module: ModuleInfo) -> str:
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """The ends of paths, as long as it takes to tell them apart.
+    """What tells paths apart, without what all have at their beginnings and ends.
 
-    >>> distinct_names(["runs/a/monitor.h5", "runs/b/monitor.h5"])
-    ['a/monitor.h5', 'b/monitor.h5']
+    >>> distinct_names(["runs/a/version_0/monitor.h5", "runs/b/version_0/monitor.h5"])
+    ['a', 'b']
     """
-    parts = [Path(path).parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
+    parts = [Path(path).with_suffix("").parts for path in paths]
+    if len(paths) == 1:
+        return [Path(paths[0]).name]
+    start, end = _num_common(parts), _num_common([part[::-1] for part in parts])
+    for stop in (-end or None, None):  # a path that goes on where another one ends has nothing of its own
+        names = ["/".join(part[start:stop]) for part in parts]
+        if all(names) and len(set(names)) == len(names):
             return names
-    return [f"{number}: {Path(path).name}" for number, path in enumerate(paths, 1)]
+    return [f"{number}: {Path(path).stem}" for number, path in enumerate(paths, 1)]
+
+
+def _num_common(parts: Sequence[Sequence[str]]) -> int:
+    """How many parts are the same in all from the first on."""
+    return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
 
 
 def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
