@@ -156,6 +156,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
             {"name": one["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
             for run, one in zip(runs[1:], shown[1:], strict=True)
         ],
+        "first": next((run["series_of_beginning"] for run in shown if run["series_of_beginning"]), ""),
         "above": sorted({table.statistic for run in runs for table in run.context}, key=lambda name: name != "loss"),
         "options_that_differ": differing_options(runs) if several else [],
     }

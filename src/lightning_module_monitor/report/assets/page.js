@@ -100,7 +100,7 @@ function later(action, pause) {
 
 function start() {
   // A run that has recorded nothing yet, or histograms alone, has no heat map.
-  if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
+  if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]), JSON.stringify({ kind: first.kind, statistic: first.statistic }));
   for (const control of document.querySelectorAll("section select, section input")) {
     const name = control.closest("section").id;
     control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
