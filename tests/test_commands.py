@@ -133,7 +133,7 @@ def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixt
     assert Path("pages/mine.html").exists()
     shutil.copy(store, "other.h5")
     assert re.fullmatch(r"compare\.html: \d\.\d MB\n", printed(capsys, "compare", "monitor.h5", "other.h5"))
-    assert "<title>monitor.h5 and other.h5</title>" in Path("compare.html").read_text()
+    assert "<title>monitor and other</title>" in Path("compare.html").read_text()
     assert error(capsys, "compare", "monitor.h5") == "one STORE is given; expected two or more. For one run there is the command report."
     assert "there is no folder 'nowhere'" in error(capsys, "report", "monitor.h5", "-o", "nowhere/page.html")
     assert "it is the store itself" in error(capsys, "report", "monitor.h5", "-o", "monitor.h5")

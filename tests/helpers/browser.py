@@ -38,11 +38,12 @@ class Visit:
         browser: Where to open it.
         path: The file.
         dark: Whether the system is set to dark colours.
+        width: Of the window, in pixels.
     """
 
-    def __init__(self, browser: Browser, path: Path, *, dark: bool = False) -> None:
+    def __init__(self, browser: Browser, path: Path, *, dark: bool = False, width: int = 1200) -> None:
         self.page: Page = browser.new_page(
-            viewport={"width": 1200, "height": 800}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+            viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
         )
         self.complaints: list[str] = []
         """Errors and warnings of the console, and errors that nobody caught."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_module_monitor.record import Histogram, Record
+from lightning_module_monitor.record import Histogram, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.writer import Store
 
 Series = Mapping[str, Sequence[float | None]]
@@ -18,6 +18,7 @@ def open_store(
     every: int = 10,
     histograms: Mapping[str, Sequence[Histogram]] | None = None,
     configuration: Mapping[str, object] | None = None,
+    modules: Sequence[ModuleInfo] = (),
 ) -> Store:
     """A store that is still being written.
 
@@ -27,6 +28,7 @@ def open_store(
         every: Steps are 0, ``every``, ...
         histograms: Histograms by key, one for each step.
         configuration: Of the run.
+        modules: What is known of the modules.
 
     Returns:
         The open store.
@@ -36,7 +38,7 @@ def open_store(
     for row in range(max(map(len, [*series.values(), *histograms.values()]))):
         values = {key: value for key, values in series.items() if row < len(values) and (value := values[row]) is not None}
         counts = {key: of_key[row] for key, of_key in histograms.items() if row < len(of_key)}
-        store.write(Record(row * every, values, counts))
+        store.write(Record(row * every, values, counts, modules=modules))
     return store
 
 

@@ -65,6 +65,14 @@ def test_the_largest_changes_come_first(tmp_path: Path) -> None:
     assert largest_changes(a, a)[:1] == []
 
 
+def test_noise_of_what_is_negligible_is_no_change(tmp_path: Path) -> None:
+    """A site that is a thousandth of the others in both runs has the largest factor, and shows nothing; one that was so in one run does."""
+    sites = {f"activation/site{number}/rms": [1.0 + number] for number in range(5)}
+    a = run(tmp_path / "a.h5", {**sites, "activation/noise/rms": [1e-9], "activation/none/rms": [0.0], "activation/grows/rms": [1e-5]})
+    b = run(tmp_path / "b.h5", {**sites, "activation/noise/rms": [1e-6], "activation/none/rms": [1e-8], "activation/grows/rms": [0.5]})
+    assert [(one.site, one.before, one.after) for one in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
+
+
 def test_options_that_differ(tmp_path: Path) -> None:
     """Those of the newest configurations, as text."""
     a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0]}, every_n_steps=5, prefix="", rules=[{"kinds": "update"}])

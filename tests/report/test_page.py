@@ -109,7 +109,7 @@ def test_sections_are_those_that_there_is_data_for(tmp_path: Path) -> None:
     assert sections_of(page_of(tmp_path / "all.html", all_of_it)) == every
     both = page_of(tmp_path / "both.html", few, all_of_it)
     assert sections_of(both) == ["verdict", "match", *every[1:]]
-    assert [run["name"] for run in payload_of(both)["runs"]] == ["few.h5", "all.h5"]
+    assert [run["name"] for run in payload_of(both)["runs"]] == ["few", "all"]
     of_figures = write_store(tmp_path / "figures.h5", {"monitor/errors": [0.0]})
     assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "run"]
 
@@ -214,5 +214,8 @@ def test_without_the_extra_it_says_which_one(tmp_path: Path, monkeypatch: pytest
 def test_names_of_runs_tell_them_apart() -> None:
     """As short as that goes."""
     assert distinct_names(["a/x.h5"]) == ["x.h5"]
-    assert distinct_names(["a/x.h5", "b/x.h5"]) == ["a/x.h5", "b/x.h5"]
-    assert distinct_names(["x.h5", "x.h5"]) == ["1: x.h5", "2: x.h5"]
+    assert distinct_names(["logs/a/x.h5", "logs/b/x.h5"]) == ["a", "b"]
+    assert distinct_names(["logs/sgd/version_0/x.h5", "logs/adam/version_3/x.h5"]) == ["sgd/version_0", "adam/version_3"]
+    assert distinct_names(["before.h5", "after.h5"]) == ["before", "after"]
+    assert distinct_names(["a/x.h5", "a/b/x.h5"]) == ["x", "b/x"]
+    assert distinct_names(["x.h5", "x.h5"]) == ["1: x", "2: x"]

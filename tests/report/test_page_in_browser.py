@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from helpers.browser import Visit, chromium
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram
+from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram, ModuleInfo
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ def everything() -> dict[str, list[float | None]]:
     return series
 
 
+MODULES = [
+    ModuleInfo("net", "Net", 7000, (32, 3), "float32"),
+    ModuleInfo("net.fc1", "Linear", 6800, (32, 64), "bfloat16"),
+    ModuleInfo("net.relu", "ReLU", 0),
+    ModuleInfo("net.fc2", "Linear", 197),
+    ModuleInfo("net.head", "Linear", 3),
+]
+
+
 def histogram(scale: float) -> Histogram:
     """Half of the elements at ``scale``, half at minus that, and an infinite one."""
     row = np.zeros(NUM_COUNTS, np.int64)
@@ -73,7 +83,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with all there can be."""
     folder = tmp_path_factory.mktemp("page")
     histograms = {"gradient/net.fc1.weight/hist": [histogram(0.3), histogram(3.0)]}
-    store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10})
+    store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10}, modules=MODULES)
     write_report([load_store(store)], folder / "m.html")
     return folder / "m.html"
 
@@ -100,12 +110,13 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = everything()
     second = {key: [None if value is None else 2 * value for value in values] for key, values in first.items()}
     second["activation/net.new/rms"] = second.pop("activation/net.fc2/rms")
-    stores = [write_store(folder / f"{name}.h5", series) for name, series in (("before", first), ("after", second))]
+    runs = (("before", first, 10), ("after", second, 20))
+    stores = [write_store(folder / f"{name}.h5", series, configuration={"every_n_steps": every}) for name, series, every in runs]
     write_report([load_store(store) for store in stores], folder / "both.html")
     return folder / "both.html"
 
 
-SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms")
+SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histograms")
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
@@ -154,7 +165,8 @@ def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
     for (row, column), words in expected.items():
         said = hover(visit, row, column, len(LAYERS), NUM_STEPS)
         assert said.splitlines()[:2] == words.splitlines()[:2]
-        assert said.splitlines()[2] == words.splitlines()[2] or float(said.split()[-1]) == pytest.approx(float(words.split()[-1]), rel=1e-3)
+        value, expected_value = (text.splitlines()[2].split()[-1] for text in (said, words))
+        assert value == expected_value or float(value) == pytest.approx(float(expected_value), rel=1e-3)
 
 
 def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
@@ -187,6 +199,26 @@ def test_the_loss_is_above_the_heat_map_over_the_same_steps(visit: Visit) -> Non
     visit.settle()
     assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["lr"]
     visit.page.select_option("#heat-above", "loss")
+
+
+def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> None:
+    """Type, output and parameters in a table that the search filters; in a heat map and in profiles the type beside the number."""
+    rows = visit.page.eval_on_selector_all("#modules tbody tr", "all => all.map(one => one.innerText.split('\\t'))")
+    assert rows == [
+        ["net", "Net", "[32, 3]", "float32", "7,000"],
+        ["fc1", "Linear", "[32, 64]", "bfloat16", "6,800"],
+        ["relu", "ReLU", "", "", "0"],
+        ["fc2", "Linear", "", "", "197"],
+        ["head", "Linear", "", "", "3"],
+    ]
+    visit.show("heat")
+    visit.settle()
+    assert hover(visit, 0, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear, output [32, 64] bfloat16"
+    assert hover(visit, 3, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear"
+    visit.show("profiles")
+    visit.settle()
+    text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(one => one.text).text[0]"
+    assert visit.page.evaluate(text).endswith("<br>Linear, output [32, 64] bfloat16")
 
 
 def names_of_rows(visit: Visit) -> list[str]:
@@ -245,6 +277,124 @@ def test_a_finding_shows_its_numbers(visit: Visit) -> None:
     assert visit.page.input_value("#heat-site") == "net.relu"
     curve: list[Any] = visit.page.evaluate("document.getElementById('heat-curve').data[0].y")
     np.testing.assert_allclose(np.array(curve[:6], float), SIZES[1, :6], rtol=1e-3)
+
+
+def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) -> None:
+    """Weights, biases, gains and embeddings are no zigzag of one line; nor are outputs of containers, leaf modules and heads."""
+    modules = {
+        "emb": "Embedding",
+        "block": "Block",
+        "block.norm": "RMSNorm",
+        "block.attn": "Attention",
+        "block.attn.proj": "Linear",
+        "out": "Linear",
+    }
+    of_parameters = {
+        "emb.weight": 1.0,
+        "block.norm.weight": 2.0,
+        "block.attn.proj.weight": 3.0,
+        "block.attn.proj.bias": 4.0,
+        "out.weight": 5.0,
+    }
+    of_outputs = {"emb": 1.0, "block": 2.0, "block.norm": 3.0, "block.attn": 4.0, "block.attn.head_0.query": 5.0, "block.attn.proj": 6.0}
+    series: dict[str, list[float | None]] = {f"parameter/{name}/norm": [value] * 2 for name, value in of_parameters.items()}
+    series |= {f"activation/{name}/rms": [value] * 2 for name, value in of_outputs.items()}
+    infos = [ModuleInfo(name, kind, 0) for name, kind in modules.items()]
+    write_report([load_store(write_store(tmp_path / "m.h5", series, modules=infos))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.show("profiles")
+    visit.settle()
+    drawn: list[dict[str, list[list[float]]]] = visit.page.eval_on_selector_all(
+        "#profiles-charts .chart",
+        "all => all.map(one => Object.fromEntries(one.data.filter(line => line.showlegend !== false)"
+        ".map(line => [line.name, [[...line.x], [...line.y]]])))",
+    )
+    assert drawn == [
+        {"leaf modules": [[0, 2, 5], [1, 3, 6]], "containers": [[1, 3], [2, 4]], "heads": [[4], [5]]},
+        {"embeddings": [[0], [1]], "normalisation gains": [[1], [2]], "weights": [[2, 4], [3, 5]], "biases": [[3], [4]]},
+    ]
+    visit.page.close()
+
+
+def test_every_axis_says_what_it_counts_in(visit: Visit) -> None:
+    """The statistic and its unit, or what it is of; transitions between blocks by both their ends."""
+    labels: dict[str, list[str]] = {}
+    for section in ("profiles", "updates", "rcc", "attention"):
+        visit.show(section)
+        visit.settle()
+        labels[section] = visit.page.eval_on_selector_all(
+            f"#{section} .chart", "all => all.filter(one => one.data[0].type === 'scatter').map(one => one.layout.yaxis.title.text)"
+        )
+    assert labels["profiles"] == ["rms of activation", "norm of gradient", "gain (after / before)", "ratio (update / parameter)"]
+    assert labels["updates"] == ["norm of update / norm of parameter"]
+    assert labels["rcc"][:2] == ["rms of rcc effective update"] * 2
+    assert labels["attention"] == ["mean (nats)"]
+    ticks = "document.querySelectorAll('#profiles-charts .chart')[2].layout.xaxis.ticktext"
+    assert visit.page.evaluate(ticks) == ["fc1 → fc2", "fc2 → head"]
+
+
+def test_it_opens_on_the_first_sick_site(browser: Browser, page: Path) -> None:
+    """The heat map of its kind and statistic, and its curve; the histograms, which have none of it, on one that is not empty."""
+    visit = Visit(browser, page)
+    first = json.loads(visit.page.get_attribute("main", "data-first") or "")
+    assert first["site"]
+    visit.show("heat")
+    visit.settle()
+    assert json.loads(visit.page.input_value("#heat-table")) == {"kind": first["kind"], "statistic": first["statistic"]}
+    assert visit.page.input_value("#heat-site") == first["site"]
+    visit.page.close()
+
+
+def test_histograms_open_on_a_site_with_many_bins(browser: Browser, tmp_path: Path) -> None:
+    """A tensor that is zero throughout, as a bias is at first, is a single row, which looks like an empty panel."""
+    zeros = np.zeros(NUM_COUNTS, np.int64)
+    zeros[1 + len(EDGES) // 2 - 1] = 5
+    histograms = {"parameter/net.bias/hist": [Histogram(zeros)] * 3, "parameter/net.weight/hist": [histogram(0.3), histogram(3.0)]}
+    write_report([load_store(write_store(tmp_path / "m.h5", {"loss": [1.0]}, histograms=histograms))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.show("histograms")
+    visit.settle()
+    assert visit.page.input_value("#histograms-site") == "net.weight"
+    visit.page.select_option("#histograms-site", "net.bias")
+    visit.settle()
+    assert visit.page.input_value("#histograms-site") == "net.bias"
+    visit.page.close()
+
+
+def test_the_toolbar_is_not_on_the_chart(visit: Visit) -> None:
+    """Its buttons are above the plot, of every chart."""
+    for section in ("heat", "profiles", "attention"):
+        visit.show(section)
+        visit.settle()
+        overlaps: list[bool] = visit.page.eval_on_selector_all(
+            f"#{section} .chart",
+            "all => all.map(one => one.querySelector('.modebar').getBoundingClientRect().bottom"
+            " > one.querySelector('.nsewdrag').getBoundingClientRect().top + 2)",
+        )
+        assert overlaps
+        assert not any(overlaps)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path: Path) -> None:
+    """390 pixels: nothing has to be moved sideways, and a map has at least half of the width, whatever its sites are called."""
+    series = everything() | {f"activation/net.a_long_name_of_a_layer.{part}.projection_of_the_value/rms": [1.0, 2.0] for part in range(20)}
+    write_report([load_store(write_store(tmp_path / "m.h5", series, modules=MODULES))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html", width=390)
+    for section in SECTIONS[1:-1]:
+        visit.show(section)
+    visit.settle()
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    box = visit.page.locator("#heat-charts .nsewdrag").first.bounding_box()
+    assert box is not None
+    assert box["width"] > 170
+    assert visit.complaints == []
+    visit.page.close()
+
+
+def test_each_panel_says_how_it_is_read(visit: Visit) -> None:
+    """One sentence, for readers who see such a chart for the first time."""
+    for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms"):
+        assert (visit.page.locator(f"#{section} .note").first.text_content() or "").startswith("How to read it: ")
 
 
 def test_charts_of_heads_and_of_histograms(visit: Visit) -> None:
@@ -320,7 +470,13 @@ def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Pa
     assert_it_draws_alone(visit, comparison)
     assert ground(visit) == "rgb(18, 22, 28)"
     titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(one => one.layout.title.text)")
-    assert titles == ["before.h5", "after.h5", "after.h5 against before.h5"]
+    assert titles == ["before", "after", "after against before"]
+    headings = visit.page.eval_on_selector_all("#match h2, #match h3", "all => all.map(one => one.textContent)")
+    expected = ["Comparison", "Options that differ", "Losses", "Sites that matched", "Largest differences of after to before"]
+    assert headings == expected
+    assert visit.page.locator("#match table").first.inner_text().split() == ["option", "before", "after", "every_n_steps", "10", "20"]
+    losses = visit.page.evaluate("document.getElementById('match-chart').data.map(one => [one.name, one.y[0]])")
+    assert losses == [["before: loss", 2.0], ["before: val_loss", 1.5], ["after: loss", 4.0], ["after: val_loss", 3.0]]
     difference: list[list[float | None]] = visit.page.evaluate(
         "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
     )

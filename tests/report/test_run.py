@@ -9,6 +9,7 @@ import numpy as np
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.report.run import of_training, read_run
 
 
@@ -47,3 +48,16 @@ def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
         ("monitor", "errors", [[0.0, 1.0]]),
     ]
     assert run.attributes["configurations"][0]["first_step"] == 0
+
+
+def test_what_turned_up_late_is_at_its_modules_place(tmp_path: Path) -> None:
+    """Heads of attention, and parameters, have the place of their module; without a table of modules that of a site that they are in."""
+    names = ["net", "net.0", "net.0.attn", "net.0.attn.out", "net.1", "net.1.attn"]
+    series = {f"activation/net.{site}/rms": [1.0] for site in ("0.attn", "0.attn.out", "1.attn")}
+    late = {f"activation/net.{layer}.attn.head_{head}.query/rms": [2.0] for layer in (1, 0) for head in (0, 1)}
+    expected = ["attn", "attn.head_0.query", "attn.head_1.query", "attn.out"]
+    for modules in ([ModuleInfo(name, "Module", 0) for name in names], ()):
+        store = load_store(write_store(tmp_path / f"{len(modules)}.h5", {**series, **late}, modules=modules))
+        [table] = read_run(store).tables
+        assert table.sites == (*(f"net.0.{one}" for one in expected), *(f"net.1.{one}" for one in expected[:3]))
+        assert table.values[:, 0].tolist() == [1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0]

@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.report.arrays import late, typical
 from lightning_module_monitor.report.run import Run
+
+NEGLIGIBLE = 1e-3
+"""Of the median magnitude of a kind's statistic over the sites of both runs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         most: Largest number of series.
 
     Returns:
-        Series whose late medians differ, the largest factors first; they are infinite where one is zero.
+        Series whose late medians differ, the largest factors first; they are infinite where one is zero. What is negligible beside
+        other sites in both runs is left out: noise of a layer that does nothing has the largest factors.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
     changes: dict[tuple[str, str], Change] = {}
@@ -77,14 +82,26 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         other = others.get((table.kind, table.statistic))
         if other is None:
             continue
-        sizes = dict(zip(other.sites, typical(late(other.values)).tolist(), strict=True))
-        for site, size in zip(table.sites, typical(late(table.values)).tolist(), strict=True):
-            if site in sizes and np.isfinite([size, sizes[site]]).all() and size != sizes[site]:
+        own, others_sizes = typical(late(table.values)), typical(late(other.values))
+        least = NEGLIGIBLE * _median_magnitude(np.concatenate([own, others_sizes]))
+        sizes = dict(zip(other.sites, others_sizes.tolist(), strict=True))
+        for site, size in zip(table.sites, own.tolist(), strict=True):
+            if (
+                site in sizes
+                and np.isfinite([size, sizes[site]]).all()
+                and size != sizes[site]
+                and max(abs(size), abs(sizes[site])) > least
+            ):
                 change = Change(table.kind, site, table.statistic, size, sizes[site])
                 known = changes.setdefault((table.kind, site), change)
                 if _distance(change) > _distance(known):
                     changes[table.kind, site] = change
     return sorted(changes.values(), key=_distance, reverse=True)[:most]
+
+
+def _median_magnitude(sizes: NDArray[np.float64]) -> float:
+    magnitudes = np.abs(sizes[np.isfinite(sizes) & (sizes != 0)])
+    return float(np.median(magnitudes)) if magnitudes.size else 0.0
 
 
 def _distance(change: Change) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_module_monitor.errors import require
-from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
@@ -30,13 +30,14 @@ SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "hea
 """In this order: each uses those before it."""
 SECTIONS = {
     "verdict": "Verdict",
-    "match": "What matched",
+    "match": "Comparison",
     "heat": "Heat maps",
     "profiles": "Profiles",
     "updates": "Update ratios",
     "rcc": "Coordinate check",
     "attention": "Attention",
     "histograms": "Histograms",
+    "modules": "Modules",
     "run": "Run",
 }
 
@@ -120,6 +121,7 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
+            "modules": {one.name: _in_words(one) for one in run.modules},
             "histograms": [one for kind in store.histogram_kinds() for one in payload.histograms(store, kind)],
         }
         for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
@@ -127,18 +129,31 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
     return {"runs": content, "lists": payload.lists()}
 
 
-def distinct_names(paths: Sequence[str]) -> list[str]:
-    """The ends of paths, as long as it takes to tell them apart.
+def _in_words(module: ModuleInfo) -> str:
+    """What a module is, for a line: ``Linear, output [32, 64] float32``."""
+    return module.type + (f", output {[*module.output_shape]} {module.output_dtype}" if module.output_shape is not None else "")
 
-    >>> distinct_names(["runs/a/monitor.h5", "runs/b/monitor.h5"])
-    ['a/monitor.h5', 'b/monitor.h5']
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """What tells paths apart, without what all have at their beginnings and ends.
+
+    >>> distinct_names(["runs/a/version_0/monitor.h5", "runs/b/version_0/monitor.h5"])
+    ['a', 'b']
     """
-    parts = [Path(path).parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
+    parts = [Path(path).with_suffix("").parts for path in paths]
+    if len(paths) == 1:
+        return [Path(paths[0]).name]
+    start, end = _num_common(parts), _num_common([part[::-1] for part in parts])
+    for stop in (-end or None, None):  # a path that goes on where another one ends has nothing of its own
+        names = ["/".join(part[start:stop]) for part in parts]
+        if all(names) and len(set(names)) == len(names):
             return names
-    return [f"{number}: {Path(path).name}" for number, path in enumerate(paths, 1)]
+    return [f"{number}: {Path(path).stem}" for number, path in enumerate(paths, 1)]
+
+
+def _num_common(parts: Sequence[Sequence[str]]) -> int:
+    """How many parts are the same in all from the first on."""
+    return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
 
 
 def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +175,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
             {"name": one["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
             for run, one in zip(runs[1:], shown[1:], strict=True)
         ],
+        "first": next((run["series_of_beginning"] for run in shown if run["series_of_beginning"]), ""),
         "above": sorted({table.statistic for run in runs for table in run.context}, key=lambda name: name != "loss"),
         "options_that_differ": differing_options(runs) if several else [],
     }
@@ -177,6 +193,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),
+        "modules": any(run.modules for run in runs),
     }
     return {name for name, is_filled in filled.items() if is_filled}
 
@@ -196,6 +213,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "blind": [check for check in verdict.checks if not check.num_series],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
+        "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
         "configurations": [
             {**part, "options": [(option, as_text(value)) for option, value in part["configuration"].items()]}
             for part in reversed(run.attributes["configurations"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,13 +82,29 @@ def read_run(store: StoreReader) -> Run:
     """Read all numbers of a store, of which the run may be going on."""
     tables: list[Table] = []
     figures: list[Table] = []
+    modules = store.modules()
     for kind in store.kinds():
-        for table in _split(store.matrix(kind)):
+        for table in _split(_in_models_order(store.matrix(kind), modules)):
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     configurations: list[dict[str, Any]] = store.attributes["configurations"]  # type: ignore[assignment]  # objects of JSON
     watched = frozenset(name for run in configurations[-1:] for name in run["configuration"].get("watched", ()))
-    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms, store.modules())
+    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms, modules)
+
+
+def _in_models_order(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Matrix:
+    """Columns in the order of the model: the store has what turned up late, as heads of attention do, at the end."""
+    sites = dict.fromkeys(key.site for key in matrix.keys)
+    order = {name: place for place, name in enumerate([one.name for one in modules] or (site for site in sites if ".head_" not in site))}
+
+    def place_of(site: str) -> int:
+        parts = site.split(".")
+        names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((order[name] for name in names if name in order), len(order))
+
+    places = {site: place_of(site) for site in sites}
+    columns = sorted(range(len(matrix.keys)), key=lambda column: places[matrix.keys[column].site])
+    return Matrix([matrix.keys[column] for column in columns], matrix.steps, matrix.values[:, columns], matrix.is_recorded[:, columns])
 
 
 def _split(matrix: Matrix) -> list[Table]:

@@ -3,6 +3,7 @@
 
 // Okabe and Ito's colours, which people who are colour-blind tell apart; the yellow is left out, which nobody sees on white.
 const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
+const NARROW = 560; // pixels of a chart that is on a phone
 const NOT_FINITE = "#e4003a";
 const CONFIG = {
   responsive: true,
@@ -29,6 +30,20 @@ function faded(hex, opacity) {
   return `rgba(${red},${green},${blue},${opacity})`;
 }
 
+const UNITS = {
+  zero_fraction: "share of the elements", dead_fraction: "share of the units", saturated_fraction: "share of the elements",
+  nonfinite_count: "elements", cosine: "cosine of the angle", gain: "after / before", log_gain: "log of after / before",
+  "update/ratio": "update / parameter", "activation_difference/ratio": "difference / reference", "parameter_difference/ratio": "difference / reference",
+  "attention_entropy/mean": "nats", "attention_relative_entropy/mean": "share of the most possible", "attention_sink/mean": "weight on the first key", "attention_max_logit/max": "logit",
+  "rcc_alignment/effective": "of 1", "rcc_alignment/propagating": "of 1",
+};
+
+/** What an axis of a statistic says: its name, and what it counts in, where that is not the unit of the tensor. */
+function labelOf(base, statistic) {
+  const unit = UNITS[`${base}/${statistic}`] ?? UNITS[statistic];
+  return unit ? `${statistic} (${unit})` : `${statistic} of ${base.replaceAll("_", " ")}`;
+}
+
 /** What all charts have in common. */
 function layoutOf(options) {
   const axis = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("line"), ticks: "outside", tickcolor: color("line") };
@@ -36,7 +51,7 @@ function layoutOf(options) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: color("plot"),
     font: { family: "inherit", size: 12, color: color("ink") },
-    margin: { l: 60, r: 16, t: 12 + (options.title ? 22 : 0) + 22 * (options.legendRows || 0), b: 44 },
+    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + 22 * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title, and not on the plot
     height: options.height,
     title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },
@@ -68,6 +83,16 @@ function shortNames(names, most = 44) {
   });
   const cut = short.map((name) => (name.length > most ? `…${name.slice(-most + 1)}` : name));
   return { short: new Set(cut).size === names.length ? cut : short, common: parts.length ? parts[0].slice(0, common).join(".") : "" };
+}
+
+/** The ends of names, for a phone: those that are alike then differ by what is not seen. */
+function cutNames(names) {
+  const seen = new Map();
+  return names.map((name) => {
+    const cut = name.length > 16 ? `…${name.slice(-15)}` : name;
+    seen.set(cut, (seen.get(cut) ?? -1) + 1);
+    return cut + "\u200b".repeat(seen.get(cut));
+  });
 }
 
 /** Whether steps are so unevenly spaced (1, 2, 5, 10, ...) that they are drawn side by side, and not to scale. */
@@ -127,7 +152,8 @@ function logTicks(low, high) {
  * hover(row, column, text): lines of what a cell says. above: names and loaded tables of lines above it.
  */
 function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above }) {
-  const { short } = shortNames(rows);
+  const isNarrow = div.clientWidth < NARROW;
+  const short = isNarrow ? cutNames(shortNames(rows).short) : shortNames(rows).short;
   const colored = [];
   const texts = [];
   const zero = [];
@@ -165,7 +191,7 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
       zmin: scale === "signed" ? -bound : low,
       zmax: scale === "signed" ? bound : high,
       showscale: true,
-      colorbar: { title: { text: escapeText(label), side: "right" }, thickness: 12, outlinewidth: 0, ...(scale === "log" ? logTicks(low, high) : {}) },
+      colorbar: { title: { text: isNarrow ? "" : escapeText(label), side: "right" }, thickness: isNarrow ? 8 : 12, outlinewidth: 0, ...(scale === "log" ? logTicks(low, high) : {}) },
     },
   ];
   const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
@@ -178,8 +204,9 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
   const layout = layoutOf({
     title,
     height: total,
+    isNarrow,
     xaxis: { showgrid: false, ...xaxis },
-    yaxis: { domain: [0, 1 - share], type: "category", autorange: "reversed", automargin: true, showgrid: false, ticks: "", tickfont: { size: 11 } },
+    yaxis: { domain: [0, 1 - share], type: "category", autorange: "reversed", automargin: true, showgrid: false, ticks: "", tickfont: { size: isNarrow ? 9 : 11 } },
     uirevision,
   });
   if (axis) layout.yaxis2 = axis;
@@ -246,7 +273,7 @@ function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annota
     title,
     height: height || 260,
     xaxis,
-    yaxis: { title: { text: escapeText(label || ""), standoff: 4 }, automargin: true, exponentformat: "e", ...scale, ...yaxis },
+    yaxis: { title: { text: escapeText(label || ""), standoff: 4, font: { size: 11 } }, automargin: true, exponentformat: "e", ...scale, ...yaxis },
     shapes,
     annotations,
     uirevision,

@@ -3,6 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const several = page.runs.length > 1;
+const first = JSON.parse(document.querySelector("main").dataset.first || "{}"); // the series of the first sick site
 const search = { text: "", accepts: () => true };
 
 /** Fill a select with options; keeps what was chosen, where it is still there. */

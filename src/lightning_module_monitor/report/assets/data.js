@@ -52,6 +52,14 @@ function columnOf(loaded, column, rows) {
   return rows.map((row) => loaded.values[row * loaded.columns + column]);
 }
 
+/** What the module of a site is, as a line of its own; empty where that is not known. */
+function moduleLine(run, site) {
+  for (let name = site; name; name = name.slice(0, Math.max(0, name.lastIndexOf(".")))) {
+    if (Object.hasOwn(run.modules, name)) return `\n${run.modules[name]}`;
+  }
+  return "";
+}
+
 /** The run's table of a kind and statistic, if it has one. */
 function findTable(run, kind, statistic) {
   return run.tables.find((table) => table.kind === kind && table.statistic === statistic);

@@ -31,15 +31,15 @@ const attention = {
         range,
         title: `${several ? `${page.runs[index].name}, ` : ""}step ${step}`,
         xaxis: { type: "category" },
-        label: statistic,
+        label: labelOf(base, statistic),
         height: Math.min(700, 110 + 26 * Math.max(3, layers.length)),
       });
     });
-    this.overSteps(boxes[page.runs.length], loadedTables, layers, { statistic, kind });
+    this.overSteps(boxes[page.runs.length], loadedTables, layers, { label: labelOf(base, statistic), kind });
   },
 
   /** Of each layer the median over its heads: how the layers go apart. */
-  overSteps(div, loadedTables, layers, { statistic, kind }) {
+  overSteps(div, loadedTables, layers, { label, kind }) {
     const colors = layers.map((_, index) => shade(layers.length > 1 ? index / (layers.length - 1) : 0));
     const { short } = shortNames(layers);
     const traces = loadedTables.flatMap((loaded, run) => {
@@ -53,7 +53,7 @@ const attention = {
       });
     });
     const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(div, { traces, title: `${kind}: median over each layer's heads`, label: statistic, xaxis, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
+    lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
   },
 };
 

@@ -68,6 +68,7 @@ function contextOf(run, name) {
 const heat = {
   async draw() {
     const { kind, statistic } = JSON.parse(byId("heat-table").value);
+    const { base } = tableNames((table) => table.kind === kind && table.statistic === statistic)[0];
     const loadedTables = await Promise.all(
       page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)),
     );
@@ -81,19 +82,19 @@ const heat = {
     const told = ranges.filter((one) => one !== NOTHING);
     const range = told.length ? [Math.min(...told.map(([low]) => low)), Math.max(...told.map(([, high]) => high))] : [0.1, 1];
     const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
-    const common = { rows: groups.map(([name]) => name), scale, range, label: statistic };
+    const common = { rows: groups.map(([name]) => name), scale, range, label: labelOf(base, statistic), statistic };
     const above = await Promise.all(page.runs.map((run) => contextOf(run, byId("heat-above").value)));
     byId("heat-charts").classList.toggle("many", several);
     loadedTables.forEach((loaded, index) => {
       const title = several ? page.runs[index].name : undefined;
-      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind);
+      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind, page.runs[index]);
       else Plotly.react(boxes[index], [], layoutOf({ title: `${title}: not recorded`, height: 120 }), CONFIG);
     });
     for (let index = 1; index < page.runs.length; index++) {
       this.drawDifference(boxes[page.runs.length - 1 + index], loadedTables[0], loadedTables[index], groups, scale, index);
     }
     this.tell(all, sites, groups, depth, loadedTables);
-    this.curve(kind, statistic, loadedTables, sites);
+    this.curve(kind, labelOf(base, statistic), loadedTables, sites);
   },
 
   depth(sites) {
@@ -118,13 +119,13 @@ const heat = {
     return how === "median" ? quantile(numbers, 0.5) : how === "largest" ? Math.max(...numbers) : Math.min(...numbers);
   },
 
-  drawRun(div, loaded, groups, options, kind) {
+  drawRun(div, loaded, groups, options, kind, run) {
     const columns = columnsOf(loaded.steps);
     heatmap(div, {
       ...options,
       columns,
       value: (row, column) => this.aggregate(loaded, groups[row][1], column),
-      hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.label} ${text}`),
+      hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.statistic} ${text}`) + moduleLine(run, groups[row][0]),
       xaxis: stepAxis(loaded.steps),
       uirevision: `${kind}${search.text}${groups.length}`,
     });
@@ -192,9 +193,9 @@ const heat = {
     byId("heat-note").textContent = told.join(" ");
   },
 
-  curve(kind, statistic, loadedTables, sites) {
+  curve(kind, label, loadedTables, sites) {
     const select = byId("heat-site");
-    fill(select, sites.map((site) => [site, site]));
+    fill(select, sites.map((site) => [site, site]), select.value || first.site);
     const site = select.value;
     const traces = loadedTables.flatMap((loaded, index) => {
       const row = loaded && loaded.rowOf.get(site);
@@ -203,7 +204,7 @@ const heat = {
     });
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
     const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label: statistic, xaxis, isLog, legend: several, height: 240 });
+    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis, isLog, legend: several, height: 240 });
   },
 };
 

@@ -8,7 +8,7 @@ const histograms = {
     const [kind, statistic] = JSON.parse(byId("histograms-table").value);
     const found = await Promise.all(page.runs.map((run) => this.load(run.histograms.find((one) => one.kind === kind && one.statistic === statistic))));
     const sites = filtered(unionOfSites(found));
-    fill(byId("histograms-site"), sites.map((site) => [site]));
+    fill(byId("histograms-site"), sites.map((site) => [site]), byId("histograms-site").value || (sites.includes(first.site) ? first.site : this.widest(found, sites)));
     const site = byId("histograms-site").value;
     const boxes = charts(byId("histograms-charts"), page.runs.length);
     found.forEach((loaded, index) => this.drawRun(boxes[index], loaded, site, several ? page.runs[index].name : undefined));
@@ -22,6 +22,13 @@ const histograms = {
       one.loaded = { shares, nonfinite, sites, steps: page.lists[one.steps], bins: one.bins, rowOf: new Map(sites.map((site, row) => [site, row])) };
     }
     return one.loaded;
+  },
+
+  /** The site with elements in the most bins: one that is all zeros, as a bias is at first, looks like an empty panel. */
+  widest(found, sites) {
+    const bins = (loaded, row) => loaded.shares.subarray(row * loaded.steps.length * loaded.bins.length, (row + 1) * loaded.steps.length * loaded.bins.length).reduce((count, share) => count + (share > 0), 0);
+    const counts = sites.map((site) => Math.max(...found.map((loaded) => (loaded?.rowOf.has(site) ? bins(loaded, loaded.rowOf.get(site)) : 0))));
+    return sites[counts.indexOf(Math.max(...counts))];
   },
 
   drawRun(div, loaded, site, title) {

@@ -1,7 +1,19 @@
 // The page: draws what is in view, and answers the search, the controls and the theme.
 "use strict";
 
-const sections = { heat, profiles, updates, rcc, attention, histograms };
+/** The losses of all runs together. */
+const match = {
+  async draw() {
+    const found = await Promise.all(page.runs.map((run) => contextOf(run, "loss")));
+    const traces = found.flatMap((tables, index) =>
+      tables.flatMap(({ name, loaded }) => lineOverSteps(`${page.runs[index].name}: ${name}`, loaded, 0, { color: lineColor(index), dash: name === "loss" ? "solid" : "dash" })),
+    );
+    const isLog = wantsLog(traces.flatMap((trace) => trace.y));
+    lines(byId("match-chart"), { traces, label: "loss", xaxis: { title: { text: "optimizer step", standoff: 6 } }, isLog, legend: true, height: 300 });
+  },
+};
+
+const sections = { match, heat, profiles, updates, rcc, attention, histograms };
 const visible = new Set();
 
 function draw(name) {
@@ -88,7 +100,7 @@ function later(action, pause) {
 
 function start() {
   // A run that has recorded nothing yet, or histograms alone, has no heat map.
-  if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]));
+  if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]), JSON.stringify({ kind: first.kind, statistic: first.statistic }));
   for (const control of document.querySelectorAll("section select, section input")) {
     const name = control.closest("section").id;
     control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
@@ -114,7 +126,7 @@ function start() {
   );
   applyTheme();
   changeSearch();
-  for (const name of Object.keys(sections)) if (byId(name)) watcher.observe(byId(name));
+  for (const name of Object.keys(sections)) if (byId(`${name}-error`)) watcher.observe(byId(name));
 }
 
 start();

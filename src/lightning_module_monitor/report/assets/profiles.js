@@ -21,10 +21,13 @@ function profileTables() {
   }).filter(Boolean);
 }
 
+const DASHES = ["solid", "dash", "dot", "dashdot"];
 const CROWD = 150; // sites whose line would be a band
 
 /** Lines over sites at a step, one for each run, and behind them what the run has had so far. */
-function profileTraces(loadedTables, sites, step, looks = {}) {
+function profileTraces(loadedTables, allSites, step, looks = {}) {
+  const xs = allSites.map((_, index) => index).filter((index) => !looks.accepts || looks.accepts(allSites[index]));
+  const sites = xs.map((index) => allSites[index]);
   const places = sites.map((_, index) => index);
   const traces = [];
   loadedTables.forEach((loaded, index) => {
@@ -34,23 +37,24 @@ function profileTraces(loadedTables, sites, step, looks = {}) {
     const rows = sites.map((site) => loaded.rowOf.get(site));
     const at = (place) => rows.map((row) => (row === undefined ? null : finiteOrNull(loaded.values[row * loaded.columns + place])));
     const line = looks.color || lineColor(index);
-    if (!several && !looks.color) {
-      traces.push({ x: places, y: at(0), name: `step ${loaded.steps[0]}`, mode: sites.length > CROWD ? "markers" : "lines", marker: { size: 2, color: color("faint") }, line: { color: color("faint"), width: 1.5, dash: "dot" }, hoverinfo: "skip" });
+    if (!several && !looks.isTerm) {
+      const past = looks.color ? faded(looks.color, 0.55) : color("faint");
+      traces.push({ x: xs, y: at(0), name: `step ${loaded.steps[0]}`, mode: sites.length > CROWD ? "markers" : "lines", marker: { size: 2, color: past }, line: { color: past, width: 1.5, dash: "dot" }, hoverinfo: "skip", showlegend: !looks.color });
     }
     const values = at(column);
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
-    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}`);
+    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[place])).replace("\n", "<br>")}`);
     const bad = places.filter((place) => rows[place] !== undefined && isRecorded(loaded, rows[place], column) && values[place] === null);
     if (bad.length) {
       const top = Math.max(...values.filter((value) => value > 0), 1e-30);
       const cross = { symbol: "x", size: 8, color: NOT_FINITE };
-      traces.push({ x: bad, y: bad.map(() => top), text: bad.map((place) => text[place]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
+      traces.push({ x: bad.map((place) => xs[place]), y: bad.map(() => top), text: bad.map((place) => text[place]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
     }
     const isCrowded = sites.length > CROWD;
     const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
     const mode = isCrowded ? "markers" : "lines+markers";
-    traces.push({ x: places, y: values, name: escapeText(name), text, hoverinfo: "text", mode, marker, line: { color: line, dash: looks.dash } });
+    traces.push({ x: xs, y: values, name: escapeText(name), text, hoverinfo: "text", mode, marker, line: { color: line, dash: looks.dash } });
   });
   return traces;
 }
@@ -59,9 +63,28 @@ const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 const MOST_TICKS = 16;
 
+/** Names of transitions between blocks, without what all blocks have in common: 0 → 1. */
+function transitions(names) {
+  const pairs = names.map((name) => {
+    const cuts = [...name].map((_, place) => place).filter((place) => name[place] === "-");
+    const alike = (cut) => [...name.slice(0, cut)].findIndex((letter, place) => letter !== name[cut + 1 + place]);
+    const cut = cuts.sort((one, other) => (alike(other) === -1 ? Infinity : alike(other)) - (alike(one) === -1 ? Infinity : alike(one)))[0];
+    return [name.slice(0, cut), name.slice(cut + 1)];
+  });
+  const { short } = shortNames([...new Set(pairs.flat())]);
+  const shortOf = new Map([...new Set(pairs.flat())].map((name, place) => [name, short[place]]));
+  return pairs.map(([from, to]) => `${shortOf.get(from)} → ${shortOf.get(to)}`);
+}
+
 /** The axis of sites: each with its name, where there is room; else the modules that they are in. */
-function siteAxis(sites) {
+function siteAxis(sites, base) {
   const range = [-0.5, sites.length - 0.5];
+  if (base === "gradient_flow") {
+    const stride = Math.ceil(sites.length / MOST_TICKS);
+    const ticks = sites.map((_, index) => index).filter((index) => index % stride === 0);
+    const names = transitions(sites);
+    return { tickvals: ticks, ticktext: ticks.map((index) => escapeText(names[index])), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
+  }
   const { short } = shortNames(sites);
   const starts = (depth) => short.map((_, index) => index).filter((index) => !index || prefixOf(short[index], depth) !== prefixOf(short[index - 1], depth));
   const deepest = Math.max(1, ...short.map((site) => site.split(".").length));
@@ -91,6 +114,23 @@ function steadyRange(loadedTables, sites, isLog) {
   return [low - room, high + room];
 }
 
+/** What a site is, among those of its kind: lines of different things would be a zigzag. */
+function roleOf(base, site, containers) {
+  const run = page.runs.find((one) => moduleLine(one, site)) ?? page.runs[0];
+  const type = moduleLine(run, site).trim().split(",")[0];
+  if (base.startsWith("activation")) return /\.head_\d+(\.|$)/.test(site) ? "heads" : containers.has(site) ? "containers" : "leaf modules";
+  if (base === "gradient_flow") return "";
+  if (/bias[^.]*$/.test(site)) return "biases";
+  if (/norm/i.test(type) || (!type && /(norm|ln|bn)\d*\.[^.]*$/.test(site))) return "normalisation gains";
+  return /embedding/i.test(type) || (!type && /(emb|wte|wpe)[^.]*\.[^.]*$/.test(site)) ? "embeddings" : "weights";
+}
+
+/** Names of modules that hold others. */
+function containersOf(sites) {
+  const names = [...sites, ...page.runs.flatMap((run) => Object.keys(run.modules))];
+  return new Set(names.flatMap((name) => name.split(".").map((_, end, parts) => parts.slice(0, end).join("."))));
+}
+
 const profiles = {
   async draw() {
     const names = profileTables();
@@ -101,10 +141,15 @@ const profiles = {
     names.forEach((name, index) => {
       const sites = filtered(unionOfSites(loaded[index]));
       const isLog = wantsLog(loaded[index].flatMap((one) => (one ? extent(one.values, 0, true) : [])));
+      const containers = containersOf(sites.filter((site) => !site.includes(".head_")));
+      const role = new Map(sites.map((site) => [site, roleOf(name.base, site, containers)]));
+      const roles = [...new Set(role.values())];
+      const looks = (one, place) => ({ accepts: (site) => role.get(site) === one, name: one, ...(several ? { dash: DASHES[place % DASHES.length] } : { color: lineColor(place) }) });
       lines(boxes[index], {
-        traces: profileTraces(loaded[index], sites, step),
+        traces: roles.length > 1 ? roles.flatMap((one, place) => profileTraces(loaded[index], sites, step, looks(one, place))) : profileTraces(loaded[index], sites, step),
         title: `${name.kind}, ${name.statistic}`,
-        xaxis: siteAxis(sites),
+        label: labelOf(name.base, name.statistic),
+        xaxis: siteAxis(sites, name.base),
         yaxis: { range: steadyRange(loaded[index], sites, isLog) },
         isLog,
         legend: true,
@@ -199,10 +244,11 @@ const rcc = {
   drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
     const isLog = what === "sizes" && wantsLog(loaded.flatMap((one) => (one ? extent(one.values, 0, true) : [])));
     const there = sites.filter((site) => loaded.some((one) => one && one.rowOf.has(site)));
-    const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color) });
+    const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color), isTerm: true });
     lines(overSites, {
       traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], there, step, looks(term))),
       title: `${label} over layers, at step ${step}`,
+      label: labelOf(TERMS[0].kind, label),
       xaxis: siteAxis(there),
       yaxis: what === "sizes" ? { range: steadyRange(loaded, there, isLog) } : { range: [0, 1.08] },
       isLog,
@@ -220,6 +266,6 @@ const rcc = {
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
     const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(overSteps, { traces, title: `${label} of ${site} over steps`, xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
+    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: labelOf(TERMS[0].kind, label), xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
   },
 };
