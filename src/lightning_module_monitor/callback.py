@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnosis
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.schedule import Schedule
@@ -141,7 +141,7 @@ class ModuleMonitorCallback(Described, Callback):
 
     def diagnose(self) -> list[Diagnosis]:
         """The causes that the findings of this run show, before what follows from them; at most three."""
-        return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
+        return [] if self._refusal is not None else self._run.health.diagnoses()
 
     # The life of a run
 

@@ -26,6 +26,7 @@ from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
+from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
@@ -198,7 +199,7 @@ class ModuleMonitor(Described, StepEngine):
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.planner.read_names(module, shares_input=shares_input)
-        self._module, self._watched = module, sites.with_wrapped(module)
+        self._module, self._watched, self._modules = module, sites.with_wrapped(module), ModuleTable(sites.modules)
         self._number = next(_numbers)
         _monitors[self._number] = self
         self._report_renamed()
@@ -375,7 +376,7 @@ class ModuleMonitor(Described, StepEngine):
 
     def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
         """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
-        self._see_own_figure(STEPS_SINCE_NONFINITE, steps_since)
+        self._take_in(OWN_KIND, "", STEPS_SINCE_NONFINITE, steps_since, "max")
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.

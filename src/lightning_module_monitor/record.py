@@ -401,6 +401,21 @@ class RawTensor:
     """On the CPU, of any shape and dtype, part of no graph, and not shared."""
 
 
+class ModuleInfo(NamedTuple):
+    """What a module is, and what it returned first in the first monitored step in which it ran."""
+
+    name: str
+    """As in keys."""
+    type: str
+    """Name of its class."""
+    num_parameters: int
+    """Number of elements of its parameters and of those of all modules in it."""
+    output_shape: tuple[int, ...] | None = None
+    """Of the first tensor in its output; ``None`` if there was none yet."""
+    output_dtype: str = ""
+    """As torch calls it: ``bfloat16``."""
+
+
 Severity = Literal["warning", "error"]
 """An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
 
@@ -448,3 +463,6 @@ class Record:
 
     findings: Sequence[Finding] = ()
     """What was found to be wrong in this step."""
+
+    modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
+    """The modules of the model; the same object until more is known of one of them."""

@@ -340,6 +340,17 @@ def sick(health: Health) -> Callable[[Path], dict[str, Any]]:
     return run
 
 
+def sick_between(folder: Path) -> dict[str, Any]:
+    """Step 1 is bad on the last rank, and steps 0 and 3 are monitored; collectives of every step are counted."""
+    torch.manual_seed(0)
+    micro_batches = data(RANK, WORLD)
+    if RANK == WORLD - 1:
+        micro_batches[1][0][0, 0] = 100.0
+    callback = ModuleMonitorCallback(3, rules=[Rule(kinds="activation", statistics="rms")], on_error="raise")
+    result = fit(folder, Classifier(Sick(), torch.optim.SGD, lr=1e-3), callback, micro_batches, limit_val_batches=0)
+    return result | {"findings": callback.findings}
+
+
 class Branches(nn.Module):
     """What runs depends on the rank and on the step: a tuple on the last rank only, a module and a head from a later step on."""
 
@@ -765,6 +776,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "unchanged_with_parts": unchanged_with_parts,
     "sick": sick(Health(nonfinite="always", watch=["dead_units"], snapshot=True)),
     "sick_by_default": sick(Health()),
+    "sick_between": sick_between,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,

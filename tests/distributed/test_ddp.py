@@ -145,6 +145,16 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
+    for result in run_scenarios(num_ranks, "sick_between"):
+        [found] = result["findings"]
+        assert (found.step, found.name, found.site) == (1, "nonfinite", "_root_")
+        assert found.words.endswith("health: {nonfinite: always} names the module.")
+        assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Each rank has another cost, and one cannot even begin the first step: all go by the slowest, and count from the same step."""
     by_rank = run_scenarios(num_ranks, "limited")

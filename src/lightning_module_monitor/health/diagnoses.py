@@ -86,7 +86,7 @@ class Cause:
 
 def _largest(words: str) -> float:
     """The largest magnitude that a finding names."""
-    return max((float(number) for number in re.findall(r"magnitude[^0-9]*([0-9][0-9.]*(?:e[+-]?[0-9]+)?)", words)), default=0.0)
+    return max(map(float, re.findall(r"magnitude[^0-9]*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", words)), default=0.0)
 
 
 NONFINITE = ("nonfinite", "values that are not finite")

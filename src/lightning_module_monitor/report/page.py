@@ -119,6 +119,7 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
         {
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
+            "context": [payload.table(table) for table in run.context],
             "histograms": [one for kind in store.histogram_kinds() for one in payload.histograms(store, kind)],
         }
         for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
@@ -159,6 +160,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
             {"name": one["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
             for run, one in zip(runs[1:], shown[1:], strict=True)
         ],
+        "above": sorted({table.statistic for run in runs for table in run.context}, key=lambda name: name != "loss"),
         "options_that_differ": differing_options(runs) if several else [],
     }
 

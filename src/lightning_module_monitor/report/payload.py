@@ -10,8 +10,8 @@ import numpy as np
 from lightning_module_monitor.record import LABELS, NUM_BINS
 from lightning_module_monitor.report.packing import condense, pack
 from lightning_module_monitor.report.run import Table
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix
 from lightning_module_monitor.sinks.store.reader import StoreReader
-from lightning_module_monitor.sinks.store.tables import HistogramMatrix
 
 MAX_NUMBERS = 5_000_000
 """In all tables together: some 15 MB of the page."""

@@ -17,6 +17,7 @@ from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING
+from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -114,7 +115,10 @@ class HealthController:
             self._raise_detail(site, steps)
 
     def close(self) -> None:
-        """Take every hook off, and forget the run except for its findings; a second call does no harm."""
+        """Log the diagnoses, take every hook off, and forget the run except for its findings; a second call does no harm."""
+        if self._alerts is not None and self._is_fit and is_first_process():
+            for number, one in enumerate(self.diagnoses(), 1):
+                self._messages.warning("Diagnosis %d: %s", number, one)
         self._state = self.state()
         if self.nonfinite is not None:
             self.nonfinite.close()
@@ -127,6 +131,10 @@ class HealthController:
         self._following: list[tuple[Action, Finding]] = []
 
     # What is found
+
+    def diagnoses(self) -> list[Diagnosis]:
+        """The causes that the findings of the run show."""
+        return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
 
     def note(self, finding: Finding | None) -> None:
         """Add a finding to the next record."""

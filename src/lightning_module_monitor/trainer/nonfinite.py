@@ -74,6 +74,8 @@ class NonfiniteController:
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
         self._micro_batch = 0
+        self._steps_since: Tensor | None = None
+        """What the flag gave of the steps before a monitored one."""
         self._loss: Tensor | None = None
         """Of the running backward pass."""
 
@@ -150,16 +152,19 @@ class NonfiniteController:
             self._was_finite = self._was_finite is not False
         else:
             self._was_finite = False
-            if not self.is_reported:
+            num_steps = 0.0 if self._steps_since is None else float(self._steps_since)
+            if num_steps and not self.is_reported:
+                finding = self._marked(step, num_steps)
+            elif not self.is_reported:
                 with self._monitor.no_monitor():
                     finding = self._look(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
         return finding
 
     def report_marked_steps(self, step: int) -> None:
         """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
-        steps_since = self._flag.steps_since(step)
-        if steps_since is not None:
-            self._monitor.monitor_nonfinite_steps(steps_since)
+        self._steps_since = self._flag.steps_since(step)
+        if self._steps_since is not None:
+            self._monitor.monitor_nonfinite_steps(self._steps_since)
 
     def end_micro_batch(self) -> None:
         """It is over."""
@@ -175,7 +180,8 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
-        finding = None if record is None or self.is_reported else self._marked(step, record)
+        num_steps = 0.0 if record is None else record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
         if self._is_by_record and self._is_probed and record is not None:
             self._was_finite = not _has_nonfinite(record)
             if not self._was_finite:
@@ -188,7 +194,7 @@ class NonfiniteController:
     def forget_step(self) -> None:
         """Nothing more is looked at in this step."""
         self._is_looking = self._is_probed = False
-        self._was_finite = None
+        self._was_finite = self._steps_since = None
         self._rerun.forget()
         self._probe.forget()
         self._flag.forget()
@@ -203,11 +209,8 @@ class NonfiniteController:
         """Whether the flag of a step that is looked at lightly is read with the next record."""
         return self._is_by_record or pl_module.device.type != "cpu"
 
-    def _marked(self, step: int, record: Record) -> Finding | None:
-        """The finding of the first marked step."""
-        num_steps = record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
-        if not num_steps > 0:
-            return None
+    def _marked(self, step: int, num_steps: float) -> Finding:
+        """The finding of the first marked step, so many steps before this one."""
         self.is_reported = True
         words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
         return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")

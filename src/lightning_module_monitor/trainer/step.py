@@ -79,8 +79,6 @@ class StepController:
             if self._context is None:
                 self._context = ContextController(self._monitor, trainer.optimizers)
             if self._begin_step(step):
-                if self._nonfinite is not None:
-                    self._nonfinite.report_marked_steps(step)
                 self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
@@ -96,6 +94,8 @@ class StepController:
         is_monitored = self._monitor.is_monitoring()
         if self._nonfinite is not None:
             self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+            if is_first and is_monitored:
+                self._nonfinite.report_marked_steps(step)
 
     def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """The backward pass of the loss begins."""

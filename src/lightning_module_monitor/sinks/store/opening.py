@@ -102,6 +102,7 @@ def _check_content(file: h5py.File, path: Path) -> None:
         if isinstance(item, h5py.Dataset):
             _check_size(name, item, num_bytes)
     schema.read_attributes(file)
+    schema.read_modules(file)
     for group, columns in schema.read_columns(file, with_superseded=True).items():
         _check_table(file[group], columns, schema.has_histograms(group))
     for name, _item in found:

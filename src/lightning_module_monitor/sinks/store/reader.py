@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import Described, Description, Findings, counted
 from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key
+from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.find import find_store
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.schema import StoredTensor
-from lightning_module_monitor.sinks.store.tables import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 
 if TYPE_CHECKING:
     import pandas
@@ -242,6 +242,14 @@ class StoreReader(Described):
         """What was found to be wrong with the model, in the order in which it was found; a notebook shows a table."""
         with open_store(self.path) as file:
             return Findings(schema.read_findings(file))
+
+    def modules(self) -> list[ModuleInfo]:
+        """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of what each returned first.
+
+        Empty for a store of an earlier version, and where no module was monitored.
+        """
+        with open_store(self.path) as file:
+            return schema.read_modules(file)
 
     @property
     def attributes(self) -> dict[str, object]:
