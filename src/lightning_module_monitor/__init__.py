@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.health.diagnoses import Diagnosis
     from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+    from lightning_module_monitor.version import __version__ as __version__
     from lightning_module_monitor.width_check.check import coordinate_check
     from lightning_module_monitor.width_check.report import WidthCheck
 
@@ -29,6 +31,7 @@ __all__ = [
     "STATISTICS",
     "Alert",
     "Capture",
+    "Diagnosis",
     "Event",
     "Finding",
     "GradientFlow",
@@ -58,6 +61,7 @@ __all__ = [
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config": ("Capture", "GradientFlow", "Rule"),
+    "health.diagnoses": ("Diagnosis",),
     "health.options": ("Alert", "Health"),
     "standalone.mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
@@ -72,6 +76,7 @@ _HOMES = {
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),
     "statistics.registry": ("STATISTICS", "Statistic"),
+    "version": ("__version__",),
     "width_check.check": ("coordinate_check",),
     "width_check.report": ("WidthCheck",),
 }
@@ -89,4 +94,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_BY_NAME})

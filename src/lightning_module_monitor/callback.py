@@ -47,8 +47,11 @@ class ModuleMonitorCallback(Described, Callback):
     output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
 
     Args:
-        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
-            function of the step. Values that modules record themselves are taken in these, also where no rule is due.
+        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), one every so many
+            minutes (``{minutes: 5}``), or a function of the step. Values that modules record themselves are taken in these, also where no
+            rule is due. By the clock, a run begins with the steps 0, 1, 11, 111, ... until they are as far apart. Each monitored step
+            chooses the next one by its number, the same on all ranks, from the time of a step since the last one
+            (``monitor/seconds_per_step``, the largest of all ranks): an interval in which steps become slower is longer.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
@@ -276,3 +279,9 @@ class ModuleMonitorCallback(Described, Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
         self._steps.continue_step()
+
+
+# LightningCLI checks values by the annotations, and buries an error in a hundred lines of its own. With Any as a last resort, which type
+# checkers do not see, it passes every value on to the checks of `Options`. It refuses an unknown option all the same.
+_ANNOTATIONS = ModuleMonitorCallback.__init__.__annotations__
+_ANNOTATIONS.update({name: f"{one} | Any" for name, one in _ANNOTATIONS.items()})

@@ -82,7 +82,8 @@ class ModuleMonitor(Described, StepEngine):
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, one every so many minutes
+            (``{"minutes": 5}``), or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -126,7 +127,7 @@ class ModuleMonitor(Described, StepEngine):
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
-            raise ConfigError(f"module is a {type(module).__name__}; expected the name of a submodule, e.g. 'encoder'.")
+            raise ConfigError(f"module is {module!r}; expected the name of a submodule, e.g. 'encoder'.")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
             excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
@@ -139,7 +140,7 @@ class ModuleMonitor(Described, StepEngine):
         self._metrics: set[tuple[str, str]] = set()
         reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         planner = Planner(
-            parse_schedule(monitor_step_fn, "every_n_steps"),
+            parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True),
             default_rules() if rules is None else as_tuple(rules),
             gradient_flow,
             capture,

@@ -43,7 +43,10 @@ RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
 """The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE)
+SECONDS_PER_STEP = "seconds_per_step"
+"""The name of the time that a step took since the last record, where steps are picked by the clock: the largest of all ranks."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

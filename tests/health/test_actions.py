@@ -278,11 +278,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no limit": ({"alerts": [Alert(keys=".*")]}, r"alerts\[0\] has no limit; expected above"),
     "no key": (
         {"alerts": [Alert(keys="gradient/modl.*/norm", above=1)]},
-        r"alerts\[0\].keys 'gradient/modl.*' matches none of the \d+ keys; ",
+        r"alerts\[0\].keys 'gradient/modl.*' matches none of the \d+ keys as a whole; 'gradient/model",
     ),
     "no key among several": (
         {"alerts": [Alert(keys=["gradient/model.*/norm", "gradeint/.*/norm"], above=1)]},
-        r"alerts\[0\].keys 'gradeint/.*/norm' matches none of the \d+ keys; nearest: 'gradient/model.layers",
+        r"alerts\[0\].keys 'gradeint/.*/norm' matches none of the \d+ keys as a whole; 'gradient/\.\*/norm' matches 4 of them",
     ),
     "no key of a kind that is known, with heads": (
         {"alerts": [Alert(keys="gradient/modl.*/norm", above=1)], "attention": True},

@@ -20,6 +20,7 @@ from lightning_module_monitor import (
     STATISTICS,
     Alert,
     Capture,
+    Diagnosis,
     Event,
     Finding,
     GradientFlow,
@@ -53,6 +54,8 @@ def kurtosis(x: Tensor) -> Tensor:
 
 def findings(one: ModuleMonitorCallback) -> list[str]:
     """What was found to be wrong, in the run and in its store."""
+    diagnoses: list[Diagnosis] = one.diagnose()
+    assert all(diagnosis.advice for diagnosis in diagnoses)
     found: list[Finding] = one.findings + load_store("monitor.h5").findings()
     return [f"{finding.step} {finding.name} {finding.site}: {finding.words}" for finding in found]
 

@@ -23,8 +23,8 @@ from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
-from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.version import __version__
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
 """In this order: each uses those before it."""
@@ -149,7 +149,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
-        "version": schema.package_version(),
+        "version": __version__,
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "several": several,
         "names": names,

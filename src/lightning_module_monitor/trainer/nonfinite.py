@@ -67,6 +67,8 @@ class NonfiniteController:
         """Whether the step is one to look at."""
         self._is_light = False
         """Whether it is looked at lightly."""
+        self._is_deferred = False
+        """Whether its flag is read with the next record."""
         self._is_probed = False
         """Whether the probe observes the step itself."""
         self.is_reported = False
@@ -92,12 +94,13 @@ class NonfiniteController:
             self.forget_step()
             self._is_looking = True
             self._is_light = not (is_monitored or self._options.is_at_every_step)
+            self._is_deferred = self._is_light and self._is_left_on_device(pl_module)
             self._is_probed = not self._is_light and (self._is_by_record or not pl_module.automatic_optimization)
             if self._is_probed and not self._probe.is_attached():
                 self._probe.attach()
         if self._is_probed:
             self._probe.begin_micro_batch()
-        elif self._is_looking and pl_module.automatic_optimization and not (self._is_light and self._is_left_on_device(pl_module)):
+        elif self._is_looking and pl_module.automatic_optimization and not self._is_deferred:
             self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first, is_whole=not self._is_light)
 
     def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
@@ -133,7 +136,7 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value, that is known now, and it is the first of a series.
         """
-        if self._is_light and self._is_looking and self._is_left_on_device(pl_module):
+        if self._is_deferred:
             self._flag.mark(step)
             return None
         if self._is_by_record and not self._is_light:
@@ -193,7 +196,7 @@ class NonfiniteController:
 
     def forget_step(self) -> None:
         """Nothing more is looked at in this step."""
-        self._is_looking = self._is_probed = False
+        self._is_looking = self._is_probed = self._is_deferred = False
         self._was_finite = self._steps_since = None
         self._rerun.forget()
         self._probe.forget()

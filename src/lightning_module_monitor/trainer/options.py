@@ -95,7 +95,7 @@ class Options:
     @cached_property
     def schedule(self) -> ParsedSchedule:
         """The checked ``every_n_steps``."""
-        return parse_schedule(self.every_n_steps, "every_n_steps")
+        return parse_schedule(self.every_n_steps, "every_n_steps", may_be_by_clock=True)
 
     @property
     def source(self) -> str | nn.Module | None:

@@ -21,6 +21,7 @@ from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.copies import copies_without_graph
+from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import copied, named_tensors
@@ -251,10 +252,15 @@ def _release_gradient(weight: Tensor) -> None:
 
 
 def _run(trainer: Trainer, pl_module: LightningModule, sibling: LightningModule, kept: _Kept) -> Tensor | None:
-    """Run a micro-batch; returns its loss."""
+    """Run a micro-batch uncompiled; returns its loss."""
+    uncompiled = Uncompiled()
     with unchanged_random_states(pl_module.device):
         kept.random_states.restore()
-        output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
+        uncompiled.begin()
+        try:
+            output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
+        finally:
+            uncompiled.end()
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
 

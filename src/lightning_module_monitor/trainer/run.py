@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, coordinate_check_rules
+from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
@@ -21,8 +21,8 @@ from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
-from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.record import OVERHEAD_FRACTION, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
+from lightning_module_monitor.trainer.checks import check_manual_optimization, check_monitored_keys, check_trainer, makes_layers_late
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
@@ -140,11 +140,15 @@ class RunController:
             STEP_SKIPPED: scaler_of(trainer) is not None,
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
             STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
+        if self.is_fit:
+            patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")
+            check_monitored_keys(trainer, {*self.sinks.planned_keys()}, patterns, self.reporter.log_once)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
