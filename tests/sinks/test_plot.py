@@ -80,7 +80,7 @@ def test_a_heat_map_has_a_row_for_each_site(store: StoreReader) -> None:
 
 
 def test_the_scale_is_that_of_the_values(store: StoreReader) -> None:
-    """Zero is in the middle for values of both signs; a magnitude within two decades is linear; the unit is named."""
+    """Zero is in the middle for values of both signs; a magnitude within a decade is linear; the unit is named."""
     signed, fraction = store.plot.heatmap("activation", "mean"), store.plot.heatmap("activation", "zero_fraction")
     norm = signed.images[0].norm
     assert isinstance(norm, CenteredNorm)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:  # it takes a second to import, and is an extra
 POINTS_PER_ROW = 10
 """A name is 8 points high."""
 MAX_COLUMN_LABELS = 10
-DECADES = 100.0
+WIDE = 30.0
 """A magnitude gets a logarithmic scale if its largest value is so many times the smallest one that is not zero."""
+MAX_MARKERS = 100
+"""A longer curve has no mark for each step."""
 
 _UNITS = {
     "attention_entropy": "nats",
@@ -58,7 +60,7 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     """Whether values are a magnitude that only a logarithmic scale shows whole."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
-    return bool(len(positive) and finite.min() >= 0 and positive.max() >= DECADES * positive.min())
+    return bool(len(positive) and finite.min() >= 0 and positive.max() >= WIDE * positive.min())
 
 
 def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, label: str) -> None:
@@ -140,7 +142,7 @@ def draw_curves(axes: Axes, curves: Sequence[tuple[str, NDArray[np.int64], NDArr
     """
     for name, steps, values in curves:
         is_finite = np.isfinite(values)
-        axes.plot(steps, np.where(is_finite, values, np.nan), marker="." if len(steps) < DECADES else "", label=name)
+        axes.plot(steps, np.where(is_finite, values, np.nan), marker="." if len(steps) <= MAX_MARKERS else "", label=name)
         if not is_finite.all():
             mark_not_finite(axes, steps[~is_finite])
     if curves and spans_decades(np.concatenate([values for _name, _steps, values in curves])):
