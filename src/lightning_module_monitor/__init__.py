@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
     from lightning_module_monitor.record import Finding, Histogram, Record
+    from lightning_module_monitor.report.page import write_report
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.store.reader import load_store
     from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
@@ -52,6 +53,7 @@ __all__ = [
     "monitor_scaled_dot_product_attention",
     "register_rcc_layer",
     "track",
+    "write_report",
 ]
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
     "record": ("Finding", "Histogram", "Record"),
+    "report.page": ("write_report",),
     "sinks.history": ("StorageManager",),
     "sinks.store.reader": ("load_store",),
     "standalone.attention": ("monitor_scaled_dot_product_attention",),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
+from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.diagnoses import Diagnosis
 from lightning_module_monitor.health.options import Alert, Health
@@ -39,7 +40,7 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
     return guarded
 
 
-class ModuleMonitorCallback(Callback):
+class ModuleMonitorCallback(Described, Callback):
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
@@ -135,8 +136,11 @@ class ModuleMonitorCallback(Callback):
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found to be wrong in this run, in the order in which it was found."""
-        return [] if self._refusal is not None else list(self._run.health.findings)
+        """What was found to be wrong in this run, in the order in which it was found; a notebook shows a table."""
+        return Findings() if self._refusal is not None else Findings(self._run.health.findings)
+
+    def _describe(self) -> Description:
+        return Description(f"refused: {self._refusal}", (), ()) if self._refusal is not None else self._run.describe()
 
     def diagnose(self) -> list[Diagnosis]:
         """The causes that the findings of this run show, before what follows from them; at most three."""

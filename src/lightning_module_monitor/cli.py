@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # ------------------------------------------------------------------ what the subcommands share
 
-_ONE_STORE = "path of a run's monitor.h5; the run may be going on, or have been killed"
+_ONE_STORE = "path of a run's monitor.h5, or of a folder, whose newest run is used; the run may be going on, or have been killed"
 
 
 def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, words: str = _ONE_STORE) -> None:
@@ -156,7 +156,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    _add_store(parser, "+", "paths of the runs' monitor.h5, two or more")
+    _add_store(parser, "+", "paths of the runs' monitor.h5 or folders, two or more")
     _add_output(parser, "compare.html")
     words = "check the keys that this regular expression matches as a whole; may be given several times"
     parser.add_argument("--fail-on", metavar="PATTERN", action="append", help=words)

@@ -123,6 +123,11 @@ class ParsedRule:
     is_optional: bool = False
     """Whether it may match nothing: the user has not named its sites."""
 
+    @property
+    def names(self) -> list[str]:
+        """The names of everything that it computes of a tensor."""
+        return [*self.statistics, *self.histograms, *self.units, *(function.name for function in self.functions)]
+
 
 def default_rules() -> list[Rule]:
     """The rules of a callback or monitor without ``rules``: useful, and bounded in cost."""

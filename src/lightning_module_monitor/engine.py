@@ -25,6 +25,7 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
+from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
@@ -89,6 +90,7 @@ class StepEngine:
         self._awaits_attention = True
         """Whether no step has ended yet in which attention was due."""
         self._own_specs: dict[tuple[str, str, str, str], MetricSpec] = {}
+        self._modules = ModuleTable(())
         self._expected: list[MetricSpec] = []
         """What is known to come in training besides what rules record."""
 
@@ -325,6 +327,9 @@ class StepEngine:
             ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference, rank),
             ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
+        shapes = self._modules.probe() if stage == TRAIN else None
+        if shapes is not None:
+            probes.append(shapes)
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, accumulator))
         if captured is not None:
@@ -417,7 +422,7 @@ class StepEngine:
             if not context.attention.has_observed and self._speaks_for_all():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING)
         values[self.planner.own_key("errors", context.stage)] = float(context.accumulator.num_errors)
-        record = Record(context.step, values, context.accumulator.histograms, tensors)
+        record = Record(context.step, values, context.accumulator.histograms, tensors, modules=self._modules.modules())
         self.storage.add(record)
         return record
 

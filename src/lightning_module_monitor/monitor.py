@@ -19,12 +19,14 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.engine import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
+from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
@@ -61,7 +63,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(StepEngine):
+class ModuleMonitor(Described, StepEngine):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -165,6 +167,16 @@ class ModuleMonitor(StepEngine):
 
     # What there is
 
+    def _describe(self) -> Description:
+        rules, last = self.planner.rules, self.storage.last_step()
+        module = "no module" if self._module is None else type(self._module).__name__
+        title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
+        rows = [
+            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.names), str(rule.schedule))
+            for rule in rules
+        ]
+        return Description(title, ("kinds", "sites", "statistics", "when"), rows)
+
     @property
     def reference_module(self) -> nn.Module | None:
         """The module that it is compared with; ``None`` if there is none."""
@@ -188,7 +200,7 @@ class ModuleMonitor(StepEngine):
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.planner.read_names(module, shares_input=shares_input)
-        self._module, self._watched = module, sites.with_wrapped(module)
+        self._module, self._watched, self._modules = module, sites.with_wrapped(module), ModuleTable(sites.modules)
         self._number = next(_numbers)
         _monitors[self._number] = self
         self._report_renamed()

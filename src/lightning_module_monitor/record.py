@@ -404,11 +404,26 @@ class RawTensor:
     """On the CPU, of any shape and dtype, part of no graph, and not shared."""
 
 
+class ModuleInfo(NamedTuple):
+    """What a module is, and what it returned first in the first monitored step in which it ran."""
+
+    name: str
+    """As in keys."""
+    type: str
+    """Name of its class."""
+    num_parameters: int
+    """Number of elements of its parameters and of those of all modules in it."""
+    output_shape: tuple[int, ...] | None = None
+    """Of the first tensor in its output; ``None`` if there was none yet."""
+    output_dtype: str = ""
+    """As torch calls it: ``bfloat16``."""
+
+
 Severity = Literal["warning", "error"]
 """An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """Something that is not well with the model, said once for each cause."""
 
@@ -429,6 +444,9 @@ class Finding:
 
     severity: Severity = "warning"
 
+    def __repr__(self) -> str:
+        return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -448,3 +466,6 @@ class Record:
 
     findings: Sequence[Finding] = ()
     """What was found to be wrong in this step."""
+
+    modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
+    """The modules of the model; the same object until more is known of one of them."""

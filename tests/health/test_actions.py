@@ -107,7 +107,7 @@ def test_detail_is_raised_for_the_next_steps(tmp_path: Path) -> None:
     store = load_store(callback.store_path)
     for key in ("activation/model.layers.3/std", "parameter/model.layers.3.weight/zero_fraction", "gradient/model.layers.3.bias/abs_mean"):
         assert store.series(key)[0].tolist() == [1, 2]
-    assert not any("layers.0" in key for key in store.keys() if key.endswith("/std"))  # noqa: SIM118  # a store is no dict
+    assert not any("layers.0" in key for key in store if key.endswith("/std"))
     assert {(one.kind, one.site, one.step) for one in store.tensors()} == {
         (kind, f"model.layers.3{name}", step)
         for kind, name in [

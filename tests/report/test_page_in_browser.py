@@ -46,6 +46,9 @@ def everything() -> dict[str, list[float | None]]:
     series["gradient_flow/net.fc1-net.fc2/gain"] = [1.5] * NUM_STEPS
     series["gradient_flow/net.fc2-net.head/gain"] = [0.7] * NUM_STEPS
     series["monitor/errors"] = [0.0] * NUM_STEPS
+    series["context/loss"] = [2.0 / (step + 1) for step in range(NUM_STEPS)]
+    series["context/val_loss"] = [None] * 6 + [1.5] * (NUM_STEPS - 6)
+    series["context/lr"] = [0.1] * NUM_STEPS
     return series
 
 
@@ -167,6 +170,23 @@ def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
     visit.settle()
     assert visit.page.input_value("#heat-site") == "net.relu"
     assert visit.complaints == []
+
+
+def test_the_loss_is_above_the_heat_map_over_the_same_steps(visit: Visit) -> None:
+    """One axis of steps for both, which its cells fill; the values of the store; another figure is one choice away."""
+    visit.show("heat")
+    visit.settle()
+    above = "document.querySelector('#heat-charts .chart').data.filter(one => one.type === 'scatter' && one.yaxis === 'y2')"
+    assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["loss", "val_loss"]
+    np.testing.assert_allclose(visit.page.evaluate(f"[...{above}[0].y]"), everything()["context/loss"], rtol=1e-3)
+    assert visit.page.evaluate(f"[...{above}[0].x]") == [10 * step for step in range(NUM_STEPS)]
+    axes = "document.querySelector('#heat-charts .chart')._fullLayout"
+    assert visit.page.evaluate(f"{axes}.xaxis.range") == [-5, 10 * NUM_STEPS - 5]
+    assert visit.page.evaluate(f"[{axes}.yaxis.domain[1] < {axes}.yaxis2.domain[0], {axes}.yaxis2.anchor]") == [True, "x"]
+    visit.page.select_option("#heat-above", "lr")
+    visit.settle()
+    assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["lr"]
+    visit.page.select_option("#heat-above", "loss")
 
 
 def names_of_rows(visit: Visit) -> list[str]:

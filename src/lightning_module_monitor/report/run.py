@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, is_undefined
-from lightning_module_monitor.sinks.store.reader import Matrix, StoreReader
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, is_undefined
+from lightning_module_monitor.sinks.store.matrices import Matrix
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +57,18 @@ class Run:
     """The detectors that the training judged, by name."""
     histograms: list[Key]
     """Keys of its histograms, which are read one by one."""
+    modules: list[ModuleInfo]
+    """What is known of the model's modules."""
 
     @property
     def sites(self) -> set[str]:
         """All sites with numbers or histograms."""
         return {site for table in self.tables for site in table.sites} | {key.site for key in self.histograms}
+
+    @property
+    def context(self) -> list[Table]:
+        """Of its figures the loss, learning rates, and what was logged."""
+        return [table for table in self.figures if table.name.kind == CONTEXT_KIND]
 
     @property
     def steps(self) -> list[int]:
@@ -80,7 +88,7 @@ def read_run(store: StoreReader) -> Run:
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     configurations: list[dict[str, Any]] = store.attributes["configurations"]  # type: ignore[assignment]  # objects of JSON
     watched = frozenset(name for run in configurations[-1:] for name in run["configuration"].get("watched", ()))
-    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms)
+    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms, store.modules())
 
 
 def _split(matrix: Matrix) -> list[Table]:

@@ -38,7 +38,7 @@ class ContextController:
             self._namer.name(name)
         self._names: dict[str, str] = {}
         """The name of what the module logs."""
-        self._rates: dict[Optimizer, list[Tensor | float]] = {}
+        self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers of this step used."""
 
     def begin_step(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
+from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import WARN
@@ -179,6 +180,19 @@ class RunController:
             self.last_record = dataclasses.replace(record, tensors=())
         self.sinks.emit(trainer, pl_module, record)
         self.health.follow(trainer, record.findings, self.sinks.folder)
+
+    def describe(self) -> Description:
+        """What is watched, where it is written, and what was found."""
+        rules, findings, store = self.monitor.planner.rules, self.health.findings, self.sinks.store_path
+        last = "none" if self.last_record is None else f"of step {self.last_record.step}: {counted(len(self.last_record.values), 'value')}"
+        rows = [
+            *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.names)}, {rule.schedule}") for rule in rules),
+            ("last record", last),
+            ("store", store or "none"),
+            *(("finding", f"step {one.step}, {one.name} {one.site}: {one.words}") for one in findings),
+        ]
+        title = f"{self.options.schedule}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+        return Description(title, ("", ""), rows)
 
     def close(self) -> None:
         """Take every hook off and close the sinks; a second call does no harm."""

@@ -77,10 +77,34 @@ function isUneven(steps) {
   return Math.max(...gaps) > 4 * quantile(gaps, 0.5);
 }
 
-/** An axis of steps. */
+/** Steps as a heat map's columns. */
+const columnsOf = (steps) => (isUneven(steps) ? steps.map(String) : steps);
+
+/** An axis of steps that a heat map fills. */
 function stepAxis(steps) {
   const title = { text: "optimizer step", standoff: 6 };
-  return isUneven(steps) ? { type: "category", title, nticks: 12 } : { title };
+  if (isUneven(steps)) return { type: "category", title, nticks: 12, range: [-0.5, steps.length - 0.5] };
+  const [first, last] = [steps[0], steps[steps.length - 1]];
+  return { title, range: steps.length > 1 ? [first - (steps[1] - first) / 2, last + (last - steps[steps.length - 2]) / 2] : [first - 0.5, last + 0.5] };
+}
+
+const ABOVE = 120; // pixels of the lines above a heat map
+
+/** Lines above a heat map, over the same steps; an axis for them, and how much of the chart they take. */
+function linesAbove(above, columns, height) {
+  const traces = above.flatMap(({ name, loaded }, index) => lineOverSteps(name, loaded, 0, { color: lineColor(index), width: 1.8 }));
+  const isCategory = typeof columns[0] === "string";
+  for (const trace of traces) {
+    const places = trace.x.map((_, place) => place).filter((place) => !isCategory || columns.includes(String(trace.x[place])));
+    const pick = (list) => places.map((place) => list[place]);
+    Object.assign(trace, { x: pick(trace.x).map(isCategory ? String : Number), y: pick(trace.y), text: pick(trace.text), type: "scatter", yaxis: "y2", showlegend: false });
+  }
+  const share = ABOVE / height;
+  const log = wantsLog(traces.flatMap((trace) => trace.y)) ? logAxis(traces) : {};
+  const names = above.map(({ name }, index) => `<span style="color:${lineColor(index)}">${escapeText(name)}</span>`);
+  const title = { text: names.join(", "), standoff: 4, font: { size: 11 } };
+  const axis = { gridcolor: color("grid"), zeroline: false, automargin: true, nticks: 4, domain: [1 - share + 0.02, 1], title, exponentformat: "e", ...log };
+  return { traces, axis, share };
 }
 
 /** Round marks of a logarithmic colour bar. */
@@ -100,9 +124,9 @@ function logTicks(low, high) {
  *
  * rows: names; columns: names or numbers; value(row, column): a number, or undefined where there is none.
  * scale: "log", "linear" or "signed" (around zero); range: [low, high] of the numbers that colours stand for.
- * hover(row, column, text): lines of what a cell says.
+ * hover(row, column, text): lines of what a cell says. above: names and loaded tables of lines above it.
  */
-function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height }) {
+function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above }) {
   const { short } = shortNames(rows);
   const colored = [];
   const texts = [];
@@ -147,13 +171,18 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
   const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
   if (anyZero) traces.push({ ...common, ...plain(color("zero")), z: zero });
   if (anyBroken) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: broken }); // red is taken there
+  const total = (height || Math.min(820, Math.max(190, 86 + 17 * rows.length))) + (above?.length ? ABOVE : 0);
+  const { traces: extra, axis, share } = above?.length ? linesAbove(above, columns, total - 90) : { traces: [], share: 0 };
+  Object.assign(traces[0].colorbar, { len: 1 - share, y: 0, yanchor: "bottom" });
+  traces.push(...extra);
   const layout = layoutOf({
     title,
-    height: height || Math.min(820, Math.max(190, 86 + 17 * rows.length)),
+    height: total,
     xaxis: { showgrid: false, ...xaxis },
-    yaxis: { type: "category", autorange: "reversed", automargin: true, showgrid: false, ticks: "", tickfont: { size: 11 } },
+    yaxis: { domain: [0, 1 - share], type: "category", autorange: "reversed", automargin: true, showgrid: false, ticks: "", tickfont: { size: 11 } },
     uirevision,
   });
+  if (axis) layout.yaxis2 = axis;
   div.describe = (row, column) => hover(row, column, texts[row][column] === undefined ? "not recorded" : format(texts[row][column]));
   div.cells = { rows: rows.length, columns: columns.length, names: rows };
   const drawn = Plotly.react(div, traces, layout, CONFIG).then(() => followPointer(div));
@@ -170,6 +199,7 @@ function followPointer(div) {
   tip.hidden = true;
   div.append(tip);
   div.on("plotly_hover", ({ points, event }) => {
+    if (points[0].data.type !== "heatmap") return;
     const [row, column] = points[0].pointIndex;
     tip.textContent = div.describe(row, column);
     tip.hidden = false;
@@ -180,7 +210,7 @@ function followPointer(div) {
     tip.style.top = `${Math.min(event.clientY - box.top + 12, box.height - tip.offsetHeight - 4)}px`;
   });
   div.on("plotly_unhover", () => (tip.hidden = true));
-  div.on("plotly_click", ({ points }) => div.pick && div.pick(points[0].pointIndex[0]));
+  div.on("plotly_click", ({ points }) => div.pick && points[0].data.type === "heatmap" && div.pick(points[0].pointIndex[0]));
 }
 
 /** A heat map's cursor: arrow keys move it, Enter picks its row. */
@@ -199,7 +229,7 @@ function makeCursor(div, labels, columns) {
     div.cursor = [clamp(row + move[0], div.cells.rows), clamp(column + move[1], div.cells.columns)];
     const mark = { symbol: "square-open", size: 13, color: color("accent"), line: { width: 3 } };
     const cursor = { type: "scatter", mode: "markers", x: [columns[div.cursor[1]]], y: [labels[div.cursor[0]]], marker: mark, hoverinfo: "skip" };
-    const others = div.data.filter((trace) => trace.type === "heatmap");
+    const others = div.data.filter((trace) => trace.marker?.symbol !== mark.symbol);
     Plotly.react(div, [...others, { ...cursor, showlegend: false }], div.layout, CONFIG);
     const words = div.describe(...div.cursor);
     document.getElementById("status").textContent = words;

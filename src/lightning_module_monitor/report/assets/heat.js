@@ -59,6 +59,12 @@ function depthsOf(sites) {
 
 const MANY_ROWS = 120;
 
+/** What a run has logged under a name, loaded; with the training loss that of validation too. */
+function contextOf(run, name) {
+  const isShown = ({ statistic }) => statistic === name || (name === "loss" && /val.*loss/.test(statistic));
+  return Promise.all(run.context.filter(isShown).map(async (table) => ({ name: table.statistic, loaded: await load(table) })));
+}
+
 const heat = {
   async draw() {
     const { kind, statistic } = JSON.parse(byId("heat-table").value);
@@ -76,10 +82,11 @@ const heat = {
     const range = told.length ? [Math.min(...told.map(([low]) => low)), Math.max(...told.map(([, high]) => high))] : [0.1, 1];
     const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
     const common = { rows: groups.map(([name]) => name), scale, range, label: statistic };
+    const above = await Promise.all(page.runs.map((run) => contextOf(run, byId("heat-above").value)));
     byId("heat-charts").classList.toggle("many", several);
     loadedTables.forEach((loaded, index) => {
       const title = several ? page.runs[index].name : undefined;
-      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title }, kind);
+      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind);
       else Plotly.react(boxes[index], [], layoutOf({ title: `${title}: not recorded`, height: 120 }), CONFIG);
     });
     for (let index = 1; index < page.runs.length; index++) {
@@ -112,7 +119,7 @@ const heat = {
   },
 
   drawRun(div, loaded, groups, options, kind) {
-    const columns = isUneven(loaded.steps) ? loaded.steps.map(String) : loaded.steps;
+    const columns = columnsOf(loaded.steps);
     heatmap(div, {
       ...options,
       columns,
@@ -155,7 +162,7 @@ const heat = {
       }
     }
     const label = scale === "log" ? "log2 of the ratio" : "difference";
-    const columns = isUneven(loaded.steps) ? loaded.steps.map(String) : loaded.steps;
+    const columns = columnsOf(loaded.steps);
     const hover = (row, column, text) => this.words(loaded, groups[row], column, `${label} ${text}`);
     const range = [-largest, largest];
     heatmap(div, { rows: groups.map(([name]) => name), columns, value: difference, hover, scale: "signed", range, title, xaxis: stepAxis(loaded.steps), label });

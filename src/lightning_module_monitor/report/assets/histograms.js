@@ -40,7 +40,7 @@ const histograms = {
     const shares = shown.filter((bin) => bin >= 0).flatMap((bin) => steps.map((_, column) => at(bin, column))).filter((share) => share > 0);
     heatmap(div, {
       rows: names,
-      columns: isUneven(steps) ? steps.map(String) : steps,
+      columns: columnsOf(steps),
       value: (place, column) => (shown[place] < 0 ? undefined : at(shown[place], column) || undefined),
       hover: (place, column) => `${names[place].trim()}\nstep ${steps[column]}\n${format(100 * (at(shown[place], column) || 0))} % of the elements${note(column)}`,
       scale: "log",

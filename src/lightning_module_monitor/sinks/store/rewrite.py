@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store import lock, schema, space
 from lightning_module_monitor.sinks.store.killed import is_in_use
 from lightning_module_monitor.sinks.store.opening import open_store
@@ -48,7 +49,9 @@ def is_there(path: Path) -> bool:
 # ------------------------------------------------------------------ files
 
 
-def new_file(path: Path, attributes: schema.Attributes, tables: Mapping[str, Sequence[str]] | None) -> None:
+def new_file(
+    path: Path, attributes: schema.Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()
+) -> None:
     """Write a new file without rows at ``path``; arguments are those of :func:`schema.create`. After an error there is none.
 
     Raises:
@@ -56,7 +59,7 @@ def new_file(path: Path, attributes: schema.Attributes, tables: Mapping[str, Seq
     """
     image = io.BytesIO()  # HDF5 itself must not run out of space
     with h5py.File(image, "w", libver=_LIBVER) as file:
-        schema.create(file, attributes, tables)
+        schema.create(file, attributes, tables, modules)
     try:
         with space.refusals():
             path.write_bytes(image.getbuffer())
@@ -162,6 +165,7 @@ def rewrite(
     *,
     attributes: schema.Attributes | None = None,
     more: Mapping[str, Sequence[str]] | None = None,
+    modules: Sequence[ModuleInfo] = (),
     before_step: int | None = None,
     with_superseded: bool = True,
 ) -> Count:
@@ -172,6 +176,7 @@ def rewrite(
         target: Path of the copy; not the source's own.
         attributes: Replaces the source's own.
         more: Columns by group that the copy has besides the source's.
+        modules: Modules that the copy has besides the source's, or in their place.
         before_step: What is of this step or a later one is superseded.
         with_superseded: Whether the copy has what is superseded, by this step or before.
 
@@ -190,7 +195,8 @@ def rewrite(
     parts = [part for part in parts if len(part.rows) or (part.source == part.target and not of_tensors)]
     parts = [part for part in parts if with_superseded or not schema.is_superseded(part.target)]
     wider = {part.target: list(dict.fromkeys((*columns.get(part.source, ()), *more.get(part.target, ())))) for part in parts}
-    new_file(target, attributes or schema.read_attributes(source), None if of_tensors else {**more, **wider})
+    known = schema.merged_modules(schema.read_modules(source), modules)
+    new_file(target, attributes or schema.read_attributes(source), None if of_tensors else {**more, **wider}, known)
     with changes(target) as copy:
         for part in parts:
             if of_tensors:

@@ -8,6 +8,9 @@ The histograms of a kind are a table of the same form, in the group ``histograms
 
 ``findings`` has a row for each finding.
 
+``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of what it
+returned first. All rows are there from the start; shape and dtype are written in place once they are known.
+
 ``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers skip them.
 
 A file of raw tensors has a dataset for each tensor instead, see ``tensors.py``; the attribute ``content`` marks it.
@@ -24,7 +27,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import EDGES, LABELS, Finding, Key, Severity
+from lightning_module_monitor.record import EDGES, LABELS, Finding, Key, ModuleInfo, Severity
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""
@@ -43,11 +46,14 @@ SITELESS = "logged"
 HISTOGRAMS = "histograms"
 SUPERSEDED = "superseded"
 FINDINGS = "findings"
+MODULES = "module table"
+"""With a space, which no kind has."""
 
 _RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
 _FINDING = np.dtype([("step", "<i8"), ("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600")])
 _FINDINGS_PER_CHUNK = 4
+_MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
 _CALL = ".call_"
 _RAW_TENSORS = "raw tensors"
 
@@ -206,16 +212,31 @@ def read_findings(group: h5py.Group) -> list[Finding]:
     return [Finding(step, name, site, key, words, cast("Severity", severity)) for step, name, site, key, severity, words in texts]
 
 
+def read_modules(file: h5py.File) -> list[ModuleInfo]:
+    """The modules of the model, in its order; old files have none."""
+    rows = [] if MODULES not in file else file[MODULES][...].tolist()
+    texts = ((name.decode(), type_.decode(), size, shape.decode(), dtype.decode()) for name, type_, size, shape, dtype in rows)
+    return [ModuleInfo(name, type_, size, tuple(json.loads(shape)) if shape else None, dtype) for name, type_, size, shape, dtype in texts]
+
+
+def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> list[ModuleInfo]:
+    """Modules with what is known of them later; what was known of an output stays until there is another."""
+    by_name = {one.name: one for one in before}
+    by_name |= {one.name: one for one in more if one.output_shape is not None or one.name not in by_name}
+    return [*by_name.values()]
+
+
 # ------------------------------------------------------------------ writing
 
 
-def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None) -> None:
+def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
     """Fill a new file with all that has to be there before others read it: with SWMR they never see what is created later.
 
     Args:
         file: The file.
         attributes: Of the file.
         tables: Columns by group; a group ``superseded/1/findings`` makes room for findings. ``None``: the file is for raw tensors.
+        modules: The modules of the model.
     """
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["package_version"] = attributes.package_version
@@ -224,11 +245,13 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
     if tables is None:
         file.attrs["content"] = _RAW_TENSORS
         return
+    if modules:
+        file.create_dataset(MODULES, data=module_rows(modules)).make_scale(MODULES)
     for name, columns in {FINDINGS: (), **tables}.items():
         if is_findings(name):
             # Not compressed: a chunk that is compressed again as it fills would move while others read it.
             findings = file.create_dataset(name, (0,), _FINDING, maxshape=(None,), chunks=(_FINDINGS_PER_CHUNK,))
-            findings.make_scale(FINDINGS)  # a dimension of its own: xarray asks for one
+            findings.make_scale(FINDINGS)  # a dimension of its own, as below: xarray asks for one
         else:
             # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
             _create_table(file.require_group(name), columns, has_histograms(name))
@@ -267,6 +290,25 @@ def finding_rows(findings: Sequence[Finding]) -> NDArray[np.void]:
     texts = [(one.step, one.name, one.site, one.key, one.severity, one.words) for one in findings]
     sizes = [_FINDING[name].itemsize for name in _FINDING.names or ()]
     return np.array([(step, *map(_fitting, row, sizes[1:])) for step, *row in texts], dtype=_FINDING)
+
+
+def module_rows(modules: Sequence[ModuleInfo]) -> NDArray[np.void]:
+    """Modules as rows of the dataset; a shape that is too long is left out."""
+    sizes = {name: _MODULE[name].itemsize for name in _MODULE.names or ()}
+    shapes = ["" if one.output_shape is None else json.dumps(one.output_shape) for one in modules]
+    return np.array(
+        [
+            (
+                _fitting(one.name, sizes["name"]),
+                _fitting(one.type, sizes["type"]),
+                one.num_parameters,
+                shape if len(shape) <= sizes["output_shape"] else "",
+                one.output_dtype,
+            )
+            for one, shape in zip(modules, shapes, strict=True)
+        ],
+        dtype=_MODULE,
+    )
 
 
 def _fitting(text: str, size: int) -> bytes:

@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,9 +20,10 @@ import numpy as np
 from filelock import BaseFileLock
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import NUM_COUNTS, Record
+from lightning_module_monitor.record import NUM_COUNTS, ModuleInfo, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
 from lightning_module_monitor.sinks.store.opening import open_store
+from lightning_module_monitor.sinks.store.tables import Table
 from lightning_module_monitor.version import __version__
 
 _logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class Writer(ABC):
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
             self._logger.warning(message, self.path, self._resumed, count)
         attributes = schema.Attributes(__version__, str(run["started"]), [run])
-        rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record))
+        rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
         """Copy the file of the resumed run, with a place for the record; returns why that is not possible instead."""
@@ -209,7 +210,7 @@ class Writer(ABC):
                     self._report_changes(attributes.configurations[-1], record.step)
                 attributes.configurations.append(run)
                 options: dict[str, Any] = {"attributes": attributes, "before_step": self._resume_from, "with_superseded": is_own}
-                return rewrite.rewrite(source, temporary, more=columns, **options)
+                return rewrite.rewrite(source, temporary, more=columns, modules=record.modules, **options)
         except space.NoSpaceError:
             raise
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
@@ -263,40 +264,6 @@ class Writer(ABC):
         self._lock = None
 
 
-class _Table:
-    """A group of the open file.
-
-    Args:
-        group: The group; what is written goes behind its last complete row.
-        part: Its columns among those of all tables of numbers, or of histograms.
-    """
-
-    def __init__(self, group: h5py.Group, part: slice) -> None:
-        steps = schema.read_steps(group)
-        self.values, self.steps, self.part = group["values"], group["steps"], part
-        self.num_rows = len(steps)
-        self._last_step = int(steps[-1]) if len(steps) else -1
-        self._last_row: schema.Values | None = self.values[len(steps) - 1] if len(steps) else None
-
-    def put_values(self, step: int, row: schema.Values) -> None:
-        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
-        if self._last_row is not None and step == self._last_step:
-            merged, recorded = self._last_row.copy(), schema.is_recorded(row)
-            merged[recorded] = row[recorded]
-            _put(self.values, self.num_rows - 1, merged)
-            self._last_row = merged
-        else:
-            _put(self.values, self.num_rows, row)
-            self._last_row = row
-
-    def put_step(self, step: int) -> None:
-        """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
-        if step != self._last_step or not self.num_rows:
-            _put(self.steps, self.num_rows, step)
-            self.num_rows += 1
-            self._last_step = step
-
-
 class Store(Writer):
     """Writes the values, histograms and findings of the records of one run, one row in each group that a record has any of.
 
@@ -315,13 +282,16 @@ class Store(Writer):
         super().__init__(path, **options)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._file: h5py.File | None = None
-        self._tables: list[_Table] = []
+        self._tables: list[Table] = []
         self._places: dict[str, int] = {}
         """Of a key in the row of all numbers."""
         self._histogram_places: dict[str, int] = {}
         """Of a key in the rows of all histograms."""
         self._last_keys: tuple[str, ...] | None = None
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
+        self._modules: list[ModuleInfo] = []
+        """Those of the file."""
+        self._last_modules: Sequence[ModuleInfo] = ()
 
     def _concerns(self, record: Record) -> bool:
         return bool(record.values or record.histograms or record.findings)
@@ -341,12 +311,13 @@ class Store(Writer):
     def _put_in_place(self, temporary: Path) -> None:
         self._file = rewrite.append_in_place(temporary, self.path)
         self._findings, self._last_keys = self._file[schema.FINDINGS], None
+        self._modules = schema.read_modules(self._file)
         self._tables, self._places, self._histogram_places = [], {}, {}
         for group, columns in schema.read_columns(self._file).items():
             places = self._histogram_places if schema.has_histograms(group) else self._places
             start = len(places)
             places |= {schema.join(group, column): start + index for index, column in enumerate(columns)}
-            self._tables.append(_Table(self._file[group], slice(start, start + len(columns))))
+            self._tables.append(Table(self._file[group], slice(start, start + len(columns))))
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
@@ -355,6 +326,9 @@ class Store(Writer):
             self._make_columns(record)
             # Looked up once for all records with the same keys: a quarter of the time that it takes to write 5,000 numbers.
             self._last_keys, self._last_places = keys, np.fromiter(map(self._places.__getitem__, keys), np.int64, len(keys))
+        if record.modules is not self._last_modules:
+            self._write_modules(record.modules)
+            self._last_modules = record.modules
         rows, findings = self._rows(record), schema.finding_rows(record.findings)
         for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
         for_values = for_steps + sum(row.nbytes for _table, row in rows)
@@ -370,7 +344,7 @@ class Store(Writer):
             for table, _row in rows:
                 table.put_step(record.step)
 
-    def _rows(self, record: Record) -> list[tuple[_Table, schema.Values]]:
+    def _rows(self, record: Record) -> list[tuple[Table, schema.Values]]:
         """The tables that get a row, with the row."""
         numbers = np.full(len(self._places), schema.ABSENT)
         numbers[self._last_places] = np.fromiter(record.values.values(), np.float64, len(record.values))
@@ -387,10 +361,25 @@ class Store(Writer):
         new = late + late_histograms
         if new:
             self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(new), new[0])
-            temporary = rewrite.temporary_path(self.path)
-            rewrite.rewrite(self._file, temporary, more=schema.columns_by_group(late, late_histograms))
-            space.close(self._file)
-            self._put_in_place(temporary)
+            self._rewrite(more=schema.columns_by_group(late, late_histograms))
+
+    def _write_modules(self, modules: Sequence[ModuleInfo]) -> None:
+        """Write what is known of modules by now in their places; only those of a resumed run that has others take a new file."""
+        assert self._file is not None
+        known = schema.merged_modules(self._modules, modules)
+        if len(known) > len(self._modules):
+            self._rewrite(modules=known)
+        elif known != self._modules:
+            with space.room(self._file, 0):
+                self._file[schema.MODULES][...] = schema.module_rows(known)
+            self._modules = known
+
+    def _rewrite(self, **changes: Any) -> None:
+        """Go on in a new file that replaces this one; arguments are those of :func:`rewrite.rewrite`."""
+        temporary = rewrite.temporary_path(self.path)
+        rewrite.rewrite(self._file, temporary, **changes)
+        space.close(self._file)
+        self._put_in_place(temporary)
 
     def _finish(self) -> None:
         file, self._file = self._file, None
@@ -411,16 +400,6 @@ class Store(Writer):
             rewrite.abandon(self._file)
         self._file, self._tables = None, []
         super()._let_go()
-
-
-def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
-    """Write one item of a dataset that grows along its first axis. ``dataset[index] = item`` takes four times as long."""
-    rows = np.array([item], dataset.dtype)
-    if len(dataset) <= index:
-        dataset.id.set_extent((index + 1, *rows.shape[1:]))
-    place = dataset.id.get_space()
-    place.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
-    dataset.id.write(h5py.h5s.create_simple(rows.shape), place, rows)
 
 
 def _numbered(path: Path) -> Iterator[Path]:
