@@ -255,7 +255,7 @@ def _print_summary(arguments: argparse.Namespace) -> int:
     if arguments.markdown or arguments.json:
         from lightning_module_monitor.report.markdown import as_json, as_markdown
 
-        print(as_markdown(run, verdict) if arguments.markdown else as_json(run, verdict), end="" if arguments.markdown else "\n")
+        print((as_markdown(run, verdict, store.modules()) if arguments.markdown else as_json(run, verdict)).rstrip())
     else:
         require("rich", "report")
         from lightning_module_monitor.report.terminal import print_verdict

@@ -14,9 +14,11 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
-from lightning_module_monitor.report.markdown import MAX_FINDINGS, as_markdown
+from lightning_module_monitor.record import ModuleInfo, Record
+from lightning_module_monitor.report.markdown import MAX_FINDINGS, MAX_MODULES, as_markdown
 from lightning_module_monitor.report.run import read_run
 from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.store.writer import Store
 
 NUM = 40
 SICK = {
@@ -54,7 +56,8 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     page = printed(capsys, str(path), "--markdown", status=1)
     run = read_run(load_store(path))
     verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
-    assert page == as_markdown(run, verdict)
+    assert page == as_markdown(run, verdict, []).rstrip() + "\n"
+    assert "## Model" not in page
     assert page.startswith("# Verdict: sick\n")
     assert verdict.diagnoses
     for one in verdict.diagnoses:
@@ -85,6 +88,19 @@ def test_the_queries_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert outputs[0] == f"{dict.fromkeys(range(0, 10 * NUM, 10), 1.0)}\n"
     assert outputs[1] == "head 2.0\nfc 1.0\n"
     assert sorted(outputs[2].split()) == sorted(SICK)
+
+
+def test_the_page_has_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first modules of a large one, with the number of the others."""
+    modules = [ModuleInfo(f"layer{number}", "Linear", 1200, (5, 3), "float32") for number in range(MAX_MODULES + 7)]
+    store = Store(tmp_path / "monitor.h5", configuration={}, keys=["gradient/a/norm"])
+    store.write(Record(0, {"gradient/a/norm": 1.0}, modules=modules))
+    store.close()
+    main(["summary", str(store.path), "--markdown"])
+    table = rows(section(capsys.readouterr().out, f"Model: {MAX_MODULES + 7} modules"))
+    assert table[0] == ["layer0", "Linear", "1,200", "(5, 3)", "float32"]
+    assert len(table) == MAX_MODULES + 1
+    assert table[-1][0] == "and 7 more: `store.modules()`"
 
 
 def test_a_page_of_many_findings_stays_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
 from lightning_module_monitor.report.arrays import early, late, typical
 from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.run import Run, Table
@@ -19,6 +19,8 @@ MAX_FINDINGS = 5
 """Limit of the findings that are shown of one problem."""
 MAX_SERIES = 12
 """Limit of the series whose values are shown."""
+MAX_MODULES = 50
+"""Limit of the modules that are shown."""
 MAX_STEPS = 8
 """Limit of the steps at which values are shown."""
 
@@ -76,8 +78,14 @@ def as_json(run: Run, verdict: Verdict) -> str:
     return json.dumps(content, indent=2)
 
 
-def as_markdown(run: Run, verdict: Verdict) -> str:
-    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with."""
+def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> str:
+    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with.
+
+    Args:
+        run: The run.
+        verdict: The verdict on it.
+        modules: The modules of its model.
+    """
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them recorded" if steps else "no steps"
     version = f"lightning-module-monitor {run.attributes['package_version']}"
@@ -97,12 +105,15 @@ def as_markdown(run: Run, verdict: Verdict) -> str:
         parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
     checks = [(one.problem, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
     parts += ["## Checks", _table(["problem", "series looked at", "recorded by"], checks)]
+    if modules:
+        header = ["module", "type", "parameters", "output shape", "output dtype"]
+        parts += [f"## Model: {count(len(modules), 'module')}", _table(header, _rows_of(modules))]
     parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
     first = next((table for table in run.tables), None)
     if first is not None:
         key = first.name._replace(site=first.sites[0]).format()
         parts += [QUERIES.format(path=run.path, key=key, kind=first.kind, statistic=first.statistic)]
-    return "\n\n".join(parts).rstrip() + "\n"
+    return "\n\n".join(parts)
 
 
 def _diagnoses(verdict: Verdict) -> list[str]:
@@ -140,6 +151,14 @@ def _value_at(table: Table, row: int, step: int) -> str:
     """The last value up to a step."""
     recorded = np.flatnonzero(table.is_recorded[row] & (table.steps <= step))
     return f"{table.values[row, recorded[-1]]:.4g}" if len(recorded) else ""
+
+
+def _rows_of(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
+    for one in modules[:MAX_MODULES]:
+        shape = "" if one.output_shape is None else str(one.output_shape)
+        yield one.name, one.type, f"{one.num_parameters:,}", shape, one.output_dtype
+    if len(modules) > MAX_MODULES:
+        yield f"and {len(modules) - MAX_MODULES} more: `store.modules()`", "", "", "", ""
 
 
 def _kinds(run: Run) -> str:
