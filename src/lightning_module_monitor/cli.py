@@ -212,8 +212,13 @@ def _write_page(arguments: argparse.Namespace) -> int:
 # ------------------------------------------------------------------ texts: summary, keys
 
 SUMMARY = """\
-example:
+examples:
   lightning-module-monitor summary monitor.h5
+  lightning-module-monitor summary --markdown monitor.h5 >> "$GITHUB_STEP_SUMMARY"
+  lightning-module-monitor summary --json monitor.h5
+
+With --markdown one page for a log or a language model: verdict, diagnoses, the findings and series behind them, what the store has, and
+queries in Python to go on with.
 
 exit status:
   0  nothing is sick
@@ -233,17 +238,29 @@ exit status:
 """
 
 
+def _add_summary(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--markdown", action="store_true", help="print one page of Markdown")
+    forms.add_argument("--json", action="store_true", help="print the verdict, the diagnoses, findings and checks as JSON")
+
+
 def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.run import read_run
     from lightning_module_monitor.report.verdict import verdict_on
 
     store = _open_store(arguments.store)
-    require("rich", "report")
-    from lightning_module_monitor.report.terminal import print_verdict
-
     run = read_run(store)
     verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
-    print_verdict(run, verdict)
+    if arguments.markdown or arguments.json:
+        from lightning_module_monitor.report.markdown import as_json, as_markdown
+
+        print((as_markdown(run, verdict, store.modules()) if arguments.markdown else as_json(run, verdict)).rstrip())
+    else:
+        require("rich", "report")
+        from lightning_module_monitor.report.terminal import print_verdict
+
+        print_verdict(run, verdict)
     return 1 if verdict.is_sick else 0
 
 
@@ -374,7 +391,7 @@ _AGAIN = "run the module that made the first NaN or infinity again, with what it
 COMMANDS: Sequence[Command] = (
     Command("report", _PAGE, REPORT, _add_report, _write_page),
     Command("compare", _PAGES, COMPARE, _add_compare, _compare),
-    Command("summary", _VERDICT, SUMMARY, _add_store, _print_summary),
+    Command("summary", _VERDICT, SUMMARY, _add_summary, _print_summary),
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _PLAIN, REPAIR, _add_store, _repair),

@@ -68,7 +68,7 @@ def callback() -> Trainer:
         Rule(kinds="update", statistics=["ratio"], every_n_steps=lambda step: step % 7 == 0),
     ]
     one = ModuleMonitorCallback(
-        every_n_steps="log",
+        every_n_steps={"minutes": 5},
         module="model",
         exclude=[".*dropout.*"],
         rules=rules,
