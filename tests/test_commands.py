@@ -27,6 +27,14 @@ SERIES: dict[str, list[float | None]] = {
     "gradient/fc.weight/norm": [3.0, 4.0, 5.0],
     "monitor/errors": [0.0, 0.0, 0.0],
 }
+HEALTHY = {
+    **{f"activation/fc/{name}": [1.0, 1.1, 1.2] for name in ("rms", "abs_max")},
+    **{f"activation/fc/{name}": [0.0, 0.0, 0.0] for name in ("nonfinite_count", "dead_fraction")},
+    **{f"gradient/fc.weight/{name}": [1.0, 1.1, 1.2] for name in ("norm", "rms")},
+    "parameter/fc.weight/norm": [1.0, 1.1, 1.2],
+    "update/fc.weight/ratio": [1e-3, 1e-3, 1e-3],
+    "context/loss": [1.0, 0.9, 0.8],
+}
 OF_STORES = ["report", "compare", "summary", "keys", "export", "repair"]
 
 
@@ -116,8 +124,10 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
     assert "ok spikes of the gradient none in 1 series" in lines
     assert "not looked at large logits of attention not recorded; needs the option attention" in lines
     assert lines[-1] == "sick: 1 site sick; it begins at step 20: values that are not finite, fc (activation)"
-    write_store(Path("healthy.h5"), {"gradient/w/norm": [1.0, 1.0]})
+    write_store(Path("healthy.h5"), HEALTHY)
     assert printed(capsys, "summary", "healthy.h5").splitlines()[-1] == "healthy: no check found anything"
+    write_store(Path("little.h5"), {"gradient/w/norm": [1.0, 1.0]})
+    assert "not looked at: not enough was recorded to judge" in printed(capsys, "summary", "little.h5").splitlines()[-1]
     write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] for number in range(40)})
     out = printed(capsys, "summary", "many.h5", status=1)
     assert "and 28 more" in out
