@@ -85,7 +85,7 @@ def test_a_checkpoint_without_space_leaves_nothing(tmp_path: Path, caplog: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["monitor.h5"]
     assert load_store(callback.store_path).series(HEAD)[0].tolist() == [0, 1, 2]
     path = tmp_path / "monitor-a-step=0.ckpt"
-    warned = [record.getMessage() for record in caplog.records if "checkpoint" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING and "checkpoint" in record.getMessage()]
     assert warned == [f"The checkpoint {path} was not saved (OSError: [Errno 28] No space left on device). Training goes on."]
 
 
