@@ -216,7 +216,7 @@ def diagnose(symptoms: Iterable[Symptom]) -> list[Diagnosis]:
         symptoms: The findings.
 
     Returns:
-        The causes that no other one explains, the most far-reaching first of those that begin together; at most ``MAX_DIAGNOSES``.
+        The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``.
     """
     rest = sorted(symptoms, key=lambda one: one.first_step)
     diagnoses: list[Diagnosis] = []
@@ -236,7 +236,7 @@ def diagnose(symptoms: Iterable[Symptom]) -> list[Diagnosis]:
 
 
 def _root(candidates: Sequence[tuple[Cause, list[Symptom]]]) -> tuple[Cause, list[Symptom]]:
-    """The first candidate that no other one explains; of a circle the first of all."""
+    """Of the candidates that no other one explains the one that began first."""
 
     def is_explained(place: int) -> bool:
         shown = candidates[place][1][0]
@@ -247,4 +247,5 @@ def _root(candidates: Sequence[tuple[Cause, list[Symptom]]]) -> tuple[Cause, lis
             if number != place
         )
 
-    return next((one for place, one in enumerate(candidates) if not is_explained(place)), candidates[0])
+    roots = [one for place, one in enumerate(candidates) if not is_explained(place)]
+    return min(roots, key=lambda one: one[1][0].first_step)
