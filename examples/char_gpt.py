@@ -133,7 +133,7 @@ def print_update_ratios(store_path: Path) -> None:
     """How far an optimizer step moves each weight, relative to its size: about 0.001 is usual, 0.1 is a leap."""
     store = load_store(store_path)
     print(f"\n{'norm of update / norm of weight':44}{'first':>10}{'last':>10}{'largest':>10}")
-    for key in store.keys():  # noqa: SIM118 # a store is no dict
+    for key in store:
         if key.startswith("update/"):
             _steps, ratios = store.series(key)
             print(f"{key.split('/')[1]:44}{ratios[0]:10.2g}{ratios[-1]:10.2g}{ratios.max():10.2g}")

@@ -142,7 +142,7 @@ def summary(store_path: Path) -> Table:
     highest: dict[tuple[str, str], float] = {}
     nonfinite: dict[str, int] = {}
     all_steps: set[int] = set()
-    for text in store.keys():  # noqa: SIM118 # a store is no dict
+    for text in store:
         key = Key.parse(text)
         steps, values = store.series(text)
         finite = values[np.isfinite(values)]

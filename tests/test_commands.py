@@ -27,6 +27,14 @@ SERIES: dict[str, list[float | None]] = {
     "gradient/fc.weight/norm": [3.0, 4.0, 5.0],
     "monitor/errors": [0.0, 0.0, 0.0],
 }
+HEALTHY = {
+    **{f"activation/fc/{name}": [1.0, 1.1, 1.2] for name in ("rms", "abs_max")},
+    **{f"activation/fc/{name}": [0.0, 0.0, 0.0] for name in ("nonfinite_count", "dead_fraction")},
+    **{f"gradient/fc.weight/{name}": [1.0, 1.1, 1.2] for name in ("norm", "rms")},
+    "parameter/fc.weight/norm": [1.0, 1.1, 1.2],
+    "update/fc.weight/ratio": [1e-3, 1e-3, 1e-3],
+    "context/loss": [1.0, 0.9, 0.8],
+}
 OF_STORES = ["report", "compare", "summary", "keys", "export", "repair"]
 
 
@@ -65,7 +73,9 @@ def test_keys(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of them, or those that a pattern matches; status 1 where there are none."""
     assert sorted(printed(capsys, "keys", "monitor.h5").split()) == sorted(SERIES)
     assert printed(capsys, "keys", "monitor.h5", ".*/(rms|norm)").split() == ["activation/fc/rms", "gradient/fc.weight/norm"]
-    assert printed(capsys, "keys", "monitor.h5", "rms", status=1) == ""
+    assert main(["keys", "monitor.h5", "rms"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "PATTERN 'rms' matches none of 4 keys as a whole; '.*rms.*' matches 1 of them.\n")
     assert "PATTERN is '('; expected a regular expression" in error(capsys, "keys", "monitor.h5", "(")
 
 
@@ -114,8 +124,10 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
     assert "ok spikes of the gradient none in 1 series" in lines
     assert "not looked at large logits of attention not recorded; needs the option attention" in lines
     assert lines[-1] == "sick: 1 site sick; it begins at step 20: values that are not finite, fc (activation)"
-    write_store(Path("healthy.h5"), {"gradient/w/norm": [1.0, 1.0]})
+    write_store(Path("healthy.h5"), HEALTHY)
     assert printed(capsys, "summary", "healthy.h5").splitlines()[-1] == "healthy: no check found anything"
+    write_store(Path("little.h5"), {"gradient/w/norm": [1.0, 1.0]})
+    assert "not looked at: not enough was recorded to judge" in printed(capsys, "summary", "little.h5").splitlines()[-1]
     write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] for number in range(40)})
     out = printed(capsys, "summary", "many.h5", status=1)
     assert "and 28 more" in out
@@ -136,6 +148,59 @@ def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixt
     assert "there is no folder 'nowhere'" in error(capsys, "report", "monitor.h5", "-o", "nowhere/page.html")
     assert "it is the store itself" in error(capsys, "report", "monitor.h5", "-o", "monitor.h5")
     assert "it is a folder" in error(capsys, "report", "monitor.h5", "-o", "pages")
+
+
+def test_compare_fails_on_keys_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the medians of the last quarter of the records: status 1 and the keys; 0 where none differs; nothing is written."""
+    healthy = {
+        "gradient/a/norm": [9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0],
+        "gradient/b/norm": [1.0] * 8,
+        "gradient/c/norm": [0.0] * 8,
+        "gradient/d/norm": [2.0] * 8,
+        "gradient/e/rms": [1.0] * 8,
+        "gradient/only_before/norm": [1.0],
+        "validation/gradient/a/norm": [1.0] * 8,
+        "context/loss": [1.0] * 8,
+    }
+    other = {
+        "gradient/a/norm": [1.0] * 6 + [1.9, 2.1],
+        "gradient/b/norm": [1.0] * 6 + [2.0, 2.2],
+        "gradient/c/norm": [0.0] * 8,
+        "gradient/d/norm": [2.0] * 6 + [2.0, math.inf],
+        "gradient/e/rms": [7.0] * 8,
+        "context/loss": [-1.0] * 8,
+    }
+    write_store(tmp_path / "before.h5", healthy)
+    write_store(tmp_path / "after.h5", other)
+    runs = ("compare", "before.h5", "after.h5", "--fail-on")
+    # e and the loss are not asked for; a is at 2, c is zero in both
+    lines = printed(capsys, *runs, "gradient/.*/norm", "--ratio", "2", status=1).splitlines()
+    assert lines[:2] == ["gradient/b/norm: 1 -> 2.1 (x 2.1)", "gradient/d/norm: 2 -> 2 (not finite after)"]
+    assert lines[2].endswith("after.h5: 2 of 4 keys differ by more than a factor of 2")
+    assert "context/loss: 1 -> -1 (x -1)" in printed(capsys, *runs, "context/loss", "--ratio", "100", status=1)
+    assert "0 of 2 keys differ" in printed(capsys, *runs, "gradient/[ac]/norm", "--ratio", "2.1")
+    assert "1 of 3 keys differ" in printed(capsys, *runs, "gradient/[ac]/norm", "--fail-on", "gradient/e/rms", status=1)
+    assert "0 of 4 keys" in printed(capsys, "compare", "before.h5", "before.h5", "--fail-on", "gradient/[a-d]/norm", "--ratio", "1")
+    assert not list(tmp_path.glob("*.html"))
+    assert ".html: " in printed(capsys, *runs, "gradient/b/norm", "-o", "page.html", status=1)
+    assert (tmp_path / "page.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--fail-on", "gradient/only.*"), "--fail-on 'gradient/only.*' matches none of the 1 keys of"),
+        (("--fail-on", "norm"), "as a whole; '.*norm.*' matches 1 of them"),
+        (("--fail-on", "("), "--fail-on is '('; expected a regular expression"),
+        (("--fail-on", ".*", "--ratio", "0.5"), "--ratio is 0.5; expected a number >= 1"),
+        (("--ratio", "2"), "--ratio is 2, and there is no --fail-on"),
+    ],
+)
+def test_a_wrong_check_of_two_runs_is_a_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With status 2: neither a success nor a failure."""
+    write_store(Path("before.h5"), {"gradient/a/norm": [1.0], "gradient/only_before/norm": [1.0]})
+    write_store(Path("after.h5"), {"gradient/a/norm": [1.0]})
+    assert message in error(capsys, "compare", "before.h5", "after.h5", *arguments)
 
 
 @pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)

@@ -18,6 +18,7 @@ from helpers.widths import WideMlp, gaussian_batches
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -82,6 +83,10 @@ def test_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert list(names["steps"]) == [0, 50]
     assert (names["values"] > 0).all()
     assert list(names["frame"].columns) == ["step", "stage", "kind", "site", "statistic", "value"]
+    exec(snippet("store.plot.heatmap"), names)  # as above
+    assert names["heat_map"].get_title() == "gradient: norm"
+    assert len(names["curves"].get_lines()) == 2
+    plt.close("all")
     names |= {"model": model.model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     exec(loop, names)  # as above
     printed = capsys.readouterr().out

@@ -82,6 +82,7 @@ def test_digits_trains_and_sums_up_its_store(tmp_path: Path) -> None:
     assert "report, to open in a browser: demo_output/digits/version_0/monitor.html" in printed
     assert "Healthy" in store_path.with_suffix(".html").read_text()
     plot, tensorboard = (shlex.split(line) for line in printed.partition("Look further:")[2].strip().splitlines())
+    assert plot[1].endswith("examples/plot_store.py")
     assert "activation/rms" in run(plot, tmp_path)
     assert store_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert tensorboard[-2:] == ["--logdir", "demo_output/digits/version_0"]
@@ -248,10 +249,3 @@ def test_make_rcc_is_this_example() -> None:
     """What ``make rcc`` runs is what is tested here."""
     done = subprocess.run(["make", "--dry-run", "rcc"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "examples/coordinate_check.py" in done.stdout
-
-
-def test_plot_store_puts_values_in_their_places() -> None:
-    """A matrix has a row for each site, a column for each step, and NaN where a site has no value."""
-    sites, steps, values = load_example("plot_store").as_matrix({"b": {0: 1.0, 10: 2.0}, "a": {10: 3.0, 5: 4.0}})
-    assert (sites, steps) == (["b", "a"], [0, 5, 10])
-    np.testing.assert_array_equal(values, [[1.0, np.nan, 2.0], [np.nan, 4.0, 3.0]])

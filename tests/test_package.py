@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def test_every_public_name_comes_from_its_home(name: str) -> None:
 
 def test_what_it_does_not_have_is_an_attribute_error() -> None:
     """As of any module."""
-    assert set(package._HOME_BY_NAME) == set(package.__all__)
+    assert set(package._HOME_BY_NAME) == {*package.__all__, "__version__"}
     with pytest.raises(AttributeError, match="has no attribute 'load_stores'"):
         _ = package.load_stores
 
@@ -35,3 +36,12 @@ def test_who_reads_a_store_does_not_wait_for_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_that_of_the_metadata() -> None:
+    """In Python and on the command line, which is also a module to run."""
+    version = importlib.metadata.version("lightning-module-monitor")
+    assert package.__version__ == version
+    for program in (["-m", "lightning_module_monitor"], ["-c", "from lightning_module_monitor.cli import main; main()"]):
+        done = subprocess.run([sys.executable, *program, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"lightning-module-monitor {version}\n"

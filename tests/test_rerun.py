@@ -25,7 +25,7 @@ def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> li
     again, model, kept = StepRerun(), Classifier("mlp"), []
     for number in range(len(batches)):
         kept.append(weakref.ref(batches[0][0]))
-        again.keep(model, batches.pop(0), number, is_first=number == 0)
+        again.keep(model, batches.pop(0), number, is_first=number == 0, is_whole=True)
     found = [one() is not None for one in kept]
     again.forget()
     assert not any(one() is not None for one in kept)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.health.diagnoses import Diagnosis
     from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
     from lightning_module_monitor.record import Finding, Histogram, Record
+    from lightning_module_monitor.report.page import write_report
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.store.reader import load_store
     from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+    from lightning_module_monitor.version import __version__ as __version__
     from lightning_module_monitor.width_check.check import coordinate_check
     from lightning_module_monitor.width_check.report import WidthCheck
 
@@ -28,6 +31,7 @@ __all__ = [
     "STATISTICS",
     "Alert",
     "Capture",
+    "Diagnosis",
     "Event",
     "Finding",
     "GradientFlow",
@@ -51,16 +55,19 @@ __all__ = [
     "monitor_scaled_dot_product_attention",
     "register_rcc_layer",
     "track",
+    "write_report",
 ]
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config": ("Capture", "GradientFlow", "Rule"),
+    "health.diagnoses": ("Diagnosis",),
     "health.options": ("Alert", "Health"),
     "standalone.mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
     "record": ("Finding", "Histogram", "Record"),
+    "report.page": ("write_report",),
     "sinks.history": ("StorageManager",),
     "sinks.store.reader": ("load_store",),
     "standalone.attention": ("monitor_scaled_dot_product_attention",),
@@ -69,6 +76,7 @@ _HOMES = {
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),
     "statistics.registry": ("STATISTICS", "Statistic"),
+    "version": ("__version__",),
     "width_check.check": ("coordinate_check",),
     "width_check.report": ("WidthCheck",),
 }
@@ -86,4 +94,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_BY_NAME})

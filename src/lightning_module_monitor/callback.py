@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
+from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.diagnoses import Diagnosis
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.schedule import Schedule
@@ -38,15 +40,18 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
     return guarded
 
 
-class ModuleMonitorCallback(Callback):
+class ModuleMonitorCallback(Described, Callback):
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
     output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
 
     Args:
-        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), or a
-            function of the step. Values that modules record themselves are taken in these, also where no rule is due.
+        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), one every so many
+            minutes (``{minutes: 5}``), or a function of the step. Values that modules record themselves are taken in these, also where no
+            rule is due. By the clock, a run begins with the steps 0, 1, 11, 111, ... until they are as far apart. Each monitored step
+            chooses the next one by its number, the same on all ranks, from the time of a step since the last one
+            (``monitor/seconds_per_step``, the largest of all ranks): an interval in which steps become slower is longer.
         module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
         rules: What to watch, instead of the default.
@@ -61,8 +66,8 @@ class ModuleMonitorCallback(Callback):
             key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
-        health: What is looked out for: who made the first NaN or infinity (in monitored steps, if nothing else is said), and the built-in
-            watches: ``{nonfinite: always, watch: [dead_units, vanishing]}``.
+        health: What is looked for: the module that made the first NaN or infinity, and the conditions of the built-in watches, e.g.
+            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as it is cheap. ``false``: nothing.
         alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, be it by an exception.
@@ -131,8 +136,15 @@ class ModuleMonitorCallback(Callback):
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found to be wrong in this run, in the order in which it was found."""
-        return [] if self._refusal is not None else list(self._run.health.findings)
+        """What was found to be wrong in this run, in the order in which it was found; a notebook shows a table."""
+        return Findings() if self._refusal is not None else Findings(self._run.health.findings)
+
+    def _describe(self) -> Description:
+        return Description(f"refused: {self._refusal}", (), ()) if self._refusal is not None else self._run.describe()
+
+    def diagnose(self) -> list[Diagnosis]:
+        """The causes that the findings of this run show, before what follows from them; at most three."""
+        return [] if self._refusal is not None else self._run.health.diagnoses()
 
     # The life of a run
 
@@ -267,3 +279,9 @@ class ModuleMonitorCallback(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As validation."""
         self._steps.continue_step()
+
+
+# LightningCLI checks values by the annotations, and buries an error in a hundred lines of its own. With Any as a last resort, which type
+# checkers do not see, it passes every value on to the checks of `Options`. It refuses an unknown option all the same.
+_ANNOTATIONS = ModuleMonitorCallback.__init__.__annotations__
+_ANNOTATIONS.update({name: f"{one} | Any" for name, one in _ANNOTATIONS.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, printable, require
+from lightning_module_monitor.errors import ConfigError, nearest_pattern, printable, require
+from lightning_module_monitor.version import __version__
 from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: that of the subcommand; 2 for wrong usage, 3 if something else went wrong.
     """
     parser = argparse.ArgumentParser(prog="lightning-module-monitor", description=__doc__.partition(":")[0] + ".")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for name, words, epilog, add_arguments, run in COMMANDS:
         raw = argparse.RawDescriptionHelpFormatter
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # ------------------------------------------------------------------ what the subcommands share
 
-_ONE_STORE = "path of a run's monitor.h5; the run may be going on, or have been killed"
+_ONE_STORE = "path of a run's monitor.h5, or of a folder, whose newest run is used; the run may be going on, or have been killed"
 
 
 def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, words: str = _ONE_STORE) -> None:
@@ -134,12 +137,16 @@ COMPARE = """\
 examples:
   lightning-module-monitor compare before/monitor.h5 after/monitor.h5
   lightning-module-monitor compare seed1.h5 seed2.h5 seed3.h5 -o seeds.html
+  lightning-module-monitor compare main.h5 branch.h5 --fail-on 'gradient/.*/norm' --ratio 2
 
-Sites are matched by name; the page says what matched and what did not. Differences are to the first run.
+Sites are matched by name; the page says what matched and what did not. Differences are to the first run. With --fail-on nothing but a
+check is done: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the records are compared. The
+keys that fail are printed; where values of one run are not finite, or the signs differ, a key fails, too. A page is written with -o only.
 
 exit status:
-  0  it was written
-  2  the command is wrong, a STORE cannot be read, or an extra is not installed
+  0  it was written; with --fail-on no key differs by more than RATIO
+  1  with --fail-on some key does
+  2  the command is wrong, a STORE cannot be read, an extra is not installed, or PATTERN matches no key of both runs
 """
 
 
@@ -149,13 +156,48 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    _add_store(parser, "+", "paths of the runs' monitor.h5, two or more")
-    _add_output(parser, "compare.html", Path("compare.html"))
+    _add_store(parser, "+", "paths of the runs' monitor.h5 or folders, two or more")
+    _add_output(parser, "compare.html")
+    words = "check the keys that this regular expression matches as a whole; may be given several times"
+    parser.add_argument("--fail-on", metavar="PATTERN", action="append", help=words)
+    parser.add_argument("--ratio", type=float, help="largest factor between two runs that is no failure; default: 2")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if len(arguments.store) < 2:
+        raise ConfigError("one STORE is given; expected two or more. For one run there is the command report.")
+    if arguments.fail_on is None:
+        if arguments.ratio is not None:
+            raise ConfigError(f"--ratio is {arguments.ratio:g}, and there is no --fail-on; expected --fail-on PATTERN.")
+        arguments.output = arguments.output or Path("compare.html")
+        return _write_page(arguments)
+    status = _check_series(arguments.store, [_pattern(one, "--fail-on") for one in arguments.fail_on], arguments.ratio)
+    if arguments.output is not None:
+        _write_page(arguments)
+    return status
+
+
+def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
+    """Print the keys that differ by more than a factor between the first run and any other."""
+    from lightning_module_monitor.report.regression import compare_series
+
+    ratio = 2.0 if ratio is None else ratio
+    if not 1 <= ratio < math.inf:
+        raise ConfigError(f"--ratio is {ratio:g}; expected a number >= 1, e.g. 2.")
+    first, *others = map(_open_store, paths)
+    num_failures = 0
+    for other in others:
+        series = compare_series(first, other, patterns)
+        failures = [one for one in series if one.exceeds(ratio)]
+        num_failures += len(failures)
+        for one in failures:
+            print(printable(str(one)))
+        what = f"{len(failures)} of {len(series)} keys differ by more than a factor of {ratio:g}"
+        print(printable(f"{first.path} -> {other.path}: {what}"))
+    return 1 if num_failures else 0
 
 
 def _write_page(arguments: argparse.Namespace) -> int:
-    if arguments.command == "compare" and len(arguments.store) < 2:
-        raise ConfigError("one STORE is given; expected two or more. For one run there is the command report.")
     stores = [_open_store(path) for path in arguments.store]
     for store in stores:
         path = _output_path(arguments.output, store.path, ".html")
@@ -170,8 +212,13 @@ def _write_page(arguments: argparse.Namespace) -> int:
 # ------------------------------------------------------------------ texts: summary, keys
 
 SUMMARY = """\
-example:
+examples:
   lightning-module-monitor summary monitor.h5
+  lightning-module-monitor summary --markdown monitor.h5 >> "$GITHUB_STEP_SUMMARY"
+  lightning-module-monitor summary --json monitor.h5
+
+With --markdown one page for a log or a language model: verdict, diagnoses, the findings and series behind them, what the store has, and
+queries in Python to go on with.
 
 exit status:
   0  nothing is sick
@@ -191,17 +238,29 @@ exit status:
 """
 
 
+def _add_summary(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--markdown", action="store_true", help="print one page of Markdown")
+    forms.add_argument("--json", action="store_true", help="print the verdict, the diagnoses, findings and checks as JSON")
+
+
 def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.run import read_run
     from lightning_module_monitor.report.verdict import verdict_on
 
     store = _open_store(arguments.store)
-    require("rich", "report")
-    from lightning_module_monitor.report.terminal import print_verdict
-
     run = read_run(store)
-    verdict = verdict_on(run.tables, run.figures, run.said)
-    print_verdict(run, verdict)
+    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
+    if arguments.markdown or arguments.json:
+        from lightning_module_monitor.report.markdown import as_json, as_markdown
+
+        print((as_markdown(run, verdict, store.modules()) if arguments.markdown else as_json(run, verdict)).rstrip())
+    else:
+        require("rich", "report")
+        from lightning_module_monitor.report.terminal import print_verdict
+
+        print_verdict(run, verdict)
     return 1 if verdict.is_sick else 0
 
 
@@ -212,14 +271,21 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 def _print_keys(arguments: argparse.Namespace) -> int:
     store = _open_store(arguments.store)
-    try:
-        pattern = re.compile(arguments.pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"PATTERN is {arguments.pattern!r}; expected a regular expression ({error}).") from error
-    found = [key for key in (*store.keys(), *store.histogram_keys()) if pattern.fullmatch(key)]
+    pattern, keys = _pattern(arguments.pattern, "PATTERN"), [*store.keys(), *store.histogram_keys()]
+    found = [key for key in keys if pattern.fullmatch(key)]
     for key in found:
         print(printable(key))
+    if not found:
+        near = nearest_pattern(arguments.pattern, keys)
+        print(printable(f"PATTERN {arguments.pattern!r} matches none of {len(keys)} keys{near}"), file=sys.stderr)
     return 0 if found else 1
+
+
+def _pattern(text: str, label: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"{label} is {text!r}; expected a regular expression ({error}).") from error
 
 
 # ------------------------------------------------------------------ files: export, repair
@@ -317,15 +383,15 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 _PAGE = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
-_PAGES = "write one HTML page about several runs, side by side and with their differences"
+_PAGES = "write one HTML page about several runs, side by side and with their differences; or check them for differences"
 _VERDICT = "say what is healthy in a run and what is not, with the evidence, as a table"
 _PLAIN = "make the store of a run that was killed readable for every HDF5 program"
 _AGAIN = "run the module that made the first NaN or infinity again, with what it was called with"
 
 COMMANDS: Sequence[Command] = (
     Command("report", _PAGE, REPORT, _add_report, _write_page),
-    Command("compare", _PAGES, COMPARE, _add_compare, _write_page),
-    Command("summary", _VERDICT, SUMMARY, _add_store, _print_summary),
+    Command("compare", _PAGES, COMPARE, _add_compare, _compare),
+    Command("summary", _VERDICT, SUMMARY, _add_summary, _print_summary),
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _PLAIN, REPAIR, _add_store, _repair),

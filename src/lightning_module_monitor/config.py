@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
 from lightning_module_monitor.record import CAPTURED, KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
@@ -30,9 +30,11 @@ class Rule:
             ``gradient_before_clip``, ``update``, ``attention_entropy``, ``attention_relative_entropy``,
             ``attention_max_logit``, ``attention_sink``; with a reference ``activation_difference``,
             ``parameter_difference``, and those of the coordinate check, ``rcc_...``.
-        sites: Pattern or patterns (``re.fullmatch``) of module names, for kinds of parameters of parameter names.
-        exclude: Pattern or patterns of names that are left out, with all that is inside of such a module.
-        types: Classes, or import paths of classes, of which the module (of a parameter: the module that owns it) must be.
+        sites: Pattern or patterns of module names, for kinds of parameters of parameter names. A pattern matches a whole name
+            (``re.fullmatch``): ``.*attn.*`` is every name with ``attn`` in it.
+        exclude: Pattern or patterns of whole names that are left out, with all that is inside of such a module.
+        types: Classes, import paths of classes, or names of classes that occur in the model (``Linear``): the module (of a parameter: the
+            module that owns it) must be of one of them.
         leaf_modules: Only modules without children.
         statistics: One name or several of ``STATISTICS``; of ``rcc_operator_norm`` and ``rcc_alignment`` names of their values.
         functions: Function of the tensor (of a difference: of the model's and the reference's), or torchmetrics object, by the
@@ -110,7 +112,8 @@ class ParsedRule:
     sites: tuple[re.Pattern[str], ...]
     schedule: ParsedSchedule
     exclude: tuple[re.Pattern[str], ...] = ()
-    types: tuple[type[nn.Module], ...] | None = None
+    types: tuple[type[nn.Module] | str, ...] | None = None
+    """Classes, and names of classes of the model."""
     leaf_modules: bool = False
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
     histograms: tuple[str, ...] = ()
@@ -119,6 +122,11 @@ class ParsedRule:
     """Names of the statistics of units."""
     is_optional: bool = False
     """Whether it may match nothing: the user has not named its sites."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of everything that it computes of a tensor."""
+        return [*self.statistics, *self.histograms, *self.units, *(function.name for function in self.functions)]
 
 
 def default_rules() -> list[Rule]:
@@ -250,8 +258,8 @@ def parse_patterns(patterns: str | Iterable[str] | None, label: str) -> tuple[re
         try:
             compiled.append(re.compile(pattern))
         except (re.error, TypeError) as error:
-            message = f"{label} {pattern!r} is not a regular expression ({error}); expected a pattern like 'encoder.blocks.*'"
-            raise ConfigError(message) from error
+            example = glob_as_pattern(pattern) if isinstance(pattern, str) and "*" in pattern else "encoder.blocks.*"
+            raise ConfigError(f"{label} {pattern!r} is not a regular expression ({error}); expected a pattern like {example!r}.") from error
     return tuple(compiled)
 
 
@@ -268,7 +276,7 @@ Options = TypeVar("Options")
 def options_of(kind: type[Options], value: object, label: str, example: str) -> Options:
     """Options as their dataclass.
 
-    LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it; its own message would be long, and name no remedy.
+    LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it, and passes on the mapping otherwise.
 
     Args:
         kind: The dataclass.
@@ -417,10 +425,12 @@ def _not_empty(value: object, label: str, example: str) -> tuple[Any, ...]:
     return as_tuple(value)
 
 
-def _parse_type(value: object, label: str) -> type[nn.Module]:
+def _parse_type(value: object, label: str) -> type[nn.Module] | str:
+    if isinstance(value, str) and value.isidentifier():
+        return value  # looked up when there is a model
     found = _imported(value, label) if isinstance(value, str) else value
     if not isinstance(found, type) or not issubclass(found, nn.Module):
-        raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear.")
+        raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear, or the name of one in the model.")
     return found
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,11 @@ from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Record, Values
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, SECONDS_PER_STEP, TRAIN, Record, Values
+from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import SeriesState
 from lightning_module_monitor.statistics.spec import MetricSpec
 from lightning_module_monitor.statistics.units import memory
@@ -79,6 +82,8 @@ class StepEngine:
         self._begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self._context: StepContext | None = None
+        self._clock: MinutesSchedule | None = None
+        """If it picked the step that was begun."""
         self._suspended: list[StepContext | None] = []
         self._silences: set[object] = set()
         """One for each block in which nothing is observed."""
@@ -125,7 +130,7 @@ class StepEngine:
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         self._begun = step
-        due = self._due(step)
+        due, self._clock = self._due(step), self.planner.clock(step)
         if due is not None:
             self._open(due, step, TRAIN, self.planner.capture_plan(step))
         return due is not None
@@ -198,7 +203,7 @@ class StepEngine:
         if self._context is None:
             return None
         self.monitor_updates()
-        return self._finish()
+        return self._finish() if self._clock is None else self._finish_by_clock(self._clock, self._context)
 
     def end_comparison(self) -> None:
         """The model has run on what the reference was run on: what of the reference is left over is said, and forgotten."""
@@ -421,6 +426,17 @@ class StepEngine:
         values[self.planner.own_key("errors", context.stage)] = float(context.accumulator.num_errors)
         record = Record(context.step, values, context.accumulator.histograms, tensors, modules=self._modules.modules())
         self.storage.add(record)
+        return record
+
+    def _finish_by_clock(self, clock: MinutesSchedule, context: StepContext) -> Record | None:
+        """Finish a step that the clock picked, and choose the next one: by the time that all ranks have in their record."""
+        seconds = clock.seconds_per_step(context.step)
+        if seconds is not None:
+            spec, function = self._own_spec(OWN_KIND, "", SECONDS_PER_STEP, TRAIN), UserFunction(SECONDS_PER_STEP, float, "max")
+            context.accumulator.add_result(spec, function, seconds, 1)
+        record = self._finish()
+        values: Mapping[str, float] = {} if record is None else record.values
+        clock.decide(context.step, values.get(self.planner.own_key(SECONDS_PER_STEP), math.nan))
         return record
 
     def _own_spec(self, kind: str, site: str, name: str, stage: str) -> MetricSpec:

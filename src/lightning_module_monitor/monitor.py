@@ -19,6 +19,7 @@ from lightning_module_monitor.config import (
     default_rules,
     parse_patterns,
 )
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.engine import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
@@ -34,6 +35,7 @@ from lightning_module_monitor.record import (
     OWN_KIND,
     STAGES,
     STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
     TRAIN,
     Histogram,
     Key,
@@ -61,7 +63,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(StepEngine):
+class ModuleMonitor(Described, StepEngine):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -80,7 +82,8 @@ class ModuleMonitor(StepEngine):
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, or a function of the step.
+        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, one every so many minutes
+            (``{"minutes": 5}``), or a function of the step.
         format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
             wrappers off.
         excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
@@ -124,7 +127,7 @@ class ModuleMonitor(StepEngine):
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
-            raise ConfigError(f"module is a {type(module).__name__}; expected the name of a submodule, e.g. 'encoder'.")
+            raise ConfigError(f"module is {module!r}; expected the name of a submodule, e.g. 'encoder'.")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
             excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
@@ -137,7 +140,7 @@ class ModuleMonitor(StepEngine):
         self._metrics: set[tuple[str, str]] = set()
         reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         planner = Planner(
-            parse_schedule(monitor_step_fn, "every_n_steps"),
+            parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True),
             default_rules() if rules is None else as_tuple(rules),
             gradient_flow,
             capture,
@@ -163,6 +166,16 @@ class ModuleMonitor(StepEngine):
         return vars(closed)
 
     # What there is
+
+    def _describe(self) -> Description:
+        rules, last = self.planner.rules, self.storage.last_step()
+        module = "no module" if self._module is None else type(self._module).__name__
+        title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
+        rows = [
+            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.names), str(rule.schedule))
+            for rule in rules
+        ]
+        return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property
     def reference_module(self) -> nn.Module | None:
@@ -361,6 +374,10 @@ class ModuleMonitor(StepEngine):
         """
         specs = ((self._own_spec(CONTEXT_KIND, "", name, TRAIN), UserFunction(name, float, one)) for name, one in aggregates.items())
         self._expected = [spec.with_function(function) for spec, function in specs]
+
+    def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
+        """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
+        self._take_in(OWN_KIND, "", STEPS_SINCE_NONFINITE, steps_since, "max")
 
     def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.

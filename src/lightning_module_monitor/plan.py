@@ -21,10 +21,10 @@ from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, 
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.matching import check_tensor_parallel, idle_kinds, is_picked, matching
+from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, is_picked, matching
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
-from lightning_module_monitor.schedule import ParsedSchedule
+from lightning_module_monitor.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 DETAIL = "detail"
@@ -100,6 +100,8 @@ class Planner:
                 as ``gradient_flow`` names.
         """
         self._shares_input = shares_input
+        if self._schedule.by_clock is not None:
+            self._schedule.by_clock.begin()
         index = ModelIndex(module, self._within, self._exclude, self._format_name)
         for rule in self.rules:
             self._check(rule, index)
@@ -230,6 +232,11 @@ class Planner:
         if not (is_picked or rules or self.is_captured(step)):
             return None
         return ActiveRules(rules, self._gradient_flow is not None and is_picked)
+
+    def clock(self, step: int) -> MinutesSchedule | None:
+        """The schedule that picks a step by the clock; ``None`` if none does."""
+        clock = self._schedule.by_clock
+        return clock if clock is not None and clock(step) else None
 
     def asks_for_attention(self, due: ActiveRules) -> bool:
         """Whether a rule that is due, other than an optional one, is about attention."""
@@ -371,6 +378,7 @@ class Planner:
     def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
         if self._shares_input:
             check_tensor_parallel(rule)
+        check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         if rcc_layers.OUTPUT not in rule.kinds:

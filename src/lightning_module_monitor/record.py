@@ -25,6 +25,12 @@ STAGES = ("validation", "test", "predict")
 OWN_KIND = "monitor"
 """The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
 
+CONTEXT_KIND = "context"
+"""The kind of what a step is to be seen in the context of: its loss, what was logged, learning rates; its keys have no site."""
+
+LOSS = "loss"
+"""The name of the training loss under :data:`CONTEXT_KIND`."""
+
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
@@ -34,11 +40,14 @@ OVERHEAD_FRACTION = "overhead_fraction"
 RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 """The name of the number of calls that the refined coordinate check leaves out, of all ranks."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS)
-"""The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
+STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
+"""The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
 
-CONTEXT_KIND = "context"
-"""The kind of what training is like in a step: its loss, learning rates, logged metrics. Its keys have no site: ``context/loss``."""
+SECONDS_PER_STEP = "seconds_per_step"
+"""The name of the time that a step took since the last record, where steps are picked by the clock: the largest of all ranks."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP)
+"""The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"
 """The site that stands for all of a kind together, where one kind has figures of that sort."""
@@ -414,7 +423,7 @@ Severity = Literal["warning", "error"]
 """An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """Something that is not well with the model, said once for each cause."""
 
@@ -434,6 +443,9 @@ class Finding:
     """What was found, in sentences with figures."""
 
     severity: Severity = "warning"
+
+    def __repr__(self) -> str:
+        return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, schedule
 from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.table import MomentTable
@@ -340,6 +340,17 @@ def sick(health: Health) -> Callable[[Path], dict[str, Any]]:
     return run
 
 
+def sick_between(folder: Path) -> dict[str, Any]:
+    """Step 1 is bad on the last rank, and steps 0 and 3 are monitored; collectives of every step are counted."""
+    torch.manual_seed(0)
+    micro_batches = data(RANK, WORLD)
+    if RANK == WORLD - 1:
+        micro_batches[1][0][0, 0] = 100.0
+    callback = ModuleMonitorCallback(3, rules=[Rule(kinds="activation", statistics="rms")], on_error="raise")
+    result = fit(folder, Classifier(Sick(), torch.optim.SGD, lr=1e-3), callback, micro_batches, limit_val_batches=0)
+    return result | {"findings": callback.findings}
+
+
 class Branches(nn.Module):
     """What runs depends on the rank and on the step: a tuple on the last rank only, a module and a head from a later step on."""
 
@@ -502,6 +513,35 @@ def limited(folder: Path) -> dict[str, Any]:
         return fit(folder, module, callback, data(RANK, WORLD, steps=36, micro_batches=1), more=[count], limit_val_batches=0)
     finally:
         HostClock.now, StepContext.attach = now, attach  # type: ignore[method-assign]
+
+
+def by_the_clock(folder: Path) -> dict[str, Any]:
+    """Steps by the minute, by clocks that are set: a step takes a second on the first rank, two on the next.
+
+    On the last rank the hooks of the third step that is monitored cannot be put on.
+    """
+    count, now = Count(), [0.0]
+    clock, attach = schedule.time.monotonic, StepContext.attach
+
+    def breaks(window: StepContext, *args: Any) -> None:
+        if RANK == WORLD - 1 > 0 and count.step == 11:
+            raise RuntimeError("attach is broken, on purpose")
+        attach(window, *args)
+
+    class Timed(Classifier):
+        def training_step(self, *args: Any) -> Tensor:
+            now[0] += RANK + 1.0
+            return super().training_step(*args)
+
+    torch.manual_seed(0)
+    module = Timed("mlp", torch.optim.SGD, lr=0.1)
+    rules = [Rule(kinds="parameter", statistics="norm", sites=".*weight")]
+    callback = ModuleMonitorCallback({"minutes": 0.5}, rules=rules, store=False)
+    schedule.time.monotonic, StepContext.attach = lambda: now[0], breaks  # type: ignore[method-assign]
+    try:
+        return fit(folder, module, callback, data(RANK, WORLD, steps=120, micro_batches=1), more=[count], limit_val_batches=0)
+    finally:
+        schedule.time.monotonic, StepContext.attach = clock, attach  # type: ignore[method-assign]
 
 
 class OnPurposeError(Exception):
@@ -765,10 +805,12 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "unchanged_with_parts": unchanged_with_parts,
     "sick": sick(Health(nonfinite="always", watch=["dead_units"], snapshot=True)),
     "sick_by_default": sick(Health()),
+    "sick_between": sick_between,
     "branches": branches,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
+    "by_the_clock": by_the_clock,
     "own_loop": own_loop,
     "other_rules": other_rules,
     "own_reference": own_reference,

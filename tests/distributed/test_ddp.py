@@ -145,6 +145,25 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """All go by the slowest rank. Step 11, which one of them cannot begin, is lost on all, and the next one is as far away as it was."""
+    for result in run_scenarios(num_ranks, "by_the_clock"):
+        assert [record.step for record in result["records"]] == [0, 1, *range(21, 120, 30 // num_ranks)]
+        times = [record.values.get("monitor/seconds_per_step") for record in result["records"]]
+        assert times == [None, *[float(num_ranks)] * (len(times) - 1)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
+    for result in run_scenarios(num_ranks, "sick_between"):
+        [found] = result["findings"]
+        assert (found.step, found.name, found.site) == (1, "nonfinite", "_root_")
+        assert found.words.endswith("health: {nonfinite: always} names the module.")
+        assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Each rank has another cost, and one cannot even begin the first step: all go by the slowest, and count from the same step."""
     by_rank = run_scenarios(num_ranks, "limited")

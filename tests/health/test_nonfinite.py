@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -12,12 +13,19 @@ import pytest
 import torch
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.errors import ConfigError, NonfiniteError
 from lightning_module_monitor.health.snapshot import Snapshot, load, save
+from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.random_states import RandomStates
+from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.nonfinite import NonfiniteController
+from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.trainer.run import step_of
 
 
 class Bad(nn.Module):
@@ -272,9 +280,58 @@ class TwoByHand(Classifier):
 
 def test_it_is_said_once_where_another_optimizer_s_part_is_finite(tmp_path: Path) -> None:
     """Well is a step in which all parts are."""
-    callback = ModuleMonitorCallback(1)
+    callback = ModuleMonitorCallback(1, health=Health(watch=[]))
     trainer(tmp_path, [callback]).fit(TwoByHand(), loader(), loader(8))
     assert [(one.step, one.site) for one in callback.findings] == [(0, "_root_")]
+
+
+def test_a_flag_keeps_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many marked steps the first one that was not finite, until it is asked for; nothing is read on the way."""
+    layer = nn.Linear(3, 2)
+    flag = FiniteStep(Namer().module_sites(nn.Sequential(layer)))
+
+    def refuse(_tensor: Tensor) -> Any:
+        raise AssertionError("a value was read")
+
+    for step, (loss, gradient) in enumerate([(1.0, 0.0), (1.0, 0.0), (1.0, math.inf), (math.nan, 0.0), (1.0, 0.0)]):
+        layer.weight.grad, layer.bias.grad = torch.zeros(2, 3), torch.tensor([gradient, 0.0])
+        with monkeypatch.context() as context:
+            context.setattr(Tensor, "item", refuse)
+            context.setattr(Tensor, "__bool__", refuse)
+            flag.observe_lightly(torch.tensor(loss), with_gradients=True)
+            flag.mark(step)
+    found = flag.steps_since(10)
+    assert found is not None
+    assert found.item() == 8.0
+    assert flag.steps_since(11) is None
+    flag.observe_lightly(torch.tensor(1.0), with_gradients=True)
+    flag.mark(11)
+    later = flag.steps_since(12)
+    assert later is not None
+    assert later.item() == 0.0
+
+
+@pytest.mark.parametrize(("bad_step", "record_step"), [(3, 5), (8, 10)])
+def test_on_an_accelerator_the_next_record_has_the_first_step(
+    bad_step: int, record_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the flag stays on the device: no step is run again, and the finding comes with the next record."""
+    monkeypatch.setattr(NonfiniteController, "_is_left_on_device", lambda *_: True)
+    keep = StepRerun.keep
+    monkeypatch.setattr(StepRerun, "keep", lambda *args, is_whole, **options: keep(*args, is_whole=is_whole or 1 / 0, **options))
+    x = torch.randn(48, 6)
+    x[bad_step * 4] = math.nan
+    data = DataLoader(TensorDataset(x, torch.zeros(48, dtype=torch.long)), batch_size=4)
+    seed()
+    callback = ModuleMonitorCallback(5, health=Health(watch=[]))
+    steps: list[int] = []
+    monkeypatch.setattr(
+        HealthController, "follow", lambda _self, _trainer, findings, _folder: steps.extend([step_of(_trainer)] * len(findings))
+    )
+    trainer(tmp_path, [callback], limit_val_batches=0).fit(Classifier(nn.Sequential(nn.Linear(6, 3))), data, loader(8))
+    [found] = callback.findings
+    assert (found.step, found.name, found.site, found.severity) == (bad_step, "nonfinite", "_root_", "error")
+    assert steps == [record_step]
 
 
 def test_a_model_with_complex_weights_is_monitored(tmp_path: Path) -> None:

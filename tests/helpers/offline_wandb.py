@@ -12,6 +12,21 @@ from typing import Any
 
 def history(root: Path) -> list[dict[str, Any]]:
     """The history rows that the one offline run in a folder wrote, as ``wandb sync`` would send them."""
+    rows = [_items(entry.history.item) for entry in _entries(root)]
+    return [row for row in rows if row]
+
+
+def config(root: Path) -> dict[str, Any]:
+    """Value by path of everything that it wrote to the configuration of the run: ``_wandb/visualize/...``."""
+    return {key: value for entry in _entries(root) for key, value in _items(entry.config.update).items()}
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def _entries(root: Path) -> list[Any]:
+    """All entries of the file of the one offline run in a folder, which is ended."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
@@ -23,8 +38,7 @@ def history(root: Path) -> list[dict[str, Any]]:
         assert time.monotonic() < deadline, "wandb did not finish its file"
         entries = [WandbRecord.FromString(data) for data in _log(path)]
         time.sleep(0.01)
-    rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item} for entry in entries]
-    return [row for row in rows if row]
+    return entries
 
 
 def _log(path: Path) -> Iterator[bytes]:

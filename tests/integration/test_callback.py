@@ -99,9 +99,11 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     expected = {f"activation/{leaf}/{name}" for leaf in leaves for name in ("rms", "abs_max", "nonfinite_count")}
     parameters = [f"{leaf}.{which}" for leaf in leaves if leaf != "model.stem.2" for which in ("weight", "bias")]
     expected |= {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+    # What the watches look at besides.
+    expected |= {"activation/model.stem.2/dead_fraction", *(f"gradient/{name}/rms" for name in parameters if name.endswith("weight"))}
     context = {f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2")}  # the last one is what the module logs as "loss"
     assert set(record.values) == expected | context | {"monitor/errors"}
-    assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 32 keys a step, every 50 steps."]
+    assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 37 keys a step, every 50 steps."]
 
 
 @pytest.mark.shows("accumulation", "store and loggers")
@@ -235,7 +237,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert second.store_path is not None
     expected, resumed = load_store(whole.store_path), load_store(second.store_path)
     # What the last validation has logged is in no checkpoint of Lightning's: there is none of it before the next validation.
-    keys = [key for key in expected.keys() if key != "context/validation_loss"]  # noqa: SIM118  # a store is no dict
+    keys = [key for key in expected if key != "context/validation_loss"]
     assert resumed.keys() == keys
     for key in keys:
         np.testing.assert_array_equal(resumed.series(key), expected.series(key), err_msg=key)

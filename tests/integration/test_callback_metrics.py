@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,23 @@ def test_a_prefix_is_part_of_the_key(tmp_path: Path) -> None:
     assert f"run1/{KEY}" in trainer.callback_metrics
     with pytest.raises(ConfigError, match=f"nearest: 'run1/{KEY}'"):
         fit(tmp_path, [monitor([KEY], prefix="run1")])
+
+
+def test_early_stopping_without_its_key_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    """It would end the run by an error at the end of the first epoch; the message has the option, which then works."""
+    with pytest.raises(ConfigError, match=rf"EarlyStopping monitors '{KEY}', and .* expected callback_metrics: \['{KEY}'\]"):
+        fit(tmp_path, [monitor([VALIDATION_KEY], stages=["train", "validate"]), EarlyStopping(KEY)], max_steps=1)
+    trainer = fit(tmp_path, [monitor([KEY]), EarlyStopping(KEY, check_on_train_epoch_end=True)], max_epochs=1)
+    assert KEY in trainer.callback_metrics
+    fit(tmp_path, [monitor([]), EarlyStopping("loss", check_on_train_epoch_end=True)], max_epochs=1)  # a key of the module's
+
+
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")  # Lightning's own, at the end of the epoch
+def test_a_checkpoint_without_its_key_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A ModelCheckpoint, and an EarlyStopping that is not strict, would do nothing: one warning each with the option."""
+    callbacks: list[Callback] = [monitor([]), ModelCheckpoint(tmp_path, monitor=KEY), EarlyStopping(KEY, strict=False, verbose=False)]
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, callbacks, max_epochs=1, enable_checkpointing=True, limit_val_batches=0)
+    found = [record.message for record in caplog.records if "callback_metrics does not match it" in record.message]
+    assert [message.split()[0] for message in found] == ["EarlyStopping", "ModelCheckpoint"]
+    assert all(f"expected callback_metrics: ['{KEY}']" in message for message in found)

@@ -235,7 +235,8 @@ def test_without_rules_the_default_is_watched() -> None:
     callback = fit_with(every_n_steps=1)
     parameters = ("model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias")
     activations = {f"{site}/{statistic}" for site in LEAVES for statistic in ("rms", "abs_max", "nonfinite_count")}
-    assert keys(callback) == activations | {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+    watched = {"activation/model.1/dead_fraction", "gradient/model.0.weight/rms", "gradient/model.2.weight/rms"}
+    assert keys(callback) == activations | watched | {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
 
 
 def test_store_is_off_on_or_at_a_path() -> None:
@@ -295,7 +296,7 @@ def test_prefix_is_in_every_key() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"health": True}, "health is True; expected options, e.g. {nonfinite: always}."),
+        ({"health": 1}, "health is 1; expected options, e.g. {nonfinite: always}."),
         (
             {"health": {"nonfinit": "stop"}},
             "health has no option 'nonfinit'; expected nonfinite, watch, then, capture_steps, snapshot; nearest: 'nonfinite'",

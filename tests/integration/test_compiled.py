@@ -13,8 +13,9 @@ from helpers.equivalence import TENSORS
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
 from lightning_module_monitor.model.eager_mode import Uncompiled
@@ -164,3 +165,24 @@ def test_a_function_that_is_compiled_around_the_model_is_seen_into() -> None:
             record = monitor.end_step()
             assert record is not None
             assert record.values["activation/1/norm"] == pytest.approx(float(model(x).detach().double().norm()), rel=1e-6)
+
+
+class ByItsNorm(nn.Module):
+    """Divides by the norm, which is zero for a row of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_the_module_that_made_a_nan_is_named(tmp_path: Path) -> None:
+    """In a step that is not monitored: it is run again uncompiled."""
+    seed()
+    x = torch.randn(40, 6)
+    x[5 * 4] = 0.0
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), ByItsNorm(), nn.Linear(6, 3))
+    module = Quiet(torch.compile(model, backend="eager"))  # type: ignore[arg-type]  # a module, too
+    callback = ModuleMonitorCallback()
+    data = DataLoader(TensorDataset(x, torch.zeros(40, dtype=torch.long)), batch_size=4)
+    trainer(tmp_path, [callback], limit_val_batches=0, logger=False).fit(module, data)
+    [found] = callback.findings
+    assert (found.name, found.step, found.site) == ("nonfinite", 5, "model.1")

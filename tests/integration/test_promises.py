@@ -156,7 +156,7 @@ def test_a_host_read_is_caught() -> None:
         torch.ones(3).sum().item()
 
 
-@pytest.mark.parametrize(("nonfinite", "num_more"), [("warn", 0), ("always", 1)])
+@pytest.mark.parametrize(("nonfinite", "num_more"), [("ignore", 0), ("warn", 1), ("always", 1)])
 def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(nonfinite: str, num_more: int, tmp_path: Path) -> None:
     """Promise 3: hooks exist in monitored steps only; the others call exactly the operations that they call without the callback.
 
@@ -210,13 +210,14 @@ class Ends(Callback):
             trainer.should_stop = True
 
 
-def test_a_step_that_is_not_monitored_costs_a_few_calls(tmp_path: Path) -> None:
-    """At the default configuration all events of the callback in a step of two micro-batches make at most 50 calls, those of C included.
+@pytest.mark.parametrize(("health", "most"), [(None, 320), (False, 50)])
+def test_a_step_that_is_not_monitored_costs_a_few_calls(health: bool | None, most: int, tmp_path: Path) -> None:
+    """At the default configuration all events of the callback in a step of two micro-batches make few calls, those of C included.
 
-    On 2026-11-22 they made 47: 9 are the test's own, and 22 find out that the step is not monitored.
+    On 2026-11-22 they made 309, and without a look for NaN 47: 9 are the test's own, and 22 find out that the step is not monitored.
     """
     calls_by_batch: list[int] = []
-    callback = ModuleMonitorCallback()
+    callback = ModuleMonitorCallback(health=health)
 
     def count(_frame: object, event: str, _argument: object) -> None:
         calls_by_batch[-1] += event in ("call", "c_call")
@@ -240,7 +241,7 @@ def test_a_step_that_is_not_monitored_costs_a_few_calls(tmp_path: Path) -> None:
     monitored, others = calls_by_batch[:2], calls_by_batch[2:]
     assert sum(monitored) > 500
     assert len(others) == 6
-    assert all(first + second <= 50 for first, second in zip(others[::2], others[1::2], strict=True)), others
+    assert all(first + second <= most for first, second in zip(others[::2], others[1::2], strict=True)), others
 
 
 @pytest.mark.parametrize("model", ["cnn", "gpt"])

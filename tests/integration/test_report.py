@@ -1,10 +1,12 @@
-"""The callback's option ``report``: a page at the end of the run, however it ends."""
+"""The end of a run, however it ends: the page, by the callback's option ``report``, and the line about the files."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from helpers.tiny import Tiny, fit, loader, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor import ModuleMonitorCallback, Rule, cli
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.trainer import sinks as trainer_sinks
 
@@ -26,15 +28,34 @@ class Fail(Callback):
 
 
 def test_the_page_is_there_when_fit_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beside the store, of all its steps; where it is is said; without the option there is none."""
+    """Beside the store, of all its steps; one line has both paths; without the option there is none."""
     callback = ModuleMonitorCallback(2, report=True)
     with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
         fit(tmp_path, [callback])
     html = (tmp_path / "monitor.html").read_text()
     assert "3 monitored steps, 0 to 4; 7 sites" in html
-    assert f"Report on the run: {tmp_path / 'monitor.html'}" in caplog.messages
+    store = tmp_path / "monitor.h5"
+    (line,) = [message for message in caplog.messages if "monitor.h5" in message]
+    command = f"lightning-module-monitor summary {store}"
+    assert line == f"Monitored values: {store}; page: {tmp_path / 'monitor.html'}. Verdict: {command}"
     fit(tmp_path / "other", [ModuleMonitorCallback(2)])
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["monitor.h5"]
+
+
+def test_one_line_at_the_end_has_the_store_and_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After a run and after an exception; the command can be copied, also with a space in the path; without a store there is no line."""
+    for options in ([ModuleMonitorCallback(2)], [Fail(), ModuleMonitorCallback(1)]):
+        folder = tmp_path / f"my runs {len(options)}"
+        with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"), suppress(RuntimeError):
+            fit(folder, options)
+        (line,) = [message for message in caplog.messages if "lightning-module-monitor " in message]
+        caplog.clear()
+        words, command = line.split(" Page: ")
+        assert words == f"Monitored values: {folder / 'monitor.h5'}."
+        assert cli.main(shlex.split(command)[1:]) == 0
+    with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
+        fit(tmp_path / "none", [ModuleMonitorCallback(2, store=False)])
+    assert not [message for message in caplog.messages if "lightning-module-monitor" in message]
 
 
 def test_the_page_is_there_after_an_exception(tmp_path: Path) -> None:
@@ -54,8 +75,7 @@ def test_trouble_with_the_page_is_said_and_hides_nothing(
 
     monkeypatch.setattr(trainer_sinks, "write_report", fail)
     fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
-    expected = "No report was written (OSError: no space left). Later: lightning-module-monitor report "
-    assert f"{expected}{tmp_path / 'monitor.h5'}" in caplog.messages
+    assert "The page was not written (OSError: no space left)." in caplog.messages
     with pytest.raises(RuntimeError, match="out of patience"):
         fit(tmp_path / "second", [Fail(), ModuleMonitorCallback(1, report=True)])
 
@@ -64,7 +84,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path, caplog: py
     """Where a folder is in its place, say."""
     (tmp_path / "monitor.html").mkdir()
     fit(tmp_path, [ModuleMonitorCallback(3, report=True)])
-    assert any(message.startswith("No report was written (IsADirectoryError: ") for message in caplog.messages)
+    assert any(message.startswith("The page was not written (IsADirectoryError: ") for message in caplog.messages)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor.h5", "monitor.html"]
 
 

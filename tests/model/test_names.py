@@ -1,4 +1,4 @@
-"""Parameters are looked up anew each time, one by one or all together."""
+"""Parameters are looked up anew each time, one by one or all together; modules are found by their class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.model.names import Namer, tensors_of
+from lightning_module_monitor.record import Key
 
 
 def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:
@@ -47,3 +49,22 @@ def test_parameters_are_what_they_are_now() -> None:
     assert {name for name, tensor in found.items() if tensor is None} == {"b.weight", "c.bias", "d.weight"}
     assert found["a.weight"] is model["a"].weight
     assert type(found["e.weight"]) is Own
+
+
+def test_types_may_be_named_as_in_the_model() -> None:
+    """By the name of a class, the user's own too, or of a class that it is derived from; as by the class itself."""
+
+    class MyBlock(nn.Linear):
+        pass
+
+    net = nn.Sequential(MyBlock(2, 2), nn.Linear(2, 2), nn.ReLU())
+    sites = {}
+    for types in ("MyBlock", MyBlock, "Linear", nn.Linear, ["MyBlock", "torch.nn.ReLU"]):
+        with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], types=types, statistics="rms")) as monitor:
+            monitor.set_module(net)
+            sites[str(types)] = {Key.parse(key).site for key in monitor.planner.planned_keys()} - {""}
+    assert list(sites.values()) == [
+        *([{"0", "0.weight", "0.bias"}] * 2),
+        *([{"0", "1", "0.weight", "0.bias", "1.weight", "1.bias"}] * 2),
+        {"0", "0.weight", "0.bias", "2"},
+    ]

@@ -43,6 +43,27 @@ def sections_of(html: str) -> list[str]:
     return re.findall(r'<section id="(\w+)"', html)
 
 
+def test_a_store_is_given_by_path_folder_or_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is beside the store, that of several runs in the current folder, or where it is wanted; its path is returned."""
+    monkeypatch.chdir(tmp_path)
+    store = write_store(make(tmp_path / "run") / "m.h5", SERIES)
+    for one in (store, str(store.parent), load_store(store)):
+        assert write_report(one) == store.with_suffix(".html")
+        assert payload_of(store.with_suffix(".html").read_text())["runs"][0]["name"] == "m.h5"
+        store.with_suffix(".html").unlink()
+    assert write_report([store, str(store)]) == Path("compare.html")
+    assert len(payload_of(Path("compare.html").read_text())["runs"]) == 2
+    assert write_report(store.parent, "mine.html") == Path("mine.html")
+    with pytest.raises(FileNotFoundError, match="no store at 'nowhere'"):
+        write_report("nowhere")
+
+
+def make(folder: Path) -> Path:
+    """A new folder."""
+    folder.mkdir()
+    return folder
+
+
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     """No address of a script, a style or a picture; only its own two scripts may run, by their digests; plotly's is there once."""
     html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", SERIES))

@@ -153,7 +153,10 @@ def test_a_healthy_run_is_called_so() -> None:
     assert num_series["values that are not finite"] == 3
     assert num_series["updates that are large"] == 1
     assert num_series["entropy_collapse"] == 0
-    assert (verdict_on([]).level, verdict_on([]).headline) == ("not looked at", "nothing was recorded that a check could look at")
+    assert (verdict_on([]).level, verdict_on([]).headline) == (
+        "not looked at",
+        "not enough was recorded to judge: 0 of 18 checks had values to look at",
+    )
 
 
 def test_the_first_that_is_not_finite_is_the_first_in_the_order_of_events() -> None:
@@ -244,10 +247,10 @@ def test_what_was_said_in_training_stands_first() -> None:
     ]
     verdict = verdict_on([table("activation/rms", {"a": [0.0] * STEPS})], said=said)
     assert [(one.level, one.problem, one.kind, one.site, one.statistic, one.step) for one in verdict.findings] == [
-        ("sick", "said in training: nonfinite", "", "block.2", "", 30),
+        ("sick", "nonfinite", "", "block.2", "", 30),
         ("sick", "outputs that are zero", "activation", "a", "rms", 0),
-        ("watch", "said in training: dead_units", "run1/activation", "relu", "dead_fraction", 10),
-        ("watch", "said in training: dead_units", "run1/activation", "relu2", "dead_fraction", 40),
-        ("watch", "said in training: loss is large", "", "", "train_loss", 20),
+        ("watch", "dead_units", "run1/activation", "relu", "dead_fraction", 10),
+        ("watch", "dead_units", "run1/activation", "relu2", "dead_fraction", 40),
+        ("watch", "loss is large", "", "", "train_loss", 20),
     ]
     assert verdict.findings[0].evidence == "It made the first value that is not finite."

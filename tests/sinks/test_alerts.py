@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from lightning_module_monitor.health.alerts import AlertRule, Alerts, matching
+from lightning_module_monitor.health.alerts import AlertRule, Alerts, Training, matching
 from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.record import Key, Record
 
@@ -61,7 +61,7 @@ def test_a_finding_names_keys_and_figures() -> None:
     [(finding, then)] = alerts.alarms(Record(8, record))
     assert then == ("stop",)
     assert (finding.step, finding.name, finding.site, finding.key, finding.severity) == (8, "large", "fc0", "gradient/fc0/norm", "warning")
-    figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more, in 2 records up to step 8."
+    figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more, in 2 records from step 6 to 8."
     assert finding.words == f"{figures} The alert is for above 10."
 
 
@@ -71,7 +71,7 @@ def test_a_change_to_and_from_zero_is_told() -> None:
     for step, value in enumerate([5.0, 0.0]):
         assert alerts.alarms(Record(step, {KEY: value})) == []
     [(finding, _then)] = alerts.alarms(Record(2, {KEY: 51.0}))
-    assert finding.words.startswith("gradient/fc/norm: 51, 0 in the record before, 5 before that, in 2 records up to step 2.")
+    assert finding.words.startswith("gradient/fc/norm: 51, 0 in the record before, 5 before that, in 2 records from step 1 to 2.")
 
 
 RULES = [
@@ -112,9 +112,10 @@ def test_watches_are_about_training() -> None:
     assert concerned("dead_units", *keys) == keys[:2]
 
 
-def alarms(name: str, records: Sequence[dict[str, float]], **options: Any) -> list[tuple[int, str]]:
+def alarms(name: str, records: Sequence[dict[str, float]], parameters: Mapping[str, Training] | None = None) -> list[tuple[int, str]]:
     """Step and site of what a built-in watch finds."""
-    alerts = Alerts([BUILT_IN[name].alert(("warn",))], **options)
+    alerts = Alerts([BUILT_IN[name].alert(("warn",))])
+    alerts.set_parameters(parameters or {})
     found = [(step, alerts.alarms(Record(step, record))) for step, record in enumerate(records)]
     return [(step, alarm.finding.site) for step, several in found for alarm in several]
 
@@ -133,11 +134,22 @@ def test_all_gradients_together_explode() -> None:
     assert alarms("exploding", [quiet, quiet, loud | {"monitor/step_skipped": 1.0}, quiet]) == []
 
 
+def test_a_gradient_that_no_optimizer_uses() -> None:
+    """It is found where it is not zero; it accumulates, and explodes for nobody; one that is frozen has none."""
+    grows = [{"gradient/a/norm": 10.0**step, "gradient/b/norm": 1.0} for step in range(6)]
+    assert alarms("exploding", grows) == [(5, "a")]
+    assert alarms("exploding", grows, {"a": "untrained"}) == []
+    assert alarms("no_optimizer", grows, {"a": "untrained", "b": "trained"}) == [(0, "a")]
+    assert alarms("no_optimizer", grows, {"a": "frozen"}) == []
+    assert alarms("no_optimizer", [{"gradient/a/norm": 0.0}] * 3, {"a": "untrained"}) == []
+
+
 def test_what_stands_still_has_to_be_trained_and_to_have_a_reason() -> None:
     """A frozen parameter may; so may one with next to no gradient, and a step that a scaler skipped does not count."""
     still = {"parameter/a/norm": 1.0, "parameter/b/norm": 2.0, "gradient/b/norm": 1e-5, "gradient/c/norm": 1.0}
     assert alarms("frozen_updates", [still] * 5) == [(3, "a")]
-    assert alarms("frozen_updates", [still] * 5, is_trained=lambda _site: False) == []
+    assert alarms("frozen_updates", [still] * 5, parameters={"a": "frozen", "b": "frozen", "c": "trained"}) == []
+    assert alarms("frozen_updates", [still] * 5, parameters={"a": "untrained"}) == []
     assert alarms("frozen_updates", [still | {"monitor/step_skipped": 1.0}] * 9) == []
     assert alarms("frozen_updates", [{key: value for key, value in still.items() if "gradient" not in key}] * 9) == []  # a batch left out
     once = still | {"parameter/a/norm": 0.9, "gradient/a/norm": 1.0}

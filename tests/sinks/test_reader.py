@@ -174,3 +174,17 @@ def test_a_kind_is_read_as_a_matrix(path: Path) -> None:
     assert matrix.values[2, 2] == -1.0
     with pytest.raises(KeyError, match="nearest: 'activation'"):
         reader.matrix("activations")
+
+
+def test_a_store_is_a_mapping_from_keys_to_series(path: Path) -> None:
+    """Item, membership, length, iteration and ``dict`` agree with ``keys`` and ``series``; a ``with`` block needs no close."""
+    with load_store(path) as store:
+        assert list(store) == store.keys()
+        assert len(store) == len(store.keys()) == 8
+        assert ("loss" in store, "validation/activation/model.fc/rms" in store, "los" in store, 3 in store) == (True, True, False, False)
+        steps, values = store["activation/model.fc/rms"]
+        assert (steps.tolist(), values[0], len(values)) == ([0, 10], 1.0, 2)
+        assert {key: series[1].tolist() for key, series in dict(store).items()}["loss"] == [8.0]
+        with pytest.raises(KeyError, match="nearest: 'loss'"):
+            store["los"]
+    assert store["loss"][0].tolist() == [0]

@@ -223,7 +223,7 @@ def test_names_do_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     key = "activation/fc\x1b[2J\r\n\x07\u202ek/rms"
     write_store(tmp_path / "m.h5", {key: [0.0] * 20, "loss\x1b]0;title\x07": [1.0]})
-    assert key in load_store("m.h5").keys()  # noqa: SIM118  # a store is no dict
+    assert key in load_store("m.h5")
     for arguments in (["keys", "m.h5"], ["summary", "m.h5"]):
         main(arguments)
         out, err = capsys.readouterr()

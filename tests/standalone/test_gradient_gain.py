@@ -83,7 +83,7 @@ def test_constructor_every_norm_and_container(container: Callable[[Any], Any], n
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm_type": "l3"}, "norm_type 'l3' is not a norm; expected l2, l1, linf, mean; nearest: 'l"),
+        ({"norm_type": "l3"}, "norm_type 'l3' is not a norm; expected l2, l1, linf, mean\\."),
         ({"norm_type": 2}, "norm_type 2 is not a norm"),
         ({"eps": 0.0}, "eps is 0.0; expected a number above 0"),
         ({"eps": "small"}, "eps is 'small'"),

@@ -139,18 +139,19 @@ def test_row_1_all_layers_without_configuration(name: str) -> None:
 
 
 def test_row_1_layers_by_type() -> None:
-    """``track_layers`` takes classes; of their parameters there are those that they own. A class that is not there is told."""
-    model, run = Plain(), Run()
-    with TorchWatcher(model, run, track_layers=[nn.Linear]) as watcher:
-        model(torch.randn(2, 6)).sum().backward()
-        watcher.watch(0, track_parameters=True)
-    values = run.logged[0][1]
-    assert activations(values).keys() == {"fc", "head"}
-    assert {key.split("/")[2] for key in values if "/parameter/" in key} == {"fc.weight", "fc.bias", "head.weight", "head.bias"}
+    """``track_layers`` takes classes and their names, and they bring their own parameters. A class that is not there is refused."""
+    for types in ([nn.Linear], "Linear"):
+        model, run = Plain(), Run()
+        with TorchWatcher(model, run, track_layers=types) as watcher:
+            model(torch.randn(2, 6)).sum().backward()
+            watcher.watch(0, track_parameters=True)
+        values = run.logged[0][1]
+        assert activations(values).keys() == {"fc", "head"}
+        assert {key.split("/")[2] for key in values if "/parameter/" in key} == {"fc.weight", "fc.bias", "head.weight", "head.bias"}
     with pytest.raises(ConfigError, match="types Conv2d"):
         TorchWatcher(model, run, track_layers=[nn.Conv2d])
-    with pytest.raises(ConfigError, match="'Linear'"):
-        TorchWatcher(model, run, track_layers=["Linear"])  # type: ignore[list-item]  # refused
+    with pytest.raises(ConfigError, match=r"'Linea'.*nearest: 'Linear'"):
+        TorchWatcher(model, run, track_layers=["Linea"])
 
 
 def test_row_1_one_class_and_one_statistic_need_no_list() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -18,6 +20,7 @@ from lightning_module_monitor import (
     STATISTICS,
     Alert,
     Capture,
+    Diagnosis,
     Event,
     Finding,
     GradientFlow,
@@ -39,6 +42,7 @@ from lightning_module_monitor import (
     load_store,
     monitor_scaled_dot_product_attention,
     track,
+    write_report,
 )
 from lightning_module_monitor.kernels.moments import Need
 
@@ -50,6 +54,8 @@ def kurtosis(x: Tensor) -> Tensor:
 
 def findings(one: ModuleMonitorCallback) -> list[str]:
     """What was found to be wrong, in the run and in its store."""
+    diagnoses: list[Diagnosis] = one.diagnose()
+    assert all(diagnosis.advice for diagnosis in diagnoses)
     found: list[Finding] = one.findings + load_store("monitor.h5").findings()
     return [f"{finding.step} {finding.name} {finding.site}: {finding.words}" for finding in found]
 
@@ -62,7 +68,7 @@ def callback() -> Trainer:
         Rule(kinds="update", statistics=["ratio"], every_n_steps=lambda step: step % 7 == 0),
     ]
     one = ModuleMonitorCallback(
-        every_n_steps="log",
+        every_n_steps={"minutes": 5},
         module="model",
         exclude=[".*dropout.*"],
         rules=rules,
@@ -149,8 +155,29 @@ def gains(blocks: nn.ModuleList, loss: Tensor) -> list[float | None]:
 
 def read(path: str) -> NDArray[np.float64]:
     """The store."""
-    steps, values = load_store(path).series("gradient/fc.weight/norm")
+    with load_store(Path(path)) as store:
+        steps, values = store["gradient/fc.weight/norm"]
+        keys: list[str] = [key for key in store if key in store]
+    assert len(store) == len(keys)
+    page: Path = write_report(path)
+    write_report([path, store, Path(path)], page)
+    write_report(3)  # type: ignore[arg-type]
     return values[steps > 10]
+
+
+def drawn(path: str) -> list[Axes]:
+    """Figures of the store."""
+    plot = load_store(path).plot
+    heat = plot.heatmap("activation", "rms", sites=".*relu")
+    plot.heatmap("activation")  # type: ignore[call-arg]
+    several = [
+        plot.profile("gradient", "norm", steps=[0, 100]),
+        plot.profile("gradient", "norm", steps=0, sites=".*weight"),
+        plot.series("loss", "monitor/errors"),
+        plot.histogram("gradient/fc.weight/hist", ax=heat),
+        plot.attention("attention_sink", "mean", step=100),
+    ]
+    return [heat, *several]
 
 
 def raw(path: str) -> list[Tensor]:
@@ -217,4 +244,5 @@ def widths(make_module: Callable[[int], LightningModule], batches: DataLoader[Te
     wrong = coordinate_check(make_module, [128, 256], parametrization="mupp")  # type: ignore[arg-type]
     exponents: list[float] = [row.exponent for row in check if row.is_offending]
     check.figure().savefig("check.png")
+    check.plot("effective_update", ax=check.plot())
     return check.to_frame() if exponents else wrong.to_frame()

@@ -188,11 +188,25 @@ def test_progress_and_table_are_printed_unless_quiet(capsys: pytest.CaptureFixtu
 
 
 def test_data_from_everywhere() -> None:
-    """A loader, a datamodule, the module's own: the same batches, the same values."""
+    """A loader, a datamodule, the module's own, a list of batches: the same batches, the same values."""
     by_module, by_loader, by_datamodule = (check(data=data, steps=2) for data in (None, gaussian_batches(), Gaussian()))
+    fixed = DataLoader(gaussian_batches().dataset, batch_size=64)
+    by_fixed_loader, by_list = (check(data=data, steps=3) for data in (fixed, [tuple(batch) for batch in fixed]))
+    for row in by_fixed_loader:
+        np.testing.assert_array_equal(by_list[row.module, row.term].values, row.values)
     for row in by_module:
         np.testing.assert_array_equal(by_loader[row.module, row.term].values, row.values)
         np.testing.assert_array_equal(by_datamodule[row.module, row.term].values, row.values)
+
+
+def test_a_list_of_loaders_stays_one() -> None:
+    """A Trainer takes a batch of each of them at a time."""
+
+    class OfTwo(WideMlp):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], 0) + super().training_step(batch[1], 0)
+
+    assert check(OfTwo, data=[gaussian_batches(), gaussian_batches()], seeds=1).rows
 
 
 def test_options_reach_the_trainer() -> None:
@@ -283,7 +297,7 @@ class Idle(WideMlp):
     [
         (deeper, {}, "The layer 'net.5' is there at width 32 and not at width 16; expected networks of the same layers"),
         (Skips, {}, "The value 'rcc_effective_update/net.2/rms' is there at width 16 and not at width 32"),
-        (lambda _width: WideMlp(16), {}, "Every layer has the same shape at widths 16 and 64; expected make_module to use the width"),
+        (lambda _width: WideMlp(16), {}, "Every parameter has the same shape at widths 16 and 64; expected make_module to use the width"),
         (lambda width: nn.Linear(IN_FEATURES, width), {}, r"make_module\(16\) gave a Linear; expected a LightningModule"),
         (WideMlp(16), {"widths": [16]}, "widths is .* expected at least two"),
         ("WideMlp", {}, "make_module is 'WideMlp'; expected a function"),
@@ -302,6 +316,29 @@ def test_wrong_networks_and_arguments(make_module: Any, options: dict[str, Any],
     """What was wrong, what was expected."""
     with pytest.raises(ConfigError, match=message):
         check(make_module, **options)
+
+
+def test_a_width_that_is_not_used_is_found_before_training() -> None:
+    """No batch is run for it, and the random state stays; layers that are made later are looked at after their training."""
+
+    class Unlike(WideMlp):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise AssertionError("a batch was run")
+
+    class Later(WideMlp):
+        def __init__(self) -> None:
+            super().__init__(16)
+            del self.net
+
+        def configure_model(self) -> None:
+            self.net = WideMlp(16).net
+
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="Every parameter has the same shape"):
+        check(lambda _width: Unlike(16))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError, match="Every layer has the same shape"):
+        check(lambda _width: Later())
 
 
 def test_what_could_not_be_measured_is_no_sound_network() -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from lightning_module_monitor import WidthCheck
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check.settings import Settings
 from lightning_module_monitor.width_check.verdict import Row, judge
 
@@ -201,7 +204,26 @@ def test_figure(check: WidthCheck, tmp_path: Any) -> None:
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("method", "package", "extra"), [("to_frame", "pandas", "pandas"), ("figure", "matplotlib", "plot")])
+def test_plot_of_one_term(check: WidthCheck) -> None:
+    """By default the first one, in new axes; the lines are those of its panel in the figure; axes that are given are drawn into."""
+    axes = check.plot()
+    panel = check.figure().axes[0]
+    assert [line.get_label() for line in axes.get_lines()] == [line.get_label() for line in panel.get_lines()]
+    assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("effective update", "width", "root mean square")
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    plt.close("all")
+    own = Figure().subplots()
+    assert check.plot("propagating_update", ax=own) is own
+    assert own.get_title(loc="left") == "propagating update"
+    with pytest.raises(ConfigError, match=r"term is 'effective'; expected one of .*; nearest: 'effective_update'"):
+        check.plot("effective")
+    assert plt.get_fignums() == []
+
+
+WITH_EXTRAS = [("to_frame", "pandas", "pandas"), ("figure", "matplotlib", "plot"), ("plot", "matplotlib", "plot")]
+
+
+@pytest.mark.parametrize(("method", "package", "extra"), WITH_EXTRAS)
 def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install."""
     hide(monkeypatch, package)

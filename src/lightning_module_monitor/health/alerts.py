@@ -21,6 +21,9 @@ ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
 MEDIAN_RECORDS = 50
 """Number of earlier records in a median."""
 
+Training = Literal["trained", "untrained", "frozen"]
+"""What becomes of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
+
 LEAST_RECORDS = 10
 """Number of earlier records without which there is no median."""
 
@@ -32,6 +35,10 @@ QUIET_RECORDS = 10
 
 MAX_NAMED = 3
 """Number of keys that a finding names."""
+
+
+SINCE = "from step"
+"""In the words of a finding, the first record in which its condition was met follows."""
 
 
 class Figures(NamedTuple):
@@ -46,8 +53,6 @@ class Figures(NamedTuple):
     """Which figures this record has; ``None``: all of them."""
     is_idle: NDArray[np.bool_] | None = None
     """Which ones nothing acts on in this record; ``None``: none of them."""
-    is_smallest_first: bool = False
-    """Whether a finding names the smallest figures first, and not those that are first in the record."""
 
 
 def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -76,8 +81,12 @@ class AlertRule:
     then: tuple[Action, ...] = ("warn",)
     figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
     """Makes figures of the rule's keys and their values in one record."""
+    num_first: int = FIRST_RECORDS
+    """Of how many first records the largest figure is the base of ``relative_to="first"``."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
+    parameters: Training | None = None
+    """Of keys of parameters, those that the rule is for; ``None``: all."""
     words: str = ""
     """What the condition means, and what to try."""
 
@@ -88,6 +97,8 @@ class Fired(NamedTuple):
     key: str
     words: str
     """The figure, and what it is compared with."""
+    since: int
+    """The step of the first of the records in which the condition was met."""
 
 
 def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -126,15 +137,17 @@ class Course:
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
         fields = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,)), ("not_zero", float)]
-        self._state = np.zeros(0, [*fields, ("num_met", int), ("num_well", int), ("has_worked", bool)])
+        counts = [("num_met", int), ("since", int), ("num_well", int), ("has_worked", bool)]
+        self._state = np.zeros(0, [*fields, *counts])
         """By row. ``recent`` holds the last values, the newest last, and ``first`` the first ones, NaN where there are fewer; ``num_met``
-        counts the records up to the last one in which the condition was met, ``num_well`` those in which it was not since the rule fired;
-        ``has_worked`` is whether the figure was not idle in any record."""
+        counts the records up to the last one in which the condition was met, ``since`` is the step of the first of these, ``num_well``
+        counts those in which it was not since the rule fired; ``has_worked`` is whether the figure was not idle in any record."""
 
-    def observe(self, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
+    def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
         """Take in one record.
 
         Args:
+            step: Its step.
             keys: The rule's keys in the record.
             values: Their values, shape ``(keys,)``. A NaN meets no condition and ends a series of records that do.
 
@@ -154,6 +167,7 @@ class Course:
         after = before.copy()
         after["has_worked"] |= ~is_idle
         after["num_met"] = np.where(is_met, before["num_met"] + 1, 0)
+        after["since"] = np.where(is_met & (before["num_met"] == 0), step, before["since"])
         after["num_well"] = np.where(is_met & (before["num_well"] < QUIET_RECORDS), 0, before["num_well"] + ~is_met)
         fires = (after["num_met"] >= self.rule.for_steps) & (after["num_well"] >= QUIET_RECORDS)
         after["num_well"][fires] = 0
@@ -165,9 +179,12 @@ class Course:
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
         fired = np.flatnonzero(fires)
-        fired = fired[np.argsort(value[fired], kind="stable")] if found.is_smallest_first else fired
         return [
-            Fired(found.keys[places[one]], self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one]))
+            Fired(
+                found.keys[places[one]],
+                self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one]),
+                int(after["since"][one]),
+            )
             for one in fired.tolist()
         ]
 
@@ -208,7 +225,7 @@ class Course:
             base[is_known] = np.abs(np.nanmedian(state["recent"][is_known], axis=1))
             return base
         if self.rule.relative_to == "first":
-            return np.asarray(np.fmax.reduce(np.abs(state["first"]), axis=1))
+            return np.asarray(np.fmax.reduce(np.abs(state["first"][:, : self.rule.num_first]), axis=1))
         return np.ones(len(state))
 
     def _is_met(self, value: NDArray[np.float64], state: NDArray[Any], base: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -251,13 +268,21 @@ class Alerts:
 
     Args:
         rules: The rules.
-        is_trained: Whether a parameter, by the name of its site, is one that is to be trained.
     """
 
-    def __init__(self, rules: Sequence[AlertRule], is_trained: Callable[[str], bool] = lambda _site: True) -> None:
-        self._is_trained = is_trained
+    def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._courses = [Course(rule) for rule in rules]
         self._concerned: dict[str, list[int]] = {}
+        self._parameters: Mapping[str, Training] = {}
+        self._places: dict[str, int] = {}
+        """Place of each parameter in the model."""
+
+    def set_parameters(self, parameters: Mapping[str, Training]) -> None:
+        """Set what becomes of parameters, by the names of their sites in the order of the model; of others nothing is known."""
+        if parameters != self._parameters:
+            self._parameters = parameters
+            self._places = {site: place for place, site in enumerate(parameters)}
+            self._concerned.clear()
 
     def alarms(self, record: Record) -> list[Alarm]:
         """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
@@ -267,22 +292,29 @@ class Alerts:
         of_rules: list[dict[str, float]] = [{} for _course in self._courses]
         for key, value in record.values.items():
             if key not in self._concerned:
-                parts = Key.parse(key)
-                self._concerned[key] = [place for place, one in enumerate(self._courses) if one.rule.concerns(parts, key)]
+                self._concerned[key] = self._rules_of(key)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
         alarms = []
         for course, values in zip(self._courses, of_rules, strict=True):
             rule = course.rule
             if values and not (rule.needs_step and was_skipped):
-                fired = course.observe(tuple(values), np.array(list(values.values()), dtype=float))
-                if rule.is_unchanged:
-                    fired = [one for one in fired if self._is_trained(Key.parse(one.key).site)]
+                fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
+                # A record has those first of which the same is recorded, and not those that are first in the model.
+                fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
-                    words = f"{_named(fired)}{when(rule, record.step)}. {rule.words or _condition(rule)}"
+                    words = f"{_named(fired)}{when(rule, min(one.since for one in fired), record.step)}. {rule.words or _condition(rule)}"
                     finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)
                     alarms.append(Alarm(finding, rule.then))
         return alarms
+
+    def _rules_of(self, key: str) -> list[int]:
+        """Places of the rules that are for a key."""
+        parts = Key.parse(key)
+        training = self._parameters.get(parts.site)
+        rules = [course.rule for course in self._courses]
+        is_for = [rule.parameters is None or (training or "trained") == rule.parameters for rule in rules]
+        return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
@@ -296,7 +328,8 @@ class Alerts:
 
 def _conditions(rule: AlertRule) -> str:
     """Differs between rules that fire at different times."""
-    return repr((rule.name, rule.above, rule.below, rule.relative_to, rule.changes_by, rule.is_unchanged, rule.for_steps))
+    conditions = (rule.above, rule.below, rule.relative_to, rule.num_first, rule.changes_by, rule.is_unchanged, rule.for_steps)
+    return repr((rule.name, *conditions))
 
 
 def matching(patterns: Iterable[re.Pattern[str]]) -> Callable[[Key, str], bool]:
@@ -308,9 +341,9 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
     return any(pattern.fullmatch(key) for pattern in patterns)
 
 
-def when(rule: AlertRule, step: int) -> str:
+def when(rule: AlertRule, since: int, step: int) -> str:
     """In which records a rule's condition was met, as the end of a sentence."""
-    return f", in {rule.for_steps} records up to step {step}" if rule.for_steps > 1 else f", in step {step}"
+    return f", in {rule.for_steps} records {SINCE} {since} to {step}" if rule.for_steps > 1 else f", in step {step}"
 
 
 def _named(fired: Sequence[Fired]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Figures
-from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, TRAIN, Key
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key
 
 Level = Literal["sick", "watch"]
 """``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
@@ -56,9 +56,14 @@ class Detector:
         return f"health: {{watch: {self.name}}}" if self.rule is not None else self.recorded_by
 
     @property
+    def is_known_later(self) -> bool:
+        """Whether a store has all that it needs: which parameters an optimizer has is not recorded."""
+        return self.rule is None or self.rule.parameters != "untrained"
+
+    @property
     def is_of_monitor(self) -> bool:
-        """Whether it looks at the monitor's own figures, which have no sites."""
-        return self.sources[0][0][0] == OWN_KIND
+        """Whether it looks at figures that have no sites: the monitor's own, and the loss."""
+        return self.sources[0][0][0] in (OWN_KIND, CONTEXT_KIND)
 
     def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
         """The detector as a rule on the values that are recorded for it."""
@@ -87,9 +92,7 @@ def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> F
     """
     is_size = _is_weight(keys) & (values > 0) & np.isfinite(values)
     largest = values[is_size].max(initial=0.0)
-    return Figures(
-        keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size, is_smallest_first=True
-    )
+    return Figures(keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,6 +134,18 @@ def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Fi
     return Figures(named, values[places], named, is_there, is_idle=own < 0)
 
 
+def over_the_first(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """Every size over that of the first module, or over 1 where that is smaller; one that is 0 or not finite is left out."""
+    is_size = np.isfinite(values) & (values > 0)
+    first = max(values[is_size][0], 1.0) if is_size.any() else 1.0
+    return Figures(keys, values / first, keys, is_there=is_size)
+
+
+def positive(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """Every value above 0: a loss that is a likelihood may be below, and grow in magnitude as it should."""
+    return Figures(keys, values, keys, is_there=values > 0)
+
+
 def _nothing(_parts: Key, _key: str) -> bool:
     """Stands where a detector puts what it concerns."""
     return False
@@ -140,6 +155,7 @@ _rule = functools.partial(AlertRule, "", _nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
 _OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
 _HEURISTIC = "a heuristic"
+DIVERGING = "diverging"
 
 DETECTORS = {
     detector.name: detector
@@ -175,30 +191,62 @@ DETECTORS = {
             source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
             "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
             cure="residual connections, normalization layers, an initialization that keeps the scale (He, orthogonal), fewer layers",
-            rule=_rule(figures=relative_to_largest, below=1e-6, for_steps=3, needs_step=True),
+            rule=_rule(figures=relative_to_largest, below=1e-6, for_steps=3, needs_step=True, parameters="trained"),
         ),
         Detector(
             "exploding",
             list(reversed(_OF_PARAMETERS)),
-            formula="the norm of all gradients together, and that of all parameters, over the largest one of the first 3 records",
+            formula="the norm of all gradients of trained parameters together, and that of the parameters, over the largest one of "
+            "the first 3 records",
             limit="All of that kind together are more than 100 times what they were in the first records, and this has most of it.",
             source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
             "the limit is a heuristic",
             cure="a lower learning rate, warm-up, clipping of gradients",
             level="sick",
-            rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True),
+            rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True, parameters="trained"),
         ),
         Detector(
             "frozen_updates",
             _OF_PARAMETERS,
-            formula="the norm of a parameter that requires a gradient is the same to the last bit as in the record before; "
-            "where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has none and had one "
-            "before, as an expert that was not chosen",
-            limit="It requires a gradient, and has not moved from record to record, 3 times.",
+            formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the "
+            "record before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has "
+            "none and had one before, as an expert that was not chosen",
+            limit="It requires a gradient, an optimizer has it, and it has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
-            cure="look whether the optimizer has it, whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
+            cure="look whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
             "and, in half precision, whether its updates are rounded away",
-            rule=_rule(figures=moved_by_gradients, is_unchanged=True, for_steps=3, needs_step=True),
+            rule=_rule(figures=moved_by_gradients, is_unchanged=True, for_steps=3, needs_step=True, parameters="trained"),
+        ),
+        Detector(
+            "no_optimizer",
+            [(["gradient"], ["norm"])],
+            formula="the norm of the gradient of a parameter that requires one, and that no optimizer has",
+            limit="It gets a gradient, and no optimizer has it: it does not learn, and its gradient may accumulate.",
+            source="plain arithmetic",
+            cure="give its parameters to the optimizer in configure_optimizers, or set requires_grad to False where it is to stay as it is",
+            level="sick",
+            rule=_rule(above=0.0, parameters="untrained"),
+        ),
+        Detector(
+            DIVERGING,
+            [([CONTEXT_KIND], [LOSS])],
+            formula="the training loss, where it is above 0, over that of the first record; only under automatic optimization",
+            limit="The loss was more than 3 times that of the first record, in 2 records.",
+            source=_HEURISTIC,
+            cure="a lower learning rate, warm-up, clipping of gradients",
+            level="sick",
+            rule=_rule(figures=positive, above=3.0, relative_to="first", num_first=1, for_steps=2),
+        ),
+        Detector(
+            "growing_over_depth",
+            [(["activation"], ["rms"])],
+            formula="the rms of a module's output over that of the first module's, or over 1 where that is smaller",
+            limit="Outputs grow more than 10,000 times from the first module on, in 3 records: magnitudes multiply from layer to layer.",
+            source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
+            "the limit is a heuristic",
+            cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
+            level="sick",
+            rule=_rule(figures=over_the_first, above=1e4, for_steps=3),
         ),
         Detector(
             "entropy_collapse",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from lightning_module_monitor.config import Rule, as_tuple, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
-from lightning_module_monitor.health.detectors import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING
 from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
@@ -21,6 +21,9 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 """Values of ``nonfinite``."""
 
 ALL = "all"
+CHEAP = tuple(name for name in BUILT_IN if name != "entropy_collapse")
+"""The watches that record what they need beside the default rules: to observe attention costs more."""
+
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
 
@@ -32,17 +35,18 @@ class Health:
     """Which signs of ill health are looked for, beside the alerts.
 
     Attributes:
-        nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps. ``always``: in every step. ``stop``: in
-            every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
+        nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps, and lightly in all others. ``always``: in
+            every step. ``stop``: in every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
         watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``, ``frozen_updates``,
-            ``entropy_collapse``.
+            ``no_optimizer``, ``diverging``, ``growing_over_depth``, ``entropy_collapse``; they record what they need. Default: all,
+            as far as what they need is recorded, to which the default rules add what is cheap. ``[]``: none.
         then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
         snapshot: Whether to write a file from which the module that made the first NaN or infinity can be run again by itself.
     """
 
     nonfinite: str = WARN
-    watch: str | list[str] = field(default_factory=list)
+    watch: str | list[str] | None = None
     then: str | list[str] = "warn"
     capture_steps: int = 5
     snapshot: bool = False
@@ -81,6 +85,8 @@ class ParsedHealth:
 
     nonfinite: str
     watches: tuple[str, ...]
+    recorded: tuple[str, ...]
+    """Those of the watches that record what they need."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
@@ -99,12 +105,19 @@ class ParsedHealth:
         return any("capture" in rule.then for rule in self.alerts)
 
 
-def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
+def parse_health(health: object, alerts: Sequence[object], *, has_default_rules: bool) -> ParsedHealth:
     """Check the options.
+
+    Args:
+        health: The option ``health``.
+        alerts: The option ``alerts``.
+        has_default_rules: Whether the user gave no rules: then the watches record what they need, where that is cheap.
 
     Raises:
         ConfigError: If a value is wrong.
     """
+    if health is None or isinstance(health, bool):
+        health = Health() if health is not False else Health(nonfinite=IGNORE, watch=[])
     health = options_of(Health, health, "health", "{nonfinite: always}")
     if health.nonfinite not in NONFINITE:
         near = nearest(health.nonfinite, NONFINITE) if isinstance(health.nonfinite, str) else "."
@@ -114,22 +127,21 @@ def parse_health(health: object, alerts: Sequence[object]) -> ParsedHealth:
     if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
         why = "by the next monitored step it has spread to everything"
         raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
-    watches = as_tuple(health.watch)
+    watches = (ALL,) if health.watch is None else as_tuple(health.watch)
     for watch in watches:
         if not isinstance(watch, str) or watch not in WATCH:
             near = nearest(watch, WATCH) if isinstance(watch, str) else "."
             raise ConfigError(f"health.watch {watch!r} is not a watch; expected {', '.join(WATCH)}{near}")
-    watches = tuple(BUILT_IN) if ALL in watches else watches
+    watches = tuple(BUILT_IN) if ALL in watches else tuple(dict.fromkeys(watches))
+    recorded = watches if health.watch is not None else CHEAP if has_default_rules else ()
     then = _parse_actions(health.then, "health.then")
-    of_watches = [BUILT_IN[watch].alert(then) for watch in dict.fromkeys(watches)]
+    of_watches = [BUILT_IN[watch].alert(then) for watch in watches]
     by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
     of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
     patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(
-        health.nonfinite, tuple(dict.fromkeys(watches)), (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot
-    )
+    return ParsedHealth(health.nonfinite, watches, recorded, (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot)
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
@@ -143,6 +155,9 @@ def watch_rules(watches: Sequence[str]) -> list[Rule]:
         "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
         "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
         "frozen_updates": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
+        "no_optimizer": [Rule(kinds="gradient", statistics="norm")],
+        DIVERGING: [],
+        "growing_over_depth": [Rule(kinds="activation", leaf_modules=True, statistics="rms")],
         "entropy_collapse": [Rule(kinds="attention_relative_entropy", statistics="mean")],
     }
     return [rule for watch in watches for rule in rules[watch]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.model.names import ROOT
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -45,7 +45,7 @@ def _by_text(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list[
         raise ConfigError(message + nearest(blocks, by_name)) from error
     if not found:
         message = f"{label} {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
-        raise ConfigError(message + nearest(blocks, by_name))
+        raise ConfigError(message + nearest_pattern(blocks, by_name))
     return found
 
 

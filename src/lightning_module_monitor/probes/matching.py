@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_module_monitor.config import ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.index import ModelIndex, is_excluded, names_of
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite, matches
@@ -41,9 +41,11 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
     sites: Sequence[ModuleSite | ParameterSite] = index.modules if what == "module" else index.parameters
     if not any(matches(site.aliases, rule.sites) for site in sites):
-        patterns = ", ".join(repr(pattern.pattern) for pattern in rule.sites)
-        raise ConfigError(f"{rule.label}.sites {patterns} matches none of {len(sites)} {what} names{nearest(patterns, names_of(sites))}")
-    options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": [one.__name__ for one in rule.types or ()]}
+        patterns, names = [pattern.pattern for pattern in rule.sites], names_of(sites)
+        near = next((end for end in (nearest_pattern(one, names) for one in patterns) if end != "."), ".")
+        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
+    types = [one if isinstance(one, str) else one.__name__ for one in rule.types or ()]
+    options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
     limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
     limits += ["leaf_modules"] if rule.leaf_modules else []
     if not limits:
@@ -60,11 +62,29 @@ def can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
 
 def is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
     """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
-    if rule.types is not None and not isinstance(module, rule.types):
+    if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
         return False
     if rule.leaf_modules and next(module.children(), None) is not None:
         return False
     return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
+
+
+def check_types(rule: ParsedRule, index: ModelIndex) -> None:
+    """Check that the model has a class of each name among a rule's ``types``.
+
+    Raises:
+        ConfigError: If not; names the nearest class.
+    """
+    for name in rule.types or ():
+        if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
+            own = sorted({type(site.module).__name__ for site in index.modules})
+            why = f"is the class of none of {len(index.modules)} modules"
+            raise ConfigError(f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(own)}, or an import path{nearest(name, own)}")
+
+
+def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    """Whether a module is an instance of a class, which may be given by its name."""
+    return any(base.__name__ == wanted for base in type(module).__mro__) if isinstance(wanted, str) else isinstance(module, wanted)
 
 
 def check_tensor_parallel(rule: ParsedRule) -> None:

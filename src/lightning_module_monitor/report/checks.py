@@ -25,13 +25,14 @@ class _Sick(NamedTuple):
     evidence: str
 
 
-def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
+def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int], *, is_known: bool = False) -> Checked:
     """Judge a run by a detector.
 
     Args:
         detector: The detector.
         tables: The tables of the run's sites.
         skipped_steps: Steps that a ``GradScaler`` skipped.
+        is_known: Whether the training has judged it: then nothing is looked for.
 
     Returns:
         The check, and a finding for each site that meets the detector's condition.
@@ -41,6 +42,8 @@ def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[
         there = (of_training(tables, kind, statistic) for kind in kinds for statistic in statistics)
         seen += next(filter(None, there), [])
     check = Check(detector.name, sum(len(table.sites) for table in seen), detector.needs)
+    if is_known:
+        return check, []
     if detector.rule is not None:
         return check, _replayed(detector, seen, skipped_steps)
     judge = _WHOLE_RUN[detector.name]
@@ -70,10 +73,10 @@ def _replayed(detector: Detector, tables: Sequence[Table], skipped_steps: Collec
         if rule.needs_step and step in skipped_steps:
             continue
         own = keys if is_there.all() else tuple(keys[place] for place in where(is_there))
-        for one in course.observe(own, row[is_there]):
+        for one in course.observe(step, own, row[is_there]):
             parts = Key.parse(one.key)
             kind = parts._replace(site="", statistic="").format().rstrip("/")
-            evidence = f"{parts.statistic} {one.words}{when(rule, step)}. {rule.words}"
+            evidence = f"{parts.statistic} {one.words}{when(rule, one.since, step)}. {rule.words}"
             found.setdefault(one.key, Finding(detector.level, detector.name, kind, parts.site, parts.statistic, step, evidence))
     if rule.is_unchanged:
         # A store does not hold which parameters require a gradient: those that never had one may be frozen on purpose.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.health.detectors import Level
+from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,26 @@ class Verdict:
 
     @property
     def level(self) -> str:
-        """The verdict in a word: ``sick``, ``watch``, ``ok``, or ``not looked at`` if no check had a series."""
+        """The verdict in a word: ``sick``, ``watch``, ``ok``, or ``not looked at`` if less than half of the checks had a series."""
         if self.findings:
             return "sick" if self.is_sick else "watch"
-        return "ok" if any(check.num_series for check in self.checks) else "not looked at"
+        return "ok" if 2 * self.num_checked >= len(self.checks) > 0 else "not looked at"
+
+    @property
+    def num_checked(self) -> int:
+        """Number of checks that had a series."""
+        return sum(check.num_series > 0 for check in self.checks)
+
+    @property
+    def diagnoses(self) -> list[Diagnosis]:
+        """The causes that the findings show."""
+        return diagnose(Symptom(one.problem, one.step, one.site, one.evidence) for one in self.findings)
 
     @property
     def headline(self) -> str:
         """The verdict in a line."""
         if self.level == "not looked at":
-            return "nothing was recorded that a check could look at"
+            return f"not enough was recorded to judge: {self.num_checked} of {len(self.checks)} checks had values to look at"
         sick = {finding.site for finding in self.findings if finding.level == "sick"}
         others = {finding.site for finding in self.findings} - sick
         levels = [f"{count(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from lightning_module_monitor.report.findings import Finding, Verdict, count
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
-from lightning_module_monitor.sinks.store import schema
-from lightning_module_monitor.sinks.store.reader import StoreReader
+from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.version import __version__
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
 """In this order: each uses those before it."""
@@ -42,22 +42,40 @@ SECTIONS = {
 }
 
 
-def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) -> None:
+OneStore: TypeAlias = str | os.PathLike[str] | StoreReader
+"""A store: its path, the folder of its run, a log directory (see :func:`~lightning_module_monitor.load_store`), or its reader."""
+
+
+def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[str] | None = None) -> Path:
     """Write the page about one run, or about several side by side.
 
     Args:
-        stores: Readers of the runs' stores; the runs may be going on. Differences are to the first.
-        path: The HTML file; what is there is replaced, once the page is whole.
+        stores: The run's store, or several; the runs may be going on. Differences are to the first.
+        path: The HTML file; what is there is replaced, once the page is whole. Default: beside the store, as ``monitor.html``; of
+            several runs ``compare.html`` in the current folder.
+
+    Returns:
+        The path of the HTML file.
 
     Raises:
+        FileNotFoundError: If there is no such store.
+        ValueError: If a file is no store that this version can read.
         ImportError: If the extra ``report`` is not installed.
         OSError: If the file cannot be written.
+
+    Example::
+
+        write_report("lightning_logs/version_0")
     """
-    path = Path(path)
     plotly = require("plotly.offline", "report")
     jinja2 = require("jinja2", "report")
-    runs = [read_run(store) for store in stores]
-    payload = _payload(stores, runs)
+    given = [stores] if isinstance(stores, str | os.PathLike | StoreReader) else stores
+    readers = [one if isinstance(one, StoreReader) else load_store(one) for one in given]
+    if path is None:
+        path = "compare.html" if len(readers) > 1 else readers[0].path.with_suffix(".html")
+    path = Path(path)
+    runs = [read_run(store) for store in readers]
+    payload = _payload(readers, runs)
     scripts = [plotly.get_plotlyjs(), "\n".join(_asset(name) for name in SCRIPTS)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     safe = environment.filters["safe"]
@@ -74,6 +92,7 @@ def write_report(stores: Sequence[StoreReader], path: str | os.PathLike[str]) ->
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    return path
 
 
 def _asset(name: str) -> str:
@@ -145,7 +164,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
-        "version": schema.package_version(),
+        "version": __version__,
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "several": several,
         "names": names,
@@ -180,7 +199,7 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
-    verdict = verdict_on(run.tables, run.figures, run.said)
+    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
     found = {finding.problem for finding in verdict.findings}
     return {
         "name": name,

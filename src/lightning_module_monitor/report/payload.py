@@ -10,7 +10,8 @@ import numpy as np
 from lightning_module_monitor.record import LABELS, NUM_BINS
 from lightning_module_monitor.report.packing import condense, pack
 from lightning_module_monitor.report.run import Table
-from lightning_module_monitor.sinks.store.reader import HistogramMatrix, StoreReader
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 MAX_NUMBERS = 5_000_000
 """In all tables together: some 15 MB of the page."""

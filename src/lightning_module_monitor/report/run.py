@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, is_undefined
-from lightning_module_monitor.sinks.store.reader import Matrix, StoreReader
+from lightning_module_monitor.sinks.store.matrices import Matrix
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,8 @@ class Run:
     """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
     said: list[Finding]
     """The findings of training."""
+    watched: frozenset[str]
+    """The detectors that the training judged, by name."""
     histograms: list[Key]
     """Keys of its histograms, which are read one by one."""
     modules: list[ModuleInfo]
@@ -84,7 +87,9 @@ def read_run(store: StoreReader) -> Run:
         for table in _split(_in_models_order(store.matrix(kind), modules)):
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
-    return Run(str(store.path), store.attributes, tables, figures, store.findings(), histograms, modules)
+    configurations: list[dict[str, Any]] = store.attributes["configurations"]  # type: ignore[assignment]  # objects of JSON
+    watched = frozenset(name for run in configurations[-1:] for name in run["configuration"].get("watched", ()))
+    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms, modules)
 
 
 def _in_models_order(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Matrix:

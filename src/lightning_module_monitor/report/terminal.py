@@ -30,6 +30,8 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
     console.print(f"[bold]{_text(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    for number, one in enumerate(verdict.diagnoses, 1):
+        console.print(f"[bold]{number}.[/bold] {_text(str(one))}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
     word = {"watch": "to watch", "ok": "healthy"}.get(verdict.level, verdict.level)
     first = verdict.beginning

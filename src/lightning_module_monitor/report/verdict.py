@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightning_module_monitor import record
 from lightning_module_monitor.health.detectors import DETECTORS, Level
@@ -13,20 +13,27 @@ from lightning_module_monitor.report.nonfinite import look_for_nonfinite
 from lightning_module_monitor.report.run import Table, of_training
 
 
-def verdict_on(tables: Sequence[Table], figures: Sequence[Table] = (), said: Sequence[record.Finding] = ()) -> Verdict:
+def verdict_on(
+    tables: Sequence[Table], figures: Sequence[Table] = (), said: Sequence[record.Finding] = (), watched: Collection[str] = ()
+) -> Verdict:
     """Judge a run by every detector.
 
     Args:
         tables: The tables of one run's sites.
         figures: The monitor's own, and others without sites.
         said: The findings of training, which knew more than is recorded.
+        watched: Names of the detectors that the training judged.
 
     Returns:
-        The findings on training; validation and other stages are not judged. A detector with findings from training is not judged again.
+        The findings on training; validation and other stages are not judged. A detector that the training judged is not judged again.
     """
     skipped = {step for table in of_training(figures, OWN_KIND, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
-    known = {finding.name for finding in said}
-    judged = [look(one, figures if one.is_of_monitor else tables, skipped) for one in DETECTORS.values() if one.name not in known]
+    known = {finding.name for finding in said} | {*watched}
+    judged = [
+        look(one, figures if one.is_of_monitor else tables, skipped, is_known=one.name in known)
+        for one in DETECTORS.values()
+        if one.is_known_later or one.name in known
+    ]
     checked = [look_for_nonfinite(tables, skipped), *(one for one in judged if one[0].num_series or one[0].needs)]
     findings = sorted(map(_as_said, said), key=lambda finding: finding.problem) + [one for _check, found in checked for one in found]
     return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [check for check, _found in checked])
@@ -36,4 +43,4 @@ def _as_said(said: record.Finding) -> Finding:
     shown_by = Key.parse(said.key)
     level: Level = "sick" if said.severity == "error" else DETECTORS[said.name].level if said.name in DETECTORS else "watch"
     kind = shown_by._replace(site="", statistic="").format().rstrip("/") if said.key else ""
-    return Finding(level, f"said in training: {said.name}", kind, said.site, shown_by.statistic if said.key else "", said.step, said.words)
+    return Finding(level, said.name, kind, said.site, shown_by.statistic if said.key else "", said.step, said.words)

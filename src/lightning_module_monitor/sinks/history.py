@@ -89,7 +89,7 @@ class StorageManager:
         """
         store = load_store(path)
         loaded: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        for key in store.keys():  # noqa: SIM118  # a store is no dict
+        for key in store:
             steps, values = store.series(key)
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                 loaded[step][key] = value

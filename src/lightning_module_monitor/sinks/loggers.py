@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import math
 import re
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +32,19 @@ from lightning_module_monitor.record import (
     is_context,
     is_undefined,
 )
+from lightning_module_monitor.sinks.charts import NONFINITE_COUNT, Chart, charts_of, drawn_charts, lines, picture
+from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
 
 FINDINGS = f"{OWN_KIND}/findings"
 """Where loggers get texts."""
+
+_COUNT = f"/{NONFINITE_COUNT}"
+
+FIRST_DRAWING_S = 600.0
+"""Seconds from the first record to the first drawing; each further one comes after twice the time of the one before."""
 
 
 class LoggerSink:
@@ -48,11 +58,22 @@ class LoggerSink:
             histograms their sum.
         always: Patterns of keys that are logged in any case.
         messages: Where a logger's failure is said, once.
+        planned_keys: Keys to expect, for which TensorBoard gets a layout of charts.
     """
 
-    def __init__(self, loggers: Sequence[Logger], roll_up: bool, always: Sequence[re.Pattern[str]], messages: logging.Logger) -> None:
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        roll_up: bool,
+        always: Sequence[re.Pattern[str]],
+        messages: logging.Logger,
+        planned_keys: Sequence[str] = (),
+    ) -> None:
         self._loggers = list(loggers)
         self._roll_up = RollUps(always) if roll_up else None
+        self._zero_counts = ZeroCounts(always)
+        self._planned_keys: Sequence[str] | None = planned_keys
+        """``None`` once the charts are laid out."""
         self._messages = messages
         self._failed: set[int] = set()
         self._has_said_who_has_no_histograms = False
@@ -62,16 +83,20 @@ class LoggerSink:
         if not self._loggers:
             return
         values = without_context(record.values) if self._roll_up is None else self._roll_up(without_context(record.values))
+        self._zero_counts.drop_from(values)
         histograms = record.histograms if self._roll_up is None else added_up(record.histograms)
         without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
         if histograms and without and not self._has_said_who_has_no_histograms:
             self._has_said_who_has_no_histograms = True
             self._messages.info("Histograms are left out of %s, which has no place for them; the store has them.", ", ".join(without))
+        planned_keys, self._planned_keys = self._planned_keys, None
         for logger in self._loggers:
             try:
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 tell(logger, record.findings)
+                if planned_keys is not None:
+                    lay_out(logger, charts_of([*planned_keys, *record.values]))
             except Exception as error:
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
@@ -127,7 +152,7 @@ def _log_to_tensorboard(
     step: int,
 ) -> None:
     """Write all numbers in one event: ``log_metrics`` writes one each, which takes 0.1 to 0.2 ms."""
-    prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+    prefix = _before_keys(logger)
     writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
     is_of_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has its own Summary
     if is_of_torch and type(logger).log_metrics is TensorBoardLogger.log_metrics:
@@ -142,6 +167,74 @@ def _log_to_tensorboard(
         unknown = {"sum": math.nan, "sum_squares": math.nan}
         limits = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
         logger.experiment.add_histogram_raw(prefix + key, num=int(counts.sum()), **unknown, **limits, global_step=step)
+
+
+def _before_keys(logger: TensorBoardLogger) -> str:
+    return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+
+
+def lay_out(logger: object, charts: Collection[Chart]) -> None:
+    """Give TensorBoard a chart for each kind and statistic, with the lines of all sites in it; its tab is CUSTOM SCALARS."""
+    if isinstance(logger, TensorBoardLogger) and charts:
+        before = _before_keys(logger)
+        layout: dict[str, dict[str, list[Any]]] = {}
+        for chart in charts:
+            layout.setdefault(chart.kind, {})[f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(before)]]
+        logger.experiment.add_custom_scalars(layout)
+
+
+def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int) -> None:
+    """Give a logger heat maps, and W&B a chart with the lines of all sites as well."""
+    for chart in charts:
+        name = f"{chart.kind}/{chart.statistic}"
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(f"{_before_keys(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            by_site = lines(store, chart)
+            xs, ys = zip(*by_site.values(), strict=True)
+            of_wandb = importlib.import_module("wandb").plot
+            curves = of_wandb.line_series(xs, ys, keys=list(by_site), title=f"{chart.kind}: {chart.statistic}", xname="optimizer step")
+            logger.log_image(f"heat_maps/{name}", [picture(store, chart)], step)
+            logger.log_metrics({f"charts/{name}": curves}, step)
+
+
+class HeatMaps:
+    """Draws what the store of a run holds into those of its loggers that take pictures.
+
+    That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
+
+    Args:
+        loggers: The trainer's loggers.
+        messages: Where a failure is logged, once.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], messages: logging.Logger) -> None:
+        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+        self._loggers = [logger for logger in loggers if has_matplotlib and takes_histograms(logger)]
+        self._messages = messages
+        self._began_s = time.monotonic()
+        self._wait_s = FIRST_DRAWING_S
+        self._drawn_step: int | None = None
+
+    def draw_if_due(self, store: Path, step: int) -> None:
+        """Draw the records until this step, if it is time. Never raises."""
+        if time.monotonic() - self._began_s >= self._wait_s:
+            self._wait_s *= 2
+            self.draw(store, step)
+
+    def draw(self, store: Path, step: int) -> None:
+        """Draw the records until this step, unless that was done. Never raises."""
+        if not self._loggers or step == self._drawn_step:
+            return
+        self._drawn_step = step
+        try:
+            reader = load_store(store)
+            charts = drawn_charts(reader)
+            for logger in self._loggers:
+                draw(logger, reader, charts, step)
+        except Exception as error:
+            self._loggers = []
+            self._messages.warning("Heat maps were not drawn for the loggers (%s: %s). Reported once.", type(error).__name__, error)
 
 
 def tell(logger: object, findings: Sequence[Finding]) -> None:
@@ -161,6 +254,29 @@ def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
         key = Key.parse(text)._replace(site=ALL).format()
         together[key] = together[key] + histogram if key in together else histogram
     return together
+
+
+class ZeroCounts:
+    """Leaves counts of elements that are not finite away while they are zero.
+
+    They are a third of what the default rules record of activations, and the store has them. From its first other value on a key is
+    kept, so that a chart goes back to zero.
+
+    Args:
+        always: Patterns of keys that are kept as they are.
+    """
+
+    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
+        self._always = list(always)
+        self._kept: set[str] = set()
+
+    def drop_from(self, values: dict[str, float]) -> None:
+        """Take such values out."""
+        for key in [key for key in values if key.endswith(_COUNT)]:
+            if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
+                self._kept.add(key)
+            elif key not in self._kept:
+                del values[key]
 
 
 class RollUps:

@@ -132,8 +132,9 @@ def track(  # noqa: PLR0917  # in the order that the original has them
     Args:
         module: The outermost module.
         grad: Whether to keep gradients, too.
-        include: Pattern (``re.search``) of the names to keep; by default all.
-        exclude: Pattern (``re.search``) of names not to keep.
+        include: Pattern of the names to keep; by default all. It is searched for anywhere in a name (``re.search``), unlike the patterns of
+            rules, which match whole names.
+        exclude: Pattern of names not to keep, likewise.
         stash_value: What to keep of each tensor; by default a copy on the CPU.
         stash: What to keep of each event, instead.
         max_bytes: Limit for the bytes of all kept tensors; by default there is none.
@@ -217,7 +218,7 @@ class Tracker:
         if not names:
             near = nearest(str(getattr(include, "pattern", include or "")), children)
             kept_none = f"include {include!r} and exclude {exclude!r} leave none of {len(children)} modules"
-            raise ConfigError(f"{kept_none}; expected at least one{near}")
+            raise ConfigError(f"{kept_none}; expected a name in which include is found (re.search), and exclude is not{near}")
         for name in names:
             self.register(children[name], name, grad)
 

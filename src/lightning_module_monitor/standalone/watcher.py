@@ -46,7 +46,7 @@ class TorchWatcher:
         model: The model. It has to be called as a whole: ``model(x)``.
         run: Any object with ``log_metrics(values, step)``, as every Lightning logger has. A TensorBoard or W&B logger gets histograms,
             too.
-        track_layers: Class or classes of the layers to watch, and whose parameters; ``None`` for all.
+        track_layers: Class or classes of the layers to watch, or names of such classes, and whose parameters; ``None`` for all.
         tensor_stats: One or several names in ``STATISTICS``, which may be extended; ``None`` for ``mean``.
         base_namespace: First part of every key.
         every_n_steps: The steps that may be logged, by the numbers that ``watch`` gets: every n-th, a list, ``"log"``, or a function of
@@ -61,7 +61,7 @@ class TorchWatcher:
         self,
         model: nn.Module,
         run: TakesMetrics,
-        track_layers: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+        track_layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
         tensor_stats: str | Sequence[str] | None = None,
         base_namespace: str = "model_internals",
         *,

@@ -18,6 +18,8 @@ INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80}
 BITS = {torch.float32: np.int32, torch.bfloat16: np.int16}
 """Integers as long as the floats."""
 
+_WITHOUT_SIGN = {dtype: whole(np.iinfo(whole).max) for dtype, whole in BITS.items()}
+
 UNKNOWN = -1
 """The place of a number that does not exist."""
 
@@ -51,7 +53,7 @@ class Magnitudes:
         if loops is not None:
             array = numba_kernel.array_of(in_memory(tensor))
             dtype = torch.float32 if array.dtype == np.float32 else torch.bfloat16
-            bits = loops.largest_magnitude(array.view(BITS[dtype]), BITS[dtype](np.iinfo(BITS[dtype]).max))
+            bits = loops.largest_magnitude(array.view(BITS[dtype]), _WITHOUT_SIGN[dtype])
             self._has_nonfinite |= bits >= INFINITY[dtype]
             self._numbers.append((dtype, bits))
         else:
@@ -78,6 +80,14 @@ class Magnitudes:
     def may_have_nonfinite(self) -> bool:
         """Whether there may be a non-finite element; reads nothing from other devices."""
         return self._has_nonfinite or self._has_tensors
+
+    def nonfinite(self) -> Tensor:
+        """Whether an element is not finite: shape ``()``, bool, on the device of the first number that is on one; nothing is read."""
+        extremes = [one for pair in self._numbers for one in pair if isinstance(one, Tensor)]
+        found = torch.full((), self._has_nonfinite, device=extremes[0].device if extremes else "cpu")
+        for one in extremes:
+            found = found | ~one.isfinite().to(found.device)
+        return found
 
     def clear(self) -> None:
         """Forget them."""

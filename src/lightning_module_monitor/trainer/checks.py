@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Collection, Sequence
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.probes.base import Say
 
 
 def check_trainer(trainer: Trainer, pl_module: LightningModule, *, at_every_step: bool) -> None:
@@ -41,6 +47,29 @@ def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, r
     if rule is not None:
         why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
         raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
+
+
+def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], say: Say) -> None:
+    """Check that the other callbacks get the keys of ours that they monitor.
+
+    Args:
+        trainer: Has the callbacks.
+        keys: Our planned keys of numbers.
+        patterns: Those of ``callback_metrics``.
+        say: Reports a callback that does without its key.
+
+    Raises:
+        ConfigError: If EarlyStopping would end the run by an error.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+        key = getattr(callback, "monitor", None)
+        if not isinstance(key, str) or key not in keys or any(pattern.fullmatch(key) for pattern in patterns):
+            continue
+        wrong = f"{type(callback).__name__} monitors {key!r}, and callback_metrics does not match it"
+        message = f"{wrong}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
+        if isinstance(callback, EarlyStopping) and callback.strict:
+            raise ConfigError(message)
+        say(message, logging.WARNING)
 
 
 def makes_layers_late(pl_module: LightningModule) -> bool:

@@ -13,9 +13,9 @@ from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
-from lightning_module_monitor.record import KINDS, OWN_KIND, Key
+from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Key
 
-LOSS, LEARNING_RATE, BATCH_SIZE = "loss", "lr", "batch_size"
+LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
 CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum"}
 """What every monitored step of a fit has, with the aggregate over its micro-batches and all ranks."""
 

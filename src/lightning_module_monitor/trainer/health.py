@@ -11,11 +11,15 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.optim import Optimizer
 
 from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.health.alerts import Action, Alerts
+from lightning_module_monitor.health.alerts import Action, Alerts, Training
+from lightning_module_monitor.health.detectors import DIVERGING
+from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
+from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
@@ -41,7 +45,7 @@ class HealthController:
         self._messages = messages
         self.findings: list[Finding] = []
         """All findings of the run, in their order."""
-        monitor.add_rules(watch_rules(self.options.watches), "health.watch", are_optional=True)
+        monitor.add_rules(watch_rules(self.options.recorded), "health.watch", are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
         """What :meth:`state` gave for the run that is resumed, or at its end."""
@@ -93,13 +97,11 @@ class HealthController:
         ]
         self._is_fit = is_fit
         self.findings = []
-        parameters = {site.name: site for site in self._monitor.planner.index.parameters}
-
-        def is_trained(name: str) -> bool:
-            parameter = parameters[name].tensor() if name in parameters else None
-            return parameter is not None and parameter.requires_grad
-
-        self._alerts = Alerts(self.options.alerts, is_trained)
+        rules = self.options.alerts
+        if not getattr(self._monitor.module, "automatic_optimization", True):
+            # Several losses, which work against each other as those of a GAN, need not fall.
+            rules = tuple(rule for rule in rules if rule.name != DIVERGING)
+        self._alerts = Alerts(rules)
         if self.options.nonfinite != IGNORE:
             self.nonfinite = NonfiniteController(self.options, self._monitor, on_error=self._on_error, messages=self._messages)
         if is_fit:
@@ -113,7 +115,10 @@ class HealthController:
             self._raise_detail(site, steps)
 
     def close(self) -> None:
-        """Take every hook off, and forget the run except for its findings; a second call does no harm."""
+        """Log the diagnoses, take every hook off, and forget the run except for its findings; a second call does no harm."""
+        if self._alerts is not None and self._is_fit and is_first_process():
+            for number, one in enumerate(self.diagnoses(), 1):
+                self._messages.warning("Diagnosis %d: %s", number, one)
         self._state = self.state()
         if self.nonfinite is not None:
             self.nonfinite.close()
@@ -127,17 +132,22 @@ class HealthController:
 
     # What is found
 
+    def diagnoses(self) -> list[Diagnosis]:
+        """The causes that the findings of the run show."""
+        return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
+
     def note(self, finding: Finding | None) -> None:
         """Add a finding to the next record."""
         if finding is not None:
             self._pending.append(finding)
 
-    def examined(self, step: int, record: Record | None) -> Record | None:
-        """A record with the findings of the alerts on it, and those noted before."""
+    def examined(self, step: int, record: Record | None, optimizers: Sequence[Optimizer]) -> Record | None:
+        """A record with the findings of the alerts on it, and those noted before; ``optimizers`` are the trainer's."""
         found, self._pending = self._pending, []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
             self._report_missing_keys(record)
+            self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, optimizers))
             for alarm in self._alerts.alarms(record):
                 found.append(alarm.finding)
                 self._following += [(action, alarm.finding) for action in alarm.then]
@@ -198,6 +208,17 @@ class HealthController:
         self._details[site] = steps
         if not _record_everything(self._monitor, site, steps) and is_first_process():
             self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
+
+
+def _training(sites: Sequence[ParameterSite], optimizers: Sequence[Optimizer]) -> dict[str, Training]:
+    """What becomes of each parameter, by the name of its site. Where the optimizers have none, they have copies: all are trained."""
+    optimized = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    parameters = {site.name: site.tensor() for site in sites}
+    has_none = not any(id(one) in optimized for one in parameters.values())
+    return {
+        name: "frozen" if one is None or not one.requires_grad else "trained" if has_none or id(one) in optimized else "untrained"
+        for name, one in parameters.items()
+    }
 
 
 def _record_everything(monitor: ModuleMonitor, site: str, steps: list[int]) -> bool:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
@@ -30,17 +30,17 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     """
     if any(pattern.fullmatch(key) for key in keys):
         return True
-    text, near = pattern.pattern, nearest(pattern.pattern, keys)
+    text = pattern.pattern
     wrong = f"{label} {text!r} matches"
     histogram = next((key for key in histograms if pattern.fullmatch(key)), None)
     if histogram is not None:
-        raise ConfigError(f"{wrong} {histogram!r}, a histogram; expected keys of numbers{near}")
+        raise ConfigError(f"{wrong} {histogram!r}, a histogram; expected keys of numbers{nearest(text, keys)}")
     roll_up = next((site for site in ROLL_UP_SITES if site in text), None)
     if roll_up is not None:
         expected = f"expected the keys themselves, e.g. {text.replace(roll_up, '.*')!r}"
         raise ConfigError(f"{wrong} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}")
     if not _may_come(planner, text):
-        raise ConfigError(f"{wrong} none of the {len(keys)} keys{near}")
+        raise ConfigError(f"{wrong} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
     return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import process_ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
+from lightning_module_monitor.health.diagnoses import HALF_OVERFLOWS
 from lightning_module_monitor.health.options import ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
@@ -22,20 +24,26 @@ from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
-from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
+from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun
+
+ALWAYS_NAMES = "health: {nonfinite: always} names the module."
+"""The advice where a step that is not monitored was not finite."""
 
 Folder = Callable[[Trainer], Path | None]
 """Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
 class NonfiniteController:
-    """Finds the first non-finite value, in monitored steps or in every one, from when the model exists to :meth:`close`.
+    """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
     A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the
-    probe. Two cases have no second run, and the probe observes the step itself: manual optimization, and several ranks where monitored
-    steps alone are looked at. There the flag would cost a collective; the common record shows whether a value is non-finite.
+    probe. Two cases have no second run, and the probe observes the step itself: manual optimization, and monitored steps of several ranks.
+    There the flag would cost a collective; the common record shows whether a value is non-finite.
+
+    With ``warn``, steps that are not monitored are looked at *lightly*: the loss and the gradients of biases and gains. Where a read would
+    make an accelerator wait, or ranks would have to agree, the flag stays on the device, and the next record has the first step of it.
 
     Args:
         options: The options.
@@ -51,10 +59,16 @@ class NonfiniteController:
         self._messages = messages
         self._sites = monitor.planner.index.modules
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
-        self._flag = FiniteStep(self._sites) if options.is_at_every_step or monitor.distributed is False else None
+        self._flag = FiniteStep(self._sites)
         self._rerun = StepRerun()
+        self._is_by_record = not options.is_at_every_step and monitor.distributed is not False
+        """Whether the common record shows whether a monitored step is finite."""
         self._is_looking = False
         """Whether the step is one to look at."""
+        self._is_light = False
+        """Whether it is looked at lightly."""
+        self._is_deferred = False
+        """Whether its flag is read with the next record."""
         self._is_probed = False
         """Whether the probe observes the step itself."""
         self.is_reported = False
@@ -62,6 +76,10 @@ class NonfiniteController:
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
         self._micro_batch = 0
+        self._steps_since: Tensor | None = None
+        """What the flag gave of the steps before a monitored one."""
+        self._loss: Tensor | None = None
+        """Of the running backward pass."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -71,22 +89,24 @@ class NonfiniteController:
     def begin_micro_batch(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
         """A micro-batch is about to be run."""
         self._micro_batch = 0 if is_first else self._micro_batch + 1
-        if self._flag is not None:
-            self._flag.micro_batch = self._micro_batch
+        self._flag.micro_batch = self._micro_batch
         if is_first:
             self.forget_step()
-            self._is_looking = is_monitored or self._options.is_at_every_step
-            self._is_probed = self._is_looking and (self._flag is None or not pl_module.automatic_optimization)
+            self._is_looking = True
+            self._is_light = not (is_monitored or self._options.is_at_every_step)
+            self._is_deferred = self._is_light and self._is_left_on_device(pl_module)
+            self._is_probed = not self._is_light and (self._is_by_record or not pl_module.automatic_optimization)
             if self._is_probed and not self._probe.is_attached():
                 self._probe.attach()
         if self._is_probed:
             self._probe.begin_micro_batch()
-        elif self._is_looking:
-            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first)
+        elif self._is_looking and pl_module.automatic_optimization and not self._is_deferred:
+            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first, is_whole=not self._is_light)
 
     def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
         """The loss of a backward pass exists. Gradients of a scaled one may overflow, which the scaler handles."""
-        if self._flag is not None and self._is_looking:
+        self._loss = loss
+        if self._is_flagged() and not self._is_light:
             self._flag.observe_loss(loss)
         if self._is_probed:
             self._probe.begin_backward(loss)
@@ -95,8 +115,12 @@ class NonfiniteController:
 
     def end_backward(self, *, is_scaled: bool) -> None:
         """The gradients exist."""
-        if self._flag is not None and self._is_looking and not is_scaled:
-            self._flag.observe_gradients()
+        loss, self._loss = self._loss, None
+        if self._is_flagged():
+            if self._is_light:
+                self._flag.observe_lightly(loss, with_gradients=not is_scaled)
+            elif not is_scaled:
+                self._flag.observe_gradients()
         self._probe.end_backward()
 
     def before_update(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
@@ -112,13 +136,18 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value, that is known now, and it is the first of a series.
         """
-        if self._flag is None:
+        if self._is_deferred:
+            self._flag.mark(step)
+            return None
+        if self._is_by_record and not self._is_light:
             if self._is_probed:
                 self._probe.observe_weights()
             return None
         # Where every step is looked at, other ranks expect the collective also after an error of ours.
         if not (self._is_looking or self._options.is_at_every_step):
             return None
+        if not (self._is_light or self._is_probed):
+            self._rerun.note_written()
         finding, own = None, self._flag.first_nonfinite()
         self._flag.forget()
         first = _first_of_all(own, self._monitor)
@@ -126,10 +155,19 @@ class NonfiniteController:
             self._was_finite = self._was_finite is not False
         else:
             self._was_finite = False
-            if not self.is_reported:
+            num_steps = 0.0 if self._steps_since is None else float(self._steps_since)
+            if num_steps and not self.is_reported:
+                finding = self._marked(step, num_steps)
+            elif not self.is_reported:
                 with self._monitor.no_monitor():
                     finding = self._look(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
         return finding
+
+    def report_marked_steps(self, step: int) -> None:
+        """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
+        self._steps_since = self._flag.steps_since(step)
+        if self._steps_since is not None:
+            self._monitor.monitor_nonfinite_steps(self._steps_since)
 
     def end_micro_batch(self) -> None:
         """It is over."""
@@ -145,26 +183,40 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
-        finding = None
-        if self._flag is None and self._is_probed and record is not None:
+        num_steps = 0.0 if record is None else record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
+        if self._is_by_record and self._is_probed and record is not None:
             self._was_finite = not _has_nonfinite(record)
             if not self._was_finite:
                 rank, found = _earliest(producer(self._probe.observed()), self._monitor)
-                finding = None if found is None or self.is_reported else self._finding(step, rank, found)
+                finding = finding if found is None or self.is_reported else self._finding(step, rank, found)
         self.is_reported &= not self._was_finite
         self.forget_step()
         return finding
 
     def forget_step(self) -> None:
         """Nothing more is looked at in this step."""
-        self._is_looking = self._is_probed = False
-        self._was_finite = None
+        self._is_looking = self._is_probed = self._is_deferred = False
+        self._was_finite = self._steps_since = None
         self._rerun.forget()
         self._probe.forget()
-        if self._flag is not None:
-            self._flag.forget()
+        self._flag.forget()
         if not self._options.is_at_every_step:
             self._probe.close()
+
+    def _is_flagged(self) -> bool:
+        """Whether the flag observes the step."""
+        return self._is_looking and (self._is_light or not self._is_by_record)
+
+    def _is_left_on_device(self, pl_module: LightningModule) -> bool:
+        """Whether the flag of a step that is looked at lightly is read with the next record."""
+        return self._is_by_record or pl_module.device.type != "cpu"
+
+    def _marked(self, step: int, num_steps: float) -> Finding:
+        """The finding of the first marked step, so many steps before this one."""
+        self.is_reported = True
+        words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
+        return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
 
     def _look(
         self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, first: int, *, is_mine: bool, is_scaled: bool
@@ -174,9 +226,13 @@ class NonfiniteController:
         ``first`` is the first micro-batch of any rank that has one, and ``is_mine`` whether this rank's has.
         """
         own, why = None, "all was finite when the step was run again"
+        if self._is_light:
+            why += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
         try:
             if self._is_probed:
                 own = producer(self._probe.observed())
+            elif self._is_light and not pl_module.automatic_optimization:
+                why = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
             else:
                 # On every rank: in tensor parallel training none can run it alone.
                 own = self._rerun.look(trainer, pl_module, self._sites, first, is_scaled=is_scaled)
@@ -185,7 +241,9 @@ class NonfiniteController:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
         rank, found = _earliest(own, self._monitor)
         if found is None:
-            found = Producer(ROOT, True, UNKNOWN, 0, f"The loss or a gradient is not finite, and who made it is not known: {why}.")
+            found = Producer(
+                ROOT, True, UNKNOWN, 0, f"The loss or a gradient is not finite, and who made it is not known: {why.removesuffix('.')}."
+            )
         path = folder(trainer) if self._options.snapshot and not self._is_probed else None
         snapshot = ""
         if path is not None:
@@ -198,6 +256,10 @@ class NonfiniteController:
                 snapshot = f" Snapshot: {path}."
             except Exception as error:
                 self._messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
+        if str(trainer.precision).startswith("16"):
+            found = replace(
+                found, words=f"{found.words} The run computes in float16 (precision: {trainer.precision}): what is {HALF_OVERFLOWS}."
+            )
         return self._finding(step, rank, found, snapshot)
 
     def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:

@@ -90,12 +90,12 @@ class Options:
     @cached_property
     def parsed_health(self) -> ParsedHealth:
         """The checked ``health`` and ``alerts``."""
-        return parse_health(Health() if self.health is None else self.health, as_tuple(self.alerts))
+        return parse_health(self.health, as_tuple(self.alerts), has_default_rules=self.rules is None)
 
     @cached_property
     def schedule(self) -> ParsedSchedule:
         """The checked ``every_n_steps``."""
-        return parse_schedule(self.every_n_steps, "every_n_steps")
+        return parse_schedule(self.every_n_steps, "every_n_steps", may_be_by_clock=True)
 
     @property
     def source(self) -> str | nn.Module | None:
@@ -121,8 +121,9 @@ class Options:
         return [name for stage, name in STAGES.items() if self.observes(stage)]
 
     def described(self) -> dict[str, Any]:
-        """The options in types that JSON has, for the store."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """The options in types that JSON has, and the names of the watches, for the store."""
+        given = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {**given, "watched": list(self.parsed_health.watches)}
 
     def _check_store(self) -> None:
         store = self.store

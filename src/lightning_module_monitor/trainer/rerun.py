@@ -16,10 +16,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
+from lightning_module_monitor.health.diagnoses import BAD_BATCH
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.copies import copies_without_graph
+from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import copied, named_tensors
@@ -40,12 +42,13 @@ class _Kept:
         batch: As its ``training_step`` is about to get it. What that puts into its containers changes nothing of what is kept.
         batch_idx: Its number.
         random_states: As they are before it.
+        is_whole: Whether to keep the containers of the batch, and to note what its tensors are; else the batch is kept as it is.
     """
 
-    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates) -> None:
-        self.batch = copied(batch, {id(tensor): tensor for _path, tensor in named_tensors(batch)})
+    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
+        self.batch = copied(batch, {id(tensor): tensor for _path, tensor in named_tensors(batch)}) if is_whole else batch
         self.batch_idx, self.random_states = batch_idx, random_states
-        self._versions = _versions(self.batch)
+        self._versions = _versions(self.batch) if is_whole else None
 
     @cached_property
     def memory(self) -> Mapping[int, int]:
@@ -54,7 +57,7 @@ class _Kept:
 
     def was_written_to(self) -> bool:
         """Whether its tensors, or what holds them and cannot be copied, were written to."""
-        return _versions(self.batch) != self._versions
+        return self._versions is not None and _versions(self.batch) != self._versions
 
 
 class StepRerun:
@@ -66,18 +69,37 @@ class StepRerun:
         self._weights: list[nn.Parameter] = []
         """Those of the model when the first step began."""
         self._versions: list[int] = []
-        """Of each of them before the step: its forward pass may write into some."""
+        """Of each of them before the last step that was kept as a whole."""
+        self._written: set[int] = set()
+        """Identities of the weights that the forward pass of such a step has written into."""
 
-    def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool) -> None:
-        """A micro-batch is about to be run, the first one of a step, or another."""
+    def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
+        """A micro-batch is about to be run.
+
+        Args:
+            pl_module: The model.
+            batch: The batch.
+            batch_idx: Its number.
+            is_first: Whether it is the first one of a step.
+            is_whole: Whether to keep all that the step depends on. Else torch's random states alone are kept, and the batch as it is:
+                that takes a tenth of the time, and mostly shows the same.
+        """
         if is_first:
             self.forget()
-            self._weights = self._weights or [
-                one for one in pl_module.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
-            ]
-            self._versions = [one._version for one in self._weights]
-        self._kept.append(_Kept(batch, batch_idx, RandomStates.now(pl_module.device)))
-        self._make_room()
+            if is_whole:
+                self._weights = self._weights or [
+                    one for one in pl_module.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
+                ]
+                self._versions = [one._version for one in self._weights]
+        random_states = RandomStates.now(pl_module.device, of_torch_alone=not is_whole)
+        self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=is_whole))
+        if len(self._kept) > 1:
+            self._make_room()
+
+    def note_written(self) -> None:
+        """Note the weights that the forward pass of a step has written into, before the optimizer does."""
+        changed = (one for one, version in zip(self._weights, self._versions, strict=True) if one._version != version)
+        self._written.update(map(id, changed))
 
     def _make_room(self) -> None:
         """Release the newest batches, but for the running one, until the rest holds no more than it may."""
@@ -191,7 +213,7 @@ class StepRerun:
         """A copy of the model with its weights in the same memory; those that the step's forward pass wrote into are copies."""
         for tensor in (*pl_module.parameters(), *pl_module.buffers()):
             in_memory(tensor)
-        unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=True) if one._version == version}
+        unwritten = {id(one) for one in self._weights} - self._written
         shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
         sibling = copy.deepcopy(pl_module, copies_without_graph(pl_module) | shared)
         own = set(pl_module.modules()) & set(sibling.modules())
@@ -230,10 +252,15 @@ def _release_gradient(weight: Tensor) -> None:
 
 
 def _run(trainer: Trainer, pl_module: LightningModule, sibling: LightningModule, kept: _Kept) -> Tensor | None:
-    """Run a micro-batch; returns its loss."""
+    """Run a micro-batch uncompiled; returns its loss."""
+    uncompiled = Uncompiled()
     with unchanged_random_states(pl_module.device):
         kept.random_states.restore()
-        output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
+        uncompiled.begin()
+        try:
+            output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
+        finally:
+            uncompiled.end()
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -250,7 +277,7 @@ def _in_words(batch: object) -> str:
         if tensor.is_floating_point() or tensor.is_complex():
             numbers.add(local_part(tensor))
     kinds = sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
-    return f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
+    return f"{BAD_BATCH} {' and '.join(kinds)}." if kinds else "The batch is finite."
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

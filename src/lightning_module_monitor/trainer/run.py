@@ -12,15 +12,17 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, coordinate_check_rules
+from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
+from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import OVERHEAD_FRACTION, STEP_SKIPPED, Record
-from lightning_module_monitor.trainer.checks import check_manual_optimization, check_trainer, makes_layers_late
+from lightning_module_monitor.record import OVERHEAD_FRACTION, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
+from lightning_module_monitor.trainer.checks import check_manual_optimization, check_monitored_keys, check_trainer, makes_layers_late
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
@@ -133,11 +135,20 @@ class RunController:
             numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
-        measured = {STEP_SKIPPED: scaler_of(trainer) is not None, OVERHEAD_FRACTION: self.options.max_overhead is not None}
+        is_marked = self.health.options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+        measured = {
+            STEP_SKIPPED: scaler_of(trainer) is not None,
+            OVERHEAD_FRACTION: self.options.max_overhead is not None,
+            STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
+        }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
         self._check_keys_of_others(trainer)
+        if self.is_fit:
+            patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")
+            check_monitored_keys(trainer, {*self.sinks.planned_keys()}, patterns, self.reporter.log_once)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
@@ -161,7 +172,7 @@ class RunController:
 
     def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
         """Give a record, and what was found since the last one, to every sink, and act on the findings."""
-        record = self.health.examined(step_of(trainer), record)
+        record = self.health.examined(step_of(trainer), record, trainer.optimizers)
         if record is None:
             return
         if record.values:  # else it has only findings, of a step that was not monitored
@@ -169,6 +180,19 @@ class RunController:
             self.last_record = dataclasses.replace(record, tensors=())
         self.sinks.emit(trainer, pl_module, record)
         self.health.follow(trainer, record.findings, self.sinks.folder)
+
+    def describe(self) -> Description:
+        """What is watched, where it is written, and what was found."""
+        rules, findings, store = self.monitor.planner.rules, self.health.findings, self.sinks.store_path
+        last = "none" if self.last_record is None else f"of step {self.last_record.step}: {counted(len(self.last_record.values), 'value')}"
+        rows = [
+            *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.names)}, {rule.schedule}") for rule in rules),
+            ("last record", last),
+            ("store", store or "none"),
+            *(("finding", f"step {one.step}, {one.name} {one.site}: {one.words}") for one in findings),
+        ]
+        title = f"{self.options.schedule}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+        return Description(title, ("", ""), rows)
 
     def close(self) -> None:
         """Take every hook off and close the sinks; a second call does no harm."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,7 @@ from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.loggers import CallbackMetrics, LoggerSink, names_context, without_context
-from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, HeatMaps, LoggerSink, names_context, without_context
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.options import Options
@@ -34,6 +34,8 @@ class SinksController:
         """Where the store of this run is, once something was recorded."""
         self._files: RunFiles | None = None
         self._loggers: LoggerSink | None = None
+        self._heat_maps: HeatMaps | None = None
+        self._last_step = 0
         self._earlier_path: str | None = None
         """The store of the run that is resumed, or of the loop before."""
         self._last_trainer: weakref.ref[Trainer] | None = None
@@ -43,7 +45,7 @@ class SinksController:
         self._context: Sequence[str] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None}
+        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None, "_heat_maps": None}
 
     # The run
 
@@ -80,23 +82,27 @@ class SinksController:
             self._first_step = step
 
     def close(self) -> None:
-        """Close the files, and write the report on them; twice does no harm."""
+        """Close the files, write the page about them, and log where they are; twice does no harm."""
         self._loggers = None
         files, self._files = self._files, None
+        heat_maps, self._heat_maps = self._heat_maps, None
         if files is not None:
             files.close()
-            if self._options.report and files.has_begun:
-                self._write_report(files.path)
+            if files.has_begun:
+                if heat_maps is not None:
+                    heat_maps.draw(files.path, self._last_step)
+                page = self._write_page(files.path) if self._options.report else None
+                shown = (
+                    f"; page: {page}. Verdict: {_command('summary', files.path)}" if page else f". Page: {_command('report', files.path)}"
+                )
+                self._messages.info("Monitored values: %s%s", files.path, shown)
 
-    def _write_report(self, store: Path) -> None:
-        path = store.with_suffix(".html")
+    def _write_page(self, store: Path) -> Path | None:
         try:
-            write_report([load_store(store)], path)
-        except Exception as error:  # what ended the run is what is to be seen, and no trouble with its report
-            message = "No report was written (%s: %s). Later: lightning-module-monitor report %s"
-            self._messages.warning(message, type(error).__name__, error, store)
-        else:
-            self._messages.info("Report on the run: %s", path)
+            return write_report(store)
+        except Exception as error:  # the error that ended the run must reach the user, and none of its page
+            self._messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
+            return None
 
     # What is expected
 
@@ -154,13 +160,17 @@ class SinksController:
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages)
+            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages, self.planned_keys())
+            self._heat_maps = HeatMaps(trainer.loggers, self._messages)
         if self._files is None and self._options.store and not _writes_nothing(trainer):
             self._files = self._open_files(trainer)
         if self._files is not None:
             self._files.write(record)
             self.store_path = str(self._files.path)
         self._loggers.write(record)
+        self._last_step = record.step
+        if self._files is not None and self._files.has_begun and self._heat_maps is not None:
+            self._heat_maps.draw_if_due(self._files.path, record.step)
 
     def _open_files(self, trainer: Trainer) -> RunFiles:
         """The store of this run, and what is beside it.
@@ -188,6 +198,10 @@ class SinksController:
         if not isinstance(self._options.store, bool):
             return Path(self._options.store).expanduser()
         return _run_directory(trainer) / "monitor.h5"
+
+
+def _command(name: str, store: Path) -> str:
+    return f"lightning-module-monitor {name} {shlex.quote(str(store))}"
 
 
 def _writes_nothing(trainer: Trainer) -> bool:

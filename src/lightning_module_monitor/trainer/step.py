@@ -82,7 +82,7 @@ class StepController:
                 self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
-            elif self._overhead is None and not self._run.health.options.is_at_every_step:
+            elif self._overhead is None and self._nonfinite is None:
                 self.is_idle = True
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
@@ -94,6 +94,8 @@ class StepController:
         is_monitored = self._monitor.is_monitoring()
         if self._nonfinite is not None:
             self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+            if is_first and is_monitored:
+                self._nonfinite.report_marked_steps(step)
 
     def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """The backward pass of the loss begins."""

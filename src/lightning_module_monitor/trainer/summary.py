@@ -51,11 +51,12 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
-    if max_steps >= 0:
+    if max_steps >= 0 and schedule.by_clock is None:
         num_records = sum(1 for step in range(max_steps) if schedule(step))
         lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")
     else:
-        lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({schedule}; max_steps is not set)")
+        limit = "" if max_steps >= 0 else "; max_steps is not set"
+        lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({schedule}{limit})")
     if captured is not None:
         kinds = Counter(spec.kind for spec in captured.specs())
         wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())

@@ -15,7 +15,7 @@ from lightning_module_monitor.width_check.expectations import TERMS, Parametriza
 from lightning_module_monitor.width_check.layers import over_widths
 from lightning_module_monitor.width_check.report import WidthCheck
 from lightning_module_monitor.width_check.settings import DEFAULT_TERMS, Settings
-from lightning_module_monitor.width_check.training import Data, Training, train
+from lightning_module_monitor.width_check.training import Batches, Data, Training, check_width_is_used, train
 from lightning_module_monitor.width_check.verdict import Row, judge
 
 Trainings = dict[tuple[int, int], Training]
@@ -48,10 +48,10 @@ def coordinate_check(
 
     Args:
         make_module: Makes the LightningModule of a width. Called once for each training, under its seed, which is set again
-            before training: at every width a seed has the same batches.
+            before training: at every width a seed has the same batches; and twice before the first training, to see that it uses the width.
         widths: At least two widths, increasing.
-        data: A DataLoader or anything else that ``Trainer.fit`` takes for training; a datamodule; ``None`` for the module's own
-            ``train_dataloader``.
+        data: A DataLoader or anything else that ``Trainer.fit`` takes for training; a list of batches, ``[(x, y), ...]``; a datamodule;
+            ``None`` for the module's own ``train_dataloader``.
         seeds: Number of seeds (0, 1, ...), or the seeds.
         steps: Number of optimizer steps before the measurement. Exponents of ``sp`` and ``ntp`` are those of the first.
         parametrization: Source of the expected exponents. ``mup``: all 0, as in a sound parametrization. ``sp``, ``ntp``: those of the
@@ -94,6 +94,8 @@ def coordinate_check(
         kind = type(data).__name__
         raise ConfigError(f"data is a {kind}, which can be read once; expected what every training can read, e.g. a DataLoader.")
 
+    check_width_is_used(make_module, settings)
+    data = Batches.of(data)
     trainings: Trainings = {}
     with Tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
         for seed in settings.seeds:  # all widths of a seed first: networks that cannot be compared are found early

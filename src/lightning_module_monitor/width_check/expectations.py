@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Literal, cast
 
 from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.width_check.layers import GROWTH, Layer
 
 TERMS: Mapping[str, str] = {
@@ -125,7 +125,7 @@ def own_exponents(parametrization: Exponents, layers: Iterable[str]) -> Expected
     for pattern, exponents in parametrization.items():
         matched = [name for name in names if re.fullmatch(pattern, name)]
         if not matched:
-            near = nearest(pattern, names)
+            near = nearest_pattern(pattern, names)
             raise ConfigError(f"parametrization {pattern!r} matches none of the {len(names)} modules that own weights{near}")
         for name in matched:
             for term, number in exponents.items() if isinstance(exponents, Mapping) else dict.fromkeys(TERMS, exponents).items():

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_module_monitor.errors import require
+from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.sinks.drawing import new_axes
 from lightning_module_monitor.width_check.settings import Settings
 from lightning_module_monitor.width_check.verdict import Row
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "role", "term", "exponent", "interval", "expected", "verdict", "note")
 
 
-class WidthCheck:
+class WidthCheck(Described):
     """The result of :func:`~lightning_module_monitor.coordinate_check`: a row for every term of every module.
 
     ``print(check)`` shows the table. Iteration is over the rows.
@@ -64,7 +66,7 @@ class WidthCheck:
         """The options, in one line."""
         named = self.settings.parametrization
         against = named if isinstance(named, str) else "exponents of your own"
-        runs = f"{_count(len(self.settings.seeds), 'seed')}, {_count(self.settings.steps, 'step')}"
+        runs = f"{counted(len(self.settings.seeds), 'seed')}, {counted(self.settings.steps, 'step')}"
         return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
 
     @property
@@ -73,6 +75,9 @@ class WidthCheck:
         unclear = sum(row.verdict == "unclear" for row in self.rows)
         rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
+
+    def _describe(self) -> Description:
+        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -128,21 +133,49 @@ class WidthCheck:
 
     def draw(self, into: FigureBase) -> None:
         """Draw the curves into a figure or subfigure."""
+        terms = self._drawn_terms()
+        for axes, term in zip(into.subplots(1, len(terms), squeeze=False, sharey=True)[0], terms, strict=True):
+            self.plot(term, ax=axes)
+
+    def plot(self, term: str | None = None, *, ax: Axes | None = None) -> Axes:
+        """Draw the curves of one term over the width: a line for every module, dashed where it is offending.
+
+        Args:
+            term: One of the check's terms. Default: the first one with an exponent.
+            ax: Axes to draw into. Default: those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ConfigError: If it is no term of this check.
+            ImportError: If matplotlib is not installed.
+        """
+        terms = self._drawn_terms()
+        term = terms[0] if term is None else term
+        if term not in self.settings.terms:
+            raise ConfigError(f"term is {term!r}; expected one of {', '.join(self.settings.terms)}{nearest(term, self.settings.terms)}")
         rows = [row for row in self.rows if math.isfinite(row.exponent)]
         colors = {module: f"C{number % 10}" for number, module in enumerate(sorted({row.module for row in rows}))}
-        terms = [term for term in self.settings.terms if any(row.term == term for row in rows)]
-        all_axes = into.subplots(1, max(len(terms), 1), squeeze=False, sharey=True)[0]
-        for axes, term in zip(all_axes, terms, strict=False):
-            for row in rows:
-                if row.term == term:
-                    _draw(axes, row, self.settings.widths, colors[row.module])
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(self.settings.widths, [str(width) for width in self.settings.widths])
-            axes.set_xticks([], minor=True)
-            axes.set_xlabel("width")
-            axes.set_title(term.replace("_", " "), loc="left", fontweight="bold")
+        axes = ax or new_axes()
+        for row in rows:
+            if row.term == term:
+                _draw(axes, row, self.settings.widths, colors[row.module])
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(self.settings.widths, [str(width) for width in self.settings.widths])
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("width")
+        axes.set_ylabel("alignment [0 to 1]" if term.endswith("alignment") else "root mean square")
+        axes.set_title(term.replace("_", " "), loc="left", fontweight="bold")
+        if axes.get_lines():
             axes.legend(fontsize=8, frameon=False)
+        return axes
+
+    def _drawn_terms(self) -> Sequence[str]:
+        """The terms with an exponent; the first one where there is none."""
+        terms = [term for term in self.settings.terms if any(row.term == term and math.isfinite(row.exponent) for row in self.rows)]
+        return terms or self.settings.terms[:1]
 
 
 def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
@@ -171,7 +204,3 @@ def _number(exponent: float | None) -> str:
     if exponent is None or math.isnan(exponent):
         return ""
     return "zero" if math.isinf(exponent) else f"{exponent:+.2f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -5,24 +5,37 @@ from __future__ import annotations
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.trainer.checks import makes_layers_late
 from lightning_module_monitor.width_check.layers import LayerAtWidth, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
 from lightning_module_monitor.width_check.topology import Topology
 
 Data = Iterable[Any] | LightningDataModule | None
+
+
+class Batches(list[Any]):
+    """Batches in memory, as one loader: a Trainer takes each element of a list itself for a loader."""
+
+    @classmethod
+    def of(cls, data: Data) -> Data:
+        """The data; a list of batches, which have tensors and loaders have not, as one loader."""
+        are_batches = isinstance(data, list | tuple) and len(data) > 0 and all(next(named_tensors(one), None) is not None for one in data)
+        return cls(data) if are_batches else data  # type: ignore[arg-type]  # not None
 
 
 class _StopWithoutBatches(Callback):
@@ -80,21 +93,14 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         MonitorError: If a value could not be measured.
     """
     with ExitStack() as undo:
-        # Of every device: the Trainer selects one, and a seed is set on all.
-        undo.enter_context(unchanged_random_states(torch.device("cpu")))
-        undo.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        undo.enter_context(_unchanged_randomness())
         logger = logging.getLogger("lightning.pytorch")  # every Trainer logs the devices
         undo.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.WARNING)
         for generator in _generators(data):
             undo.callback(generator.set_state, generator.get_state())
         folder = undo.enter_context(tempfile.TemporaryDirectory())
-        _seed(seed)
-        module = make_module(width)
-        if not isinstance(module, LightningModule):
-            raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
-        if not module.automatic_optimization:
-            raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
+        module = _make(make_module, width, seed)
         # Again: wide networks draw more numbers than narrow ones, and the order of batches is the same at every width.
         _seed(seed)
         # The user's callbacks write files, and expect metrics of a validation that does not run.
@@ -114,6 +120,39 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
             cure = "give more batches, which every training can read anew"
             raise ConfigError(f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: {cure}.")
         return Training(monitor.last_record.values, describe(topology.topology.layers, trainer.optimizers, topology.topology.upstream))
+
+
+def check_width_is_used(make_module: Callable[[int], LightningModule], settings: Settings) -> None:
+    """Make the narrowest and the widest network, before the first training.
+
+    Raises:
+        ConfigError: If all their parameters have the same shapes, or ``make_module`` returns no module that can be checked.
+    """
+    narrow, wide = settings.widths[0], settings.widths[-1]
+    with _unchanged_randomness():
+        modules = [_make(make_module, width, settings.seeds[0]) for width in (narrow, wide)]
+    if any(map(makes_layers_late, modules)):
+        return
+    shapes = [[None if isinstance(one, UninitializedParameter) else one.shape for one in module.parameters()] for module in modules]
+    if shapes[0] == shapes[1] and None not in shapes[0]:
+        raise ConfigError(f"Every parameter has the same shape at widths {narrow} and {wide}; expected make_module to use the width.")
+
+
+def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) -> LightningModule:
+    _seed(seed)
+    module = make_module(width)
+    if not isinstance(module, LightningModule):
+        raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+    if not module.automatic_optimization:
+        raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
+    return module
+
+
+@contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    # Of every device: the Trainer selects one, and a seed is set on all.
+    with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
 
 
 def _seed(seed: int) -> None:

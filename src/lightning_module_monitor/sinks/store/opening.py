@@ -24,6 +24,10 @@ _MAX_COMPRESSION = 1032
 """What deflate, the one filter that the store uses, compresses by at most (zlib's own figure)."""
 
 
+class ForeignFileError(ConfigError):
+    """An HDF5 file is no store of a monitor."""
+
+
 class AbsentKeyError(KeyError):
     """A whole file does not have what was asked for."""
 
@@ -76,7 +80,7 @@ def _check_version(file: h5py.File, path: Path) -> None:
     version = file.attrs.get("format_version")
     if not isinstance(version, int | np.integer) or version < 1 or "configurations" not in file.attrs:
         message = f"{str(path)!r} is an HDF5 file of another program: it has no 'format_version'. Give the path of a monitor's store."
-        raise ConfigError(message)
+        raise ForeignFileError(message)
     if version > schema.FORMAT_VERSION:
         remedy = "Update lightning-module-monitor to read it."
         raise ConfigError(f"{str(path)!r} has format version {version}, newer than {schema.FORMAT_VERSION}. {remedy}")

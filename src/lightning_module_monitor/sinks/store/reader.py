@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import Described, Description, Findings, counted
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
+from lightning_module_monitor.sinks.store.find import find_store
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 
 if TYPE_CHECKING:
@@ -24,20 +27,18 @@ if TYPE_CHECKING:
     import xarray
     from torch import Tensor
 
-_BYTES_PER_READ = 1 << 20
-
 
 def load_store(path: str | os.PathLike[str]) -> StoreReader:
     """Open the file of a run, at any time: while it is written, after a ``kill -9``, after a clean end.
 
     Args:
-        path: The ``.h5`` file.
+        path: The ``.h5`` file; or a run's folder or a log directory, in which the newest run is used. Several are listed in a warning.
 
     Returns:
         A reader of it.
 
     Raises:
-        FileNotFoundError: If there is no file.
+        FileNotFoundError: If there is no file, or none in the folder.
         ValueError: If the file is not HDF5, not a monitor's store, damaged, or of a newer format; or if it has data outside of itself
             (links, external storage, virtual datasets), which no run writes.
 
@@ -45,45 +46,17 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
-    reader = StoreReader(Path(path))
+    reader = StoreReader(find_store(Path(path)))
     with open_store(reader.path, is_checked=False):
         return reader
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """All numbers of one kind: a row for each of its records, a column for each of its keys."""
-
-    keys: list[Key]
-    """Of the columns, each of which has a value in one row at least."""
-    steps: NDArray[np.int64]
-    """Of the rows, ascending; shape ``(rows,)``."""
-    values: NDArray[np.float64]
-    """Shape ``(rows, columns)``; NaN where nothing was recorded."""
-    is_recorded: NDArray[np.bool_]
-    """Where something was, be it a NaN; shape ``(rows, columns)``."""
-
-
-@dataclass(frozen=True, eq=False)
-class HistogramMatrix:
-    """Histograms of one kind: a row for each of its records, a column for each of its keys."""
-
-    keys: list[Key]
-    """Of the columns, each of which has a histogram in one of the rows at least."""
-    steps: NDArray[np.int64]
-    """Of the rows, ascending; shape ``(rows,)``."""
-    counts: NDArray[np.int64]
-    """Of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
-    nonfinite: NDArray[np.int64]
-    """Number of elements that are ``-inf``, ``inf`` and ``nan``, shape ``(rows, columns, 3)``; 0 where nothing was recorded."""
-    edges: NDArray[np.float64]
-    """Of the bins, shape ``(bins + 1,)``."""
-
-
-class StoreReader:
+class StoreReader(Described):
     """The content of a store. Each call opens the file anew and closes it again, so that it has the newest records.
 
     Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then.
+    It is a mapping from :meth:`keys` to :meth:`series`: ``store["loss"]``, ``"loss" in store``, ``len(store)``, ``for key in store``.
+    ``with load_store(path) as store`` works, too; there is nothing to close.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +64,39 @@ class StoreReader:
         """The file."""
         self._has_checked_tensors = False
 
+    @property
+    def plot(self) -> StorePlots:
+        """Figures: ``store.plot.heatmap("activation", "rms")``. Needs the extra ``plot``."""
+        return StorePlots(self)
+
+    def _describe(self) -> Description:
+        try:
+            recorded = {**self._recorded(of_histograms=False), **self._recorded(of_histograms=True)}
+            with open_store(self.path) as file:
+                rows = [_cells(file, group, columns) for group, columns in recorded.items()]
+        except (OSError, ValueError) as error:  # the file is gone, say: nothing is to be shown of it, and that is no error
+            return Description(f"{str(self.path)!r}, which cannot be read: {error}", (), ())
+        return Description(f"{str(self.path)!r}: {counted(len(rows), 'table')}", ("kind", "sites", "statistics", "records", "steps"), rows)
+
+    def __enter__(self) -> StoreReader:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """No file stays open between two calls."""
+
     # -------------------------------------------------------------- one key
+
+    def __getitem__(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self.series(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
 
     def keys(self) -> list[str]:
         """The keys of all numbers that were recorded, which :meth:`series` takes, group by group, in the order of the columns."""
@@ -196,7 +201,7 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
         """
         with open_store(self.path) as file:
-            return _numbers(file, self._group_of(file, kind, of_histograms=False))
+            return read_numbers(file, self._group_of(file, kind, of_histograms=False))
 
     def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
         """The histograms of one kind, in one read.
@@ -212,9 +217,7 @@ class StoreReader:
             KeyError: If there is no such kind; the message names the nearest.
         """
         with open_store(self.path) as file:
-            keys, steps, rows, is_recorded = _table(file, self._group_of(file, kind, of_histograms=True), max_rows)
-        counts: NDArray[np.int64] = np.where(is_recorded[..., np.newaxis], rows, 0)
-        return HistogramMatrix(keys, steps, counts[..., FINITE], counts[..., NOT_FINITE], EDGES.copy())
+            return read_histograms(file, self._group_of(file, kind, of_histograms=True), max_rows)
 
     def _group_of(self, file: h5py.File, kind: str, *, of_histograms: bool) -> str:
         groups = (group for group in schema.read_columns(file) if schema.has_histograms(group) is of_histograms)
@@ -227,7 +230,7 @@ class StoreReader:
         """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
         with open_store(self.path) as file:
             found = {
-                group: [column for column, is_filled in zip(columns, _filled(file[group]), strict=True) if is_filled]
+                group: [column for column, is_filled in zip(columns, filled_columns(file[group]), strict=True) if is_filled]
                 for group, columns in schema.read_columns(file).items()
                 if schema.has_histograms(group) is of_histograms
             }
@@ -236,9 +239,9 @@ class StoreReader:
     # -------------------------------------------------------------- all of it
 
     def findings(self) -> list[Finding]:
-        """What was found to be wrong with the model, in the order in which it was found."""
+        """What was found to be wrong with the model, in the order in which it was found; a notebook shows a table."""
         with open_store(self.path) as file:
-            return schema.read_findings(file)
+            return Findings(schema.read_findings(file))
 
     def modules(self) -> list[ModuleInfo]:
         """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of what each returned first.
@@ -270,7 +273,7 @@ class StoreReader:
         """
         pd = require("pandas", "pandas")
         with open_store(self.path) as file:
-            matrices = [_numbers(file, group) for group in schema.read_columns(file) if not schema.has_histograms(group)]
+            matrices = [read_numbers(file, group) for group in schema.read_columns(file) if not schema.has_histograms(group)]
         parts = []
         for matrix in matrices:
             row, column = np.nonzero(matrix.is_recorded)
@@ -371,37 +374,12 @@ class StoreReader:
         rewrite.repair(self.path.resolve())
 
 
-def _filled(group: h5py.Group) -> NDArray[np.bool_]:
-    """Which columns of a table were ever recorded, shape ``(columns,)``; in blocks, until all are."""
-    values, num_rows = group["values"], len(schema.read_steps(group))
-    filled = np.zeros(values.shape[1], dtype=np.bool_)
-    rows_per_read = max(1, _BYTES_PER_READ // max(1, 8 * int(np.prod(values.shape[1:]))))
-    for first in range(0, num_rows, rows_per_read):
-        if filled.all():
-            break
-        filled |= schema.is_recorded(values[first : min(first + rows_per_read, num_rows)]).any(axis=0)
-    return filled
-
-
-def _table(
-    file: h5py.File, group: str, max_rows: int | None = None
-) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
-    """Keys, steps and values of the columns of a table that were recorded, and where they were; shape ``(rows, columns)``."""
-    columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
-    if max_rows is None or len(steps) <= max_rows:
-        values: schema.Values = file[group]["values"][: len(steps)]
-    else:
-        rows = np.linspace(0, len(steps) - 1, max_rows).round().astype(np.int64)
-        steps, values = steps[rows], file[group]["values"][rows]
-    is_recorded = schema.is_recorded(values)
-    filled = np.flatnonzero(is_recorded.any(axis=0))
-    keys = [Key.parse(schema.join(group, columns[place])) for place in filled]
-    return keys, steps, values[:, filled], is_recorded[:, filled]
-
-
-def _numbers(file: h5py.File, group: str) -> Matrix:
-    keys, steps, values, is_recorded = _table(file, group)
-    return Matrix(keys, steps, np.where(is_recorded, values, np.nan), is_recorded)
+def _cells(file: h5py.File, group: str, columns: list[str]) -> tuple[str, ...]:
+    """Kind, number of sites, statistics, number of records, and steps of a table."""
+    keys, steps = [Key.parse(schema.join(group, column)) for column in columns], schema.read_steps(file[group])
+    statistics = ", ".join(dict.fromkeys(key.statistic for key in keys))
+    num_sites = len({key.site for key in keys if key.site})
+    return schema.kind_of(group), str(num_sites or ""), statistics, str(len(steps)), f"{steps.min()} to {steps.max()}"
 
 
 def _not_captured(found: list[StoredTensor], wanted: StoredTensor) -> str:

@@ -18,7 +18,6 @@ A file of raw tensors has a dataset for each tensor instead, see ``tensors.py``;
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,14 +147,6 @@ def walk(group: h5py.Group, path: str = "", seen: set[h5py.Group] | None = None)
         if isinstance(item, h5py.Group) and item not in seen:
             seen.add(item)
             yield from walk(item, f"{path}{name}/", seen)
-
-
-def package_version() -> str:
-    """The version of this package that is installed."""
-    try:
-        return importlib.metadata.version("lightning-module-monitor")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:

@@ -1,0 +1,61 @@
+"""How objects look at the prompt and in a notebook: a title, and a short table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from lightning_module_monitor.record import Finding
+
+MAX_ROWS = 30
+
+
+class Description(NamedTuple):
+    """What is shown of an object."""
+
+    title: str
+    """One line."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Described:
+    """An object that a notebook shows as a table, and the prompt as one line."""
+
+    def _describe(self) -> Description:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._describe().title})"
+
+    def _repr_html_(self) -> str:
+        """The table, for IPython. All texts are escaped: names of modules and paths may hold anything."""
+        title, columns, rows = self._describe()
+        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+        lines = ["".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row) for row in rows[:MAX_ROWS]]
+        if len(rows) > MAX_ROWS:
+            lines.append(f'<td colspan="{len(columns)}">and {len(rows) - MAX_ROWS} more</td>')
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        caption = f'<caption style="text-align: left"><b>{escape(type(self).__name__)}</b>: {escape(title)}</caption>'
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Findings(Described, list[Finding]):
+    """Findings in their order."""
+
+    def _describe(self) -> Description:
+        rows = [(str(one.step), one.severity, one.name, one.site, one.words) for one in self]
+        return Description(counted(len(self), "finding"), ("step", "severity", "name", "site", "words"), rows)
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "finding"), counted(1200, "key")
+    ('1 finding', '1,200 keys')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

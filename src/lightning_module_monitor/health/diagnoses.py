@@ -1,0 +1,250 @@
+"""From findings to diagnoses: causes before their symptoms, at most three."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_module_monitor.health.alerts import SINCE
+
+MAX_DIAGNOSES = 3
+
+HUGE = 1e6
+"""Magnitudes beyond this, next to a value that is not finite, have grown there."""
+
+HALF_OVERFLOWS = "above 65504 is infinite in float16"
+"""In the words of a finding: the run computes in float16."""
+
+BAD_BATCH = "The batch has"
+"""In the words of a finding: the data is not finite."""
+
+
+class Symptom(NamedTuple):
+    """What diagnoses need of a finding, be it of training or of a stored run."""
+
+    name: str
+    """Of the detector."""
+    step: int
+    site: str
+    words: str
+
+    @property
+    def first_step(self) -> int:
+        """The step at which it began."""
+        since = re.search(rf"{SINCE} (\d+)", self.words)
+        return self.step if since is None else int(since[1])
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is likely wrong with a run, and what to try.
+
+    Attributes:
+        name: Of the cause, e.g. ``learning_rate``.
+        headline: The cause in a sentence.
+        first_step: The first step that shows it.
+        site: The first module or parameter that shows it; empty where it is about none.
+        evidence: What was found, in sentences with figures.
+        num_consequences: How many other findings it explains.
+        advice: What to try.
+    """
+
+    name: str
+    headline: str
+    first_step: int
+    site: str
+    evidence: tuple[str, ...]
+    num_consequences: int
+    advice: str
+
+    def __str__(self) -> str:
+        where = f", first at {self.site}" if self.site else ""
+        more = (
+            f" {self.num_consequences} other finding{'s follow' if self.num_consequences > 1 else ' follows'} from it."
+            if self.num_consequences
+            else ""
+        )
+        return f"{self.headline} (from step {self.first_step} on{where}). {self.evidence[0]}{more} Try: {self.advice}."
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An entry of the table of causes."""
+
+    name: str
+    headline: str
+    shown_by: tuple[str, ...]
+    """Names of the findings that show it."""
+    explains: tuple[str, ...]
+    """Names of the findings that may follow from it, where they do not begin earlier."""
+    advice: str
+    shows: Callable[[Symptom], bool] = lambda _symptom: True
+    """Whether a finding of such a name does show it."""
+
+
+def _largest(words: str) -> float:
+    """The largest magnitude that a finding names."""
+    return max(map(float, re.findall(r"magnitude[^0-9]*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", words)), default=0.0)
+
+
+NONFINITE = ("nonfinite", "values that are not finite")
+_ZERO = ("outputs that are zero", "gradients that are zero")
+_STILL = ("frozen_updates", "weights that do not move")
+_GROWTH = (
+    "exploding",
+    "diverging",
+    "activations that explode",
+    "gradients that explode",
+    "updates that are large",
+    "spikes of the gradient",
+)
+_FLAT = ("saturation", "vanishing", "entropy_collapse", "large logits of attention")
+
+CAUSES = (
+    Cause(
+        "data",
+        "The data has NaN or infinity",
+        NONFINITE,
+        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
+        "look at the batch of that step, and drop or clip what is not finite in the data set",
+        lambda one: BAD_BATCH in one.words,
+    ),
+    Cause(
+        "no_optimizer",
+        "No optimizer has some parameters that get a gradient",
+        ("no_optimizer",),
+        (*_STILL, "exploding", "gradients that explode"),
+        "give them to the optimizer in configure_optimizers, or set requires_grad to False where they are to stay as they are",
+    ),
+    Cause(
+        "missing_normalization",
+        "Activations grow from layer to layer",
+        ("growing_over_depth",),
+        (*NONFINITE, *_GROWTH, *_FLAT, *_STILL),
+        "normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
+    ),
+    Cause(
+        "overflow",
+        "Magnitudes leave float16",
+        (*NONFINITE, "skipped steps"),
+        (*NONFINITE, "skipped steps"),
+        "precision: bf16-mixed, which has the range of float32; or smaller weights, inputs or losses",
+        lambda one: one.name == "skipped steps" or HALF_OVERFLOWS in one.words,
+    ),
+    Cause(
+        "learning_rate",
+        "The learning rate is too high",
+        ("diverging", "exploding", "updates that are large", *NONFINITE),
+        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units", "skipped steps"),
+        "a learning rate that is ten times lower, warm-up, clipping of gradients",
+        lambda one: one.name not in NONFINITE or _largest(one.words) > HUGE,
+    ),
+    Cause(
+        "attention",
+        "Attention is saturated: heads look at a single key",
+        ("entropy_collapse", "large logits of attention"),
+        ("saturation", "vanishing", *_ZERO),
+        "a normalization of queries and keys, a scale of 1 / sqrt(d), a lower learning rate, longer warm-up",
+    ),
+    Cause(
+        "dead_from_start",
+        "ReLU units are dead from the start: the initialization kills them",
+        ("dead_units",),
+        (*_ZERO, *_STILL, "vanishing"),
+        "biases that start at 0, He initialization, LeakyReLU or GELU, a normalization layer in front",
+        lambda one: one.first_step == 0,
+    ),
+    Cause(
+        "dead_units",
+        "ReLU units have died while training: updates were too large",
+        ("dead_units",),
+        (*_ZERO, *_STILL, "vanishing"),
+        "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front",
+    ),
+    Cause(
+        "saturation",
+        "Activation functions are saturated: next to no gradient comes through",
+        ("saturation",),
+        ("vanishing", *_ZERO, *_STILL),
+        "a smaller initialization, a normalization layer in front, ReLU or GELU; for a softmax a scale of 1 / sqrt(d)",
+    ),
+    Cause(
+        "vanishing",
+        "Gradients vanish on their way back",
+        ("vanishing", "gain of the gradient between blocks"),
+        (*_ZERO, *_STILL),
+        "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
+    ),
+    Cause(
+        "frozen",
+        "Parameters that are to be trained do not move",
+        _STILL,
+        _ZERO,
+        "look for a detach() or no_grad() in their way, a learning rate of 0, and, in half precision, updates that are rounded away",
+    ),
+    Cause(
+        "nonfinite",
+        "A value is not finite",
+        NONFINITE,
+        (*NONFINITE, *_GROWTH, *_ZERO, *_STILL, *_FLAT),
+        "look at the code of the module that is named: logarithms and roots of 0, divisions by 0, overflow of exp",
+    ),
+    Cause(
+        "zero",
+        "A part of the model passes on zeros alone",
+        _ZERO,
+        (),
+        "look whether it is meant to be idle, for a detach() or no_grad(), and for dead units",
+    ),
+    Cause(
+        "growth",
+        "Sizes grow over the run",
+        _GROWTH,
+        (),
+        "a lower learning rate, clipping of gradients, a normalization layer",
+    ),
+)
+"""In the order of causality: of two that begin in the same step, the earlier one may explain the later one."""
+
+
+def diagnose(symptoms: Iterable[Symptom]) -> list[Diagnosis]:
+    """Order findings into causes and what follows from them.
+
+    Args:
+        symptoms: The findings.
+
+    Returns:
+        The causes that no other one explains, the most far-reaching first of those that begin together; at most ``MAX_DIAGNOSES``.
+    """
+    rest = sorted(symptoms, key=lambda one: one.first_step)
+    diagnoses: list[Diagnosis] = []
+    while rest and len(diagnoses) < MAX_DIAGNOSES:
+        candidates = [
+            (cause, found) for cause in CAUSES if (found := [one for one in rest if one.name in cause.shown_by and cause.shows(one)])
+        ]
+        if not candidates:
+            break
+        cause, found = _root(candidates)
+        first = found[0].first_step
+        explained = [one for one in rest if one in found or (one.name in cause.explains and one.first_step >= first)]
+        evidence = tuple(one.words for one in found[:3])
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first, found[0].site, evidence, len(explained) - len(found), cause.advice))
+        rest = [one for one in rest if one not in explained]
+    return diagnoses
+
+
+def _root(candidates: Sequence[tuple[Cause, list[Symptom]]]) -> tuple[Cause, list[Symptom]]:
+    """The first candidate that no other one explains; of a circle the first of all."""
+
+    def is_explained(place: int) -> bool:
+        shown = candidates[place][1][0]
+        return any(
+            shown.name in cause.explains
+            and (found[0].first_step < shown.first_step or (found[0].first_step == shown.first_step and number < place))
+            for number, (cause, found) in enumerate(candidates)
+            if number != place
+        )
+
+    return next((one for place, one in enumerate(candidates) if not is_explained(place)), candidates[0])

@@ -1,0 +1,178 @@
+"""The verdict on a run as one page of Markdown, for a log of continuous integration or a language model, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+
+import numpy as np
+
+from lightning_module_monitor.errors import printable
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
+from lightning_module_monitor.report.arrays import early, late, typical
+from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.run import Run, Table
+
+MAX_FINDINGS = 5
+"""Limit of the findings that are shown of one problem."""
+MAX_SERIES = 12
+"""Limit of the series whose values are shown."""
+MAX_MODULES = 50
+"""Limit of the modules that are shown."""
+MAX_STEPS = 8
+"""Limit of the steps at which values are shown."""
+
+QUERIES = """\
+## Queries
+
+Python, in this order; `pip install lightning-module-monitor` brings `load_store`, which also reads a run that still writes.
+
+The values of one series, by step:
+
+```python
+from lightning_module_monitor import load_store
+
+store = load_store({path!r})
+steps, values = store.series({key!r})
+print(dict(zip(steps.tolist(), values.tolist())))
+```
+
+One statistic of all sites in the last record, the largest first:
+
+```python
+matrix = store.matrix({kind!r})
+last = {{key.site: value for key, value in zip(matrix.keys, matrix.values[-1]) if key.statistic == {statistic!r}}}
+for site, value in sorted(last.items(), key=lambda item: -item[1])[:10]:
+    print(site, value)
+```
+
+What was found while the run trained, and every key:
+
+```python
+for finding in store.findings():
+    print(finding.step, finding.severity, finding.name, finding.site, finding.words)
+print("\\n".join(store.keys()))
+```
+"""
+
+
+def as_json(run: Run, verdict: Verdict) -> str:
+    """The verdict with its diagnoses, findings and checks."""
+    steps = run.steps
+    content = {
+        "path": run.path,
+        "version": run.attributes["package_version"],
+        "started": run.attributes["started"],
+        "first_step": steps[0] if steps else None,
+        "last_step": steps[-1] if steps else None,
+        "num_steps": len(steps),
+        "num_sites": len(run.sites),
+        "level": verdict.level,
+        "headline": verdict.headline,
+        "diagnoses": [dataclasses.asdict(one) for one in verdict.diagnoses],
+        "findings": [dataclasses.asdict(one) for one in verdict.findings],
+        "checks": [dataclasses.asdict(one) for one in verdict.checks],
+    }
+    return json.dumps(content, indent=2)
+
+
+def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> str:
+    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with.
+
+    Args:
+        run: The run.
+        verdict: The verdict on it.
+        modules: The modules of its model.
+    """
+    steps = run.steps
+    extent = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them recorded" if steps else "no steps"
+    version = f"lightning-module-monitor {run.attributes['package_version']}"
+    parts = [
+        f"# Verdict: {verdict.level}",
+        f"{_text(verdict.headline)}. Run `{_text(run.path)}`, {version}: {count(len(run.sites), 'site')}, {extent}.",
+        "## Diagnoses",
+        *(_diagnoses(verdict) or ["No cause was found."]),
+    ]
+    if verdict.findings:
+        parts += ["## Findings", _table(["level", "problem", "kind", "site", "step", "evidence"], _findings(verdict.findings))]
+    shown = list(islice(_series(run, verdict), MAX_SERIES))
+    if shown:
+        places = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
+        at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
+        rows = [(key, *(_value_at(table, row, step) for step in at)) for key, table, row in shown]
+        parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
+    checks = [(one.problem, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
+    parts += ["## Checks", _table(["problem", "series looked at", "recorded by"], checks)]
+    if modules:
+        header = ["module", "type", "parameters", "output shape", "output dtype"]
+        parts += [f"## Model: {count(len(modules), 'module')}", _table(header, _rows_of(modules))]
+    parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
+    first = next((table for table in run.tables), None)
+    if first is not None:
+        key = first.name._replace(site=first.sites[0]).format()
+        parts += [QUERIES.format(path=run.path, key=key, kind=first.kind, statistic=first.statistic)]
+    return "\n\n".join(parts)
+
+
+def _diagnoses(verdict: Verdict) -> list[str]:
+    texts = []
+    for number, one in enumerate(verdict.diagnoses, 1):
+        where = f", first at `{_text(one.site)}`" if one.site else ""
+        follows = f" {count(one.num_consequences, 'other finding')} may follow from it." if one.num_consequences else ""
+        lines = [f"{number}. **{_text(one.headline)}**, from step {one.first_step} on{where}.{follows}"]
+        texts.append("\n   - ".join([*lines, *map(_text, one.evidence), f"Try: {_text(one.advice)}."]))
+    return texts
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[Sequence[str]]:
+    for (level, problem), group in groupby(findings, key=lambda one: (one.level, one.problem)):
+        of_problem = list(group)
+        for one in of_problem[:MAX_FINDINGS]:
+            yield level, problem, one.kind, one.site, str(one.step), one.evidence
+        if len(of_problem) > MAX_FINDINGS:
+            yield level, problem, "", f"and {len(of_problem) - MAX_FINDINGS} more", "", ""
+
+
+def _series(run: Run, verdict: Verdict) -> Iterator[tuple[str, Table, int]]:
+    """Key, table and row of the loss and the learning rate, and of the series that show a finding, each once."""
+    for table in run.figures:
+        if table.name.kind == CONTEXT_KIND and table.statistic in (LOSS, "lr"):
+            yield table.name.format(), table, 0
+    places = {(table.kind, site, table.statistic): (table, row) for table in run.tables for row, site in enumerate(table.sites)}
+    for kind, site, statistic in dict.fromkeys((one.kind, one.site, one.statistic) for one in verdict.findings):
+        if (kind, site, statistic) in places:
+            table, row = places[kind, site, statistic]
+            yield table.name._replace(site=site).format(), table, row
+
+
+def _value_at(table: Table, row: int, step: int) -> str:
+    """The last value up to a step."""
+    recorded = np.flatnonzero(table.is_recorded[row] & (table.steps <= step))
+    return f"{table.values[row, recorded[-1]]:.4g}" if len(recorded) else ""
+
+
+def _rows_of(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
+    for one in modules[:MAX_MODULES]:
+        shape = "" if one.output_shape is None else str(one.output_shape)
+        yield one.name, one.type, f"{one.num_parameters:,}", shape, one.output_dtype
+    if len(modules) > MAX_MODULES:
+        yield f"and {len(modules) - MAX_MODULES} more: `store.modules()`", "", "", "", ""
+
+
+def _kinds(run: Run) -> str:
+    rows = []
+    for table in (*run.tables, *run.figures):
+        medians = (f"{typical(typical(part(table.values))[np.newaxis])[0]:.4g}" for part in (early, late))
+        rows.append((table.kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
+    return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_text, line))} |" for line in lines)
+
+
+def _text(text: str) -> str:
+    return printable(text).replace("|", "\\|")

@@ -1,0 +1,85 @@
+"""The tables of a store in memory: all numbers, or all histograms, of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Key
+from lightning_module_monitor.sinks.store import schema
+
+_BYTES_PER_READ = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """All numbers of one kind: a row for each of its records, a column for each of its keys."""
+
+    keys: list[Key]
+    """Of the columns, each of which has a value in one row at least."""
+    steps: NDArray[np.int64]
+    """Of the rows, ascending; shape ``(rows,)``."""
+    values: NDArray[np.float64]
+    """Shape ``(rows, columns)``; NaN where nothing was recorded."""
+    is_recorded: NDArray[np.bool_]
+    """Where something was, be it a NaN; shape ``(rows, columns)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class HistogramMatrix:
+    """Histograms of one kind: a row for each of its records, a column for each of its keys."""
+
+    keys: list[Key]
+    """Of the columns, each of which has a histogram in one of the rows at least."""
+    steps: NDArray[np.int64]
+    """Of the rows, ascending; shape ``(rows,)``."""
+    counts: NDArray[np.int64]
+    """Of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
+    nonfinite: NDArray[np.int64]
+    """Number of elements that are ``-inf``, ``inf`` and ``nan``, shape ``(rows, columns, 3)``; 0 where nothing was recorded."""
+    edges: NDArray[np.float64]
+    """Of the bins, shape ``(bins + 1,)``."""
+
+
+def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
+    """Which columns of a table were ever recorded, shape ``(columns,)``; in blocks, until all are."""
+    values, num_rows = group["values"], len(schema.read_steps(group))
+    filled = np.zeros(values.shape[1], dtype=np.bool_)
+    rows_per_read = max(1, _BYTES_PER_READ // max(1, 8 * int(np.prod(values.shape[1:]))))
+    for first in range(0, num_rows, rows_per_read):
+        if filled.all():
+            break
+        filled |= schema.is_recorded(values[first : min(first + rows_per_read, num_rows)]).any(axis=0)
+    return filled
+
+
+def _read(
+    file: h5py.File, group: str, max_rows: int | None = None
+) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
+    """Keys, steps and values of the columns of a table that were recorded, and where they were; shape ``(rows, columns)``."""
+    columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
+    if max_rows is None or len(steps) <= max_rows:
+        values: schema.Values = file[group]["values"][: len(steps)]
+    else:
+        rows = np.linspace(0, len(steps) - 1, max_rows).round().astype(np.int64)
+        steps, values = steps[rows], file[group]["values"][rows]
+    is_recorded = schema.is_recorded(values)
+    filled = np.flatnonzero(is_recorded.any(axis=0))
+    keys = [Key.parse(schema.join(group, columns[place])) for place in filled]
+    return keys, steps, values[:, filled], is_recorded[:, filled]
+
+
+def read_numbers(file: h5py.File, group: str) -> Matrix:
+    """The numbers of a group."""
+    keys, steps, values, is_recorded = _read(file, group)
+    return Matrix(keys, steps, np.where(is_recorded, values, np.nan), is_recorded)
+
+
+def read_histograms(file: h5py.File, group: str, max_rows: int | None) -> HistogramMatrix:
+    """The histograms of a group, or of so many of its rows, evenly spaced."""
+    keys, steps, rows, is_recorded = _read(file, group, max_rows)
+    counts: NDArray[np.int64] = np.where(is_recorded[..., np.newaxis], rows, 0)
+    return HistogramMatrix(keys, steps, counts[..., FINITE], counts[..., NOT_FINITE], EDGES.copy())

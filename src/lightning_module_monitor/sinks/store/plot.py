@@ -1,0 +1,208 @@
+"""Figures of a store: ``store.plot.heatmap("activation", "rms")``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.record import KINDS, LABELS, NUM_BINS, Key, is_undefined
+from lightning_module_monitor.sinks.drawing import (
+    draw_curves,
+    draw_image,
+    label_columns,
+    label_of,
+    label_rows,
+    mark_not_finite,
+    new_axes,
+    spans_decades,
+)
+from lightning_module_monitor.sinks.store.opening import AbsentKeyError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from lightning_module_monitor.sinks.store.reader import StoreReader
+
+_HEAD = re.compile(r"(.*)\.head_(\d+)")
+
+
+class _Table(NamedTuple):
+    """One statistic of one kind, a row for each site; without steps in which no site has it."""
+
+    sites: list[str]
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    """Shape ``(sites, steps)``."""
+    is_recorded: NDArray[np.bool_]
+
+
+class StorePlots:
+    """Draws what a store holds, with matplotlib (extra ``plot``). Every method returns the axes that it has drawn into.
+
+    Each takes ``ax``, axes to draw into; without it they are those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
+    All raise ``KeyError`` for what was not recorded, which names the nearest, and ``ImportError`` where matplotlib is not installed.
+    """
+
+    def __init__(self, store: StoreReader) -> None:
+        self._store = store
+
+    def heatmap(self, kind: str, statistic: str, *, sites: str = ".*", ax: Axes | None = None) -> Axes:
+        """One statistic of a kind, sites by steps; a magnitude that spans decades has a logarithmic scale.
+
+        Args:
+            kind: One of the store's ``kinds()``, e.g. ``activation``.
+            statistic: E.g. ``rms``.
+            sites: Pattern (``re.fullmatch``) of the sites.
+            ax: Axes to draw into.
+        """
+        table = self._table(kind, statistic, sites)
+        ax = ax or new_axes(len(table.sites))
+        draw_image(ax, table.values, table.is_recorded, label=label_of(kind, statistic))
+        label_rows(ax, table.sites)
+        label_columns(ax, table.steps.tolist(), "optimizer step")
+        ax.set_title(f"{kind}: {statistic}")
+        return ax
+
+    def profile(
+        self, kind: str, statistic: str, *, steps: int | Sequence[int] | None = None, sites: str = ".*", ax: Axes | None = None
+    ) -> Axes:
+        """One statistic of a kind over the depth of the model: a line for each step.
+
+        Parameters of one step have a line for each last part of their names: weights are not connected with biases.
+
+        Args:
+            kind: One of the store's ``kinds()``.
+            statistic: E.g. ``rms``.
+            steps: Recorded steps. Default: the first, a middle and the last one.
+            sites: Pattern (``re.fullmatch``) of the sites.
+            ax: Axes to draw into.
+        """
+        table = self._table(kind, statistic, sites)
+        columns = self._columns_of(table, steps)
+        ax = ax or new_axes(len(table.sites))
+        is_of_parameters = kind.rpartition("/")[2] in KINDS and KINDS[kind.rpartition("/")[2]].site == "parameter"
+        roles = [site.rpartition(".")[2] if is_of_parameters else "" for site in table.sites]
+        places = np.arange(len(table.sites))
+        for color, column in enumerate(columns):
+            values = np.where(np.isfinite(table.values[:, column]), table.values[:, column], np.nan)
+            for style, role in enumerate(dict.fromkeys(roles)):
+                own = [one == role for one in roles]
+                label = f"{role}, step {table.steps[column]}" if role else f"step {table.steps[column]}"
+                ax.plot(values[own], places[own], ("-", "--", ":", "-.")[style % 4], marker=".", color=f"C{color % 10}", label=label)
+        if spans_decades(table.values):
+            ax.set_xscale("log")
+        label_rows(ax, table.sites)
+        ax.set_ylim(len(table.sites) - 0.5, -0.5)  # the first module on top, as in a heat map
+        ax.set_xlabel(label_of(kind, statistic))
+        ax.set_title(f"{kind}: {statistic} over depth")
+        ax.legend(fontsize=8, frameon=False)
+        return ax
+
+    def series(self, key: str, *more: str, ax: Axes | None = None) -> Axes:
+        """Values of one or several keys over the steps; red crosses at the upper edge are values that are not finite.
+
+        Args:
+            key: One of the store's ``keys()``.
+            more: Further ones.
+            ax: Axes to draw into.
+        """
+        keys = (key, *more)
+        curves = [(one, *self._store.series(one)) for one in keys]
+        labels = {label_of(parsed._replace(site="", statistic="").format(), parsed.statistic) for parsed in map(Key.parse, keys)}
+        ax = ax or new_axes()
+        draw_curves(ax, curves, label=" and ".join(sorted(labels)))
+        ax.set_title(key if not more else f"{len(keys)} series")
+        return ax
+
+    def histogram(self, key: str, *, ax: Axes | None = None) -> Axes:
+        """The histograms of a key over the steps: which share of the finite elements lies in each bin.
+
+        Bins that are empty in every step are left out. Red crosses at the upper edge are steps with elements that are not finite.
+
+        Args:
+            key: One of the store's ``histogram_keys()``.
+            ax: Axes to draw into.
+        """
+        steps, counts, _edges = self._store.histogram(key)
+        totals = counts.sum(axis=1, keepdims=True)
+        shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
+        filled = np.flatnonzero(counts.any(axis=0))[::-1] if counts.any() else [NUM_BINS // 2]  # the largest values on top
+        image, bins = shares[:, filled].T, [LABELS[1:-2][place] for place in filled]
+        ax = ax or new_axes(len(bins))
+        draw_image(ax, image, image > 0, label="share of the finite elements")
+        label_rows(ax, bins)
+        label_columns(ax, steps.tolist(), "optimizer step")
+        if (not_finite := self._store.nonfinite(key)[1].any(axis=1)).any():
+            mark_not_finite(ax, np.flatnonzero(not_finite))
+            ax.legend(fontsize=8, frameon=False)
+        ax.set_ylabel("value of an element")
+        ax.set_title(key)
+        return ax
+
+    def attention(
+        self, kind: str = "attention_entropy", statistic: str | None = None, *, step: int | None = None, ax: Axes | None = None
+    ) -> Axes:
+        """One figure of every head of attention in one step, modules by heads.
+
+        Args:
+            kind: ``attention_entropy``, ``attention_relative_entropy``, ``attention_max_logit`` or ``attention_sink``.
+            statistic: Default: the first one that was recorded.
+            step: A recorded step. Default: the last one.
+            ax: Axes to draw into.
+        """
+        statistic = statistic or self._store.matrix(kind).keys[0].statistic
+        table = self._table(kind, statistic, r".*\.head_\d+")
+        (column,) = self._columns_of(table, int(table.steps[-1]) if step is None else step)
+        found = [(match[1], int(match[2])) for match in map(_HEAD.fullmatch, table.sites) if match]
+        modules = list(dict.fromkeys(module for module, _head in found))
+        shape = (len(modules), 1 + max(head for _module, head in found))
+        values, is_recorded = np.full(shape, np.nan), np.zeros(shape, np.bool_)
+        for row, (module, head) in enumerate(found):
+            place = modules.index(module), head
+            values[place], is_recorded[place] = table.values[row, column], table.is_recorded[row, column]
+        ax = ax or new_axes(len(modules))
+        draw_image(ax, values, is_recorded, label=label_of(kind, statistic))
+        label_rows(ax, modules)
+        label_columns(ax, range(shape[1]), "head")
+        ax.set_title(f"{kind}: {statistic} at step {table.steps[column]}")
+        return ax
+
+    def _table(self, kind: str, statistic: str, sites: str) -> _Table:
+        """The values of one statistic at the sites that a pattern matches."""
+        matrix = self._store.matrix(kind)
+        try:
+            pattern = re.compile(sites)
+        except re.error as error:
+            raise ConfigError(f"sites is {sites!r}; expected a regular expression ({error}).") from error
+        of_statistic = [place for place, key in enumerate(matrix.keys) if key.statistic == statistic]
+        if not of_statistic:
+            names = dict.fromkeys(key.statistic for key in matrix.keys)
+            raise AbsentKeyError(f"{str(self._store.path)!r} has no {statistic!r} of {kind!r}{nearest(statistic, names)}")
+        places = [place for place in of_statistic if pattern.fullmatch(matrix.keys[place].site)]
+        if not places:
+            known = [matrix.keys[place].site for place in of_statistic]
+            raise AbsentKeyError(
+                f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
+            )
+        rows = matrix.is_recorded[:, places].any(axis=1)
+        values = matrix.values[rows][:, places].T
+        is_recorded = matrix.is_recorded[rows][:, places].T & ~is_undefined(np.ascontiguousarray(values))
+        return _Table([matrix.keys[place].site for place in places], matrix.steps[rows], values, is_recorded)
+
+    @staticmethod
+    def _columns_of(table: _Table, steps: int | Sequence[int] | None) -> list[int]:
+        """The columns of these steps; by default of the first, a middle and the last one."""
+        if steps is None:
+            return sorted({0, len(table.steps) // 2, len(table.steps) - 1})
+        place_by_step = {step: place for place, step in enumerate(table.steps.tolist())}
+        wanted = [steps] if isinstance(steps, int) else list(steps)
+        for step in wanted:
+            if step not in place_by_step:
+                close = min(place_by_step, key=lambda one: abs(one - step))
+                raise AbsentKeyError(f"step {step} was not recorded; nearest: {close}")
+        return [place_by_step[step] for step in wanted]

@@ -1,0 +1,240 @@
+"""What loggers get beside every number: no counts of zero, charts of all layers, heat maps; read back from what each has written."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.offline_wandb import config, history
+from helpers.tiny import KeepRecords, Tiny, fit
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from PIL import Image
+from torch import Tensor, nn
+
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.record import Key
+from lightning_module_monitor.sinks import loggers
+from lightning_module_monitor.sinks.loggers import ZeroCounts
+
+COUNT = "activation/blink/nonfinite_count"
+
+
+class Blinking(Tiny):
+    """A module that has no part in the loss and whose output is infinite in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blink = nn.Identity()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.blink(torch.tensor([1.0, float("inf") if self.global_step == 2 else 2.0]))
+        return super().training_step(batch, batch_idx)
+
+
+def events_of(root: Path, **guidance: int) -> Any:
+    """What a TensorBoardLogger in a folder has written, by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0, **guidance})
+    events.Reload()
+    return events
+
+
+def layout_of(root: Path) -> dict[str, dict[str, list[str]]]:
+    """The patterns of tags by chart by category, of the one layout that was written."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    [event] = events_of(root).Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in layout.category}
+
+
+def with_tensorboard(root: Path, **options: Any) -> KeepRecords:
+    """A short run with TensorBoard."""
+    callback = ModuleMonitorCallback(1, **options)
+    kept = KeepRecords(callback)
+    fit(root, [callback, kept], Blinking, logger=TensorBoardLogger(root, name="", version="tensorboard", prefix="my+run"))
+    return kept
+
+
+# Counts of zero
+
+
+def test_counts_of_zero_are_not_logged(tmp_path: Path) -> None:
+    """The store has every count. A logger gets the one that was not zero, from that step on, in its file with changing columns."""
+    fit(tmp_path, [ModuleMonitorCallback(1)], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"))
+    store = load_store(tmp_path)
+    counts = [key for key in store if key.endswith("/nonfinite_count")]
+    assert len(counts) == 4
+    assert store[COUNT][1].tolist() == [0, 0, 1, 0, 0, 0]
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["parameter/model.0.weight/norm"]]
+    assert [key for key in rows[0] if key.endswith("/nonfinite_count")] == [COUNT]
+    assert [row[COUNT] for row in rows] == ["", "", "1.0", "0.0", "0.0", "0.0"]
+    assert all(row["activation/model.0/rms"] and row["monitor/errors"] for row in rows)
+
+
+def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
+    """A key of callback_metrics stays, also among roll-ups, of which those of counts are left out while they are zero."""
+    options: dict[str, Any] = {"callback_metrics": "activation/model.0/nonfinite_count", "max_logged_keys": 1}
+    fit(tmp_path, [ModuleMonitorCallback(1, **options)], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        found = [key for key in next(csv.DictReader(file)) if key.endswith("/nonfinite_count")]
+    assert found == ["activation/model.0/nonfinite_count"]
+
+
+def test_only_counts_of_elements_that_are_not_finite_are_left_out() -> None:
+    """Any other zero is a value; a NaN is none."""
+    counts = ZeroCounts()
+    for number in (float("nan"), 0.0):
+        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "monitor/errors": 0.0}
+        counts.drop_from(values)
+        assert list(values) == ["a/y/nonfinite_count", "a/x/rms", "monitor/errors"]
+
+
+# Charts
+
+
+@pytest.mark.parametrize("max_logged_keys", [500, 1])
+def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: int, tmp_path: Path) -> None:
+    """With the tags of all its sites and no others, or of their roll-ups; one layout for all stages, under the logger's prefix."""
+    options: dict[str, Any] = {"stages": ["train", "validate"], "gradient_flow": GradientFlow(blocks="model"), "prefix": "a.b"}
+    with_tensorboard(tmp_path, max_logged_keys=max_logged_keys, **options)
+    scalars = [tag for tag in events_of(tmp_path).Tags()["scalars"] if tag.startswith("my+run-a.b/")]
+    found: dict[tuple[str, str], list[str]] = {}
+    for category, charts in layout_of(tmp_path).items():
+        for title, patterns in charts.items():
+            found[category, title] = sorted(tag for tag in scalars for pattern in patterns if re.match(pattern, tag))
+    expected: dict[tuple[str, str], list[str]] = {}
+    for tag in scalars:
+        key = Key.parse(tag.removeprefix("my+run-"))
+        kind = key._replace(site="", statistic="").format()
+        if key.site not in ("", "_summary_") and key.statistic != "nonfinite_count":
+            expected.setdefault((kind, f"{kind}: {key.statistic}"), []).append(tag)
+    assert found == {chart: sorted(tags) for chart, tags in expected.items()}
+    assert {kind for kind, _title in found} == {
+        f"a.b/{kind}" for kind in ("activation", "parameter", "gradient", "gradient_flow", "validation/activation")
+    }
+
+
+# Heat maps
+
+
+class Clock:
+    """Minutes that pass from one look at it to the next."""
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds, self._minutes = 0.0, minutes
+
+    def monotonic(self) -> float:
+        self.seconds += 60 * self._minutes
+        return self.seconds
+
+
+def test_tensorboard_gets_heat_maps_at_the_end(tmp_path: Path) -> None:
+    """One picture for each kind, of the statistic that most sites have, at the last step."""
+    kept = with_tensorboard(tmp_path)
+    events = events_of(tmp_path)
+    tags = [f"my+run-heat_maps/{name}" for name in ("activation/rms", "gradient/norm", "parameter/norm")]
+    assert sorted(events.Tags()["images"]) == tags
+    for tag in tags:
+        [event] = events.Images(tag)
+        assert event.step == kept.records[-1].step == 5
+        picture = Image.open(io.BytesIO(event.encoded_image_string))
+        assert picture.size == (event.width, event.height) == (640, 320)
+        assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 50
+
+
+def test_heat_maps_are_drawn_ever_more_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 10, 20, 40, ... minutes of a run: here each record takes 9 minutes."""
+    monkeypatch.setattr(loggers, "time", Clock(9.0))
+    with_tensorboard(tmp_path, rules=[Rule(kinds="parameter", statistics="norm")])
+    assert [event.step for event in events_of(tmp_path).Images("my+run-heat_maps/parameter/norm")] == [1, 2, 4, 5]
+
+
+def test_a_run_without_matplotlib_has_no_heat_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no warning; without a store there are none either."""
+    with_tensorboard(tmp_path / "no_store", store=False)
+    find = importlib.util.find_spec
+    absent = SimpleNamespace(find_spec=lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(loggers, "importlib", SimpleNamespace(util=absent, import_module=importlib.import_module))
+    with caplog.at_level(logging.WARNING):
+        with_tensorboard(tmp_path / "no_matplotlib")
+    assert not [message for message in caplog.messages if "Heat maps" in message]
+    assert [events_of(tmp_path / name).Tags()["images"] for name in ("no_store", "no_matplotlib")] == [[], []]
+
+
+class Full(TensorBoardLogger):
+    """A logger whose pictures cannot be written."""
+
+    @property
+    def experiment(self) -> Any:
+        def fail(*_args: object, **_options: object) -> None:
+            raise OSError("no space left")
+
+        writer = super().experiment
+        writer.add_image = fail
+        return writer
+
+
+def test_trouble_with_a_heat_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and the numbers arrive."""
+    monkeypatch.setattr(loggers, "time", Clock(9.0))
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, [ModuleMonitorCallback(1)], logger=Full(tmp_path, name="", version="tensorboard"))
+    said = [message for message in caplog.messages if "Heat maps" in message]
+    assert said == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
+    assert len(events_of(tmp_path).Scalars("parameter/model.0.weight/norm")) == 6
+
+
+@pytest.fixture
+def wandb_logger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Logger]:
+    """An offline run, which ends with the test."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    yield WandbLogger(project="tiny", save_dir=tmp_path, offline=True)
+    wandb.finish()
+
+
+def test_wandb_gets_charts_and_heat_maps(tmp_path: Path, wandb_logger: Logger) -> None:
+    """The run's configuration defines a chart for each kind: a line for each site, of the store's values; pictures as in TensorBoard."""
+    fit(tmp_path, [ModuleMonitorCallback(1, store=str(tmp_path / "monitor.h5"))], Blinking, logger=wandb_logger)
+    rows = history(tmp_path)
+    definitions = {key: value for key, value in config(tmp_path).items() if key.startswith("_wandb/visualize/")}
+    names = ["activation/rms", "gradient/norm", "parameter/norm"]
+    assert sorted(definitions) == [f"_wandb/visualize/charts/{name}" for name in names]
+    store = load_store(tmp_path / "monitor.h5")
+    [folder] = (tmp_path / "wandb").glob("offline-run-*/files")
+    for name in names:
+        panel = definitions[f"_wandb/visualize/charts/{name}"]["panel_config"]
+        assert panel["panelDefId"] == "wandb/lineseries/v0"
+        assert panel["stringSettings"] == {"title": name.replace("/", ": "), "xname": "optimizer step"}
+        kind, statistic = name.split("/")
+        expected = {
+            (step, key.split("/")[1]): value
+            for key in store
+            if key.startswith(f"{kind}/") and key.endswith(f"/{statistic}")
+            for step, value in zip(*(one.tolist() for one in store[key]), strict=True)
+        }
+        [path] = [row[f"charts/{name}_table/path"] for row in rows if f"charts/{name}_table/path" in row]
+        table = {(step, site): value for step, site, value in json.loads((folder / path).read_text())["data"]}
+        infinite = {key for key in expected if key not in table}
+        assert infinite == ({(2, "blink")} if kind == "activation" else set())
+        assert table == pytest.approx({key: value for key, value in expected.items() if key not in infinite})
+        [[picture]] = [row[f"heat_maps/{name}/filenames"] for row in rows if f"heat_maps/{name}/filenames" in row]
+        with Image.open(folder / picture) as image:
+            assert image.size == (640, 320)

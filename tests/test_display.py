@@ -1,0 +1,151 @@
+"""What the prompt and a notebook show of the public objects."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.stores import write_store
+from helpers.tiny import fit
+from torch import nn
+
+from lightning_module_monitor import Alert, Finding, ModuleMonitor, ModuleMonitorCallback, Rule, WidthCheck, load_store
+from lightning_module_monitor.display import Findings
+from lightning_module_monitor.record import NUM_COUNTS, Histogram
+from lightning_module_monitor.width_check.settings import Settings
+from lightning_module_monitor.width_check.verdict import Row
+
+NASTY = "<script>alert('x')</script>"
+
+
+class Cells(HTMLParser):
+    """The texts of a table, and its tags."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.caption = ""
+        self.tags: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows:
+            self.rows[-1][-1] += data
+        else:
+            self.caption += data
+
+
+def shown(thing: object) -> Cells:
+    """What a notebook shows of an object; nothing in it but a table."""
+    cells = Cells(thing._repr_html_())  # type: ignore[attr-defined]  # IPython's own protocol
+    assert cells.tags <= {"table", "caption", "b", "thead", "tbody", "tr", "th", "td"}
+    return cells
+
+
+def test_a_store_is_a_table_of_its_kinds(tmp_path: Path) -> None:
+    """With sites, statistics, records and steps of each; a store that is gone says so."""
+    series = {f"activation/{site}/{name}": [1.0] * 3 for site in ("a", "b") for name in ("rms", "mean")} | {"loss": [1.0, 2.0]}
+    histograms = {"gradient/w/hist": [Histogram(np.ones(NUM_COUNTS, np.int64))]}
+    path = write_store(tmp_path / f"{NASTY.replace('/', '-')}.h5", series, histograms=histograms)
+    store = load_store(path)
+    cells = shown(store)
+    assert cells.rows[0] == ["kind", "sites", "statistics", "records", "steps"]
+    assert sorted(cells.rows[1:]) == [
+        ["activation", "2", "rms, mean", "3", "0 to 20"],
+        ["gradient", "1", "hist", "1", "0 to 0"],
+        ["logged", "", "loss", "2", "0 to 10"],
+    ]
+    assert repr(store) == f"StoreReader({str(path)!r}: 3 tables)"
+    path.unlink()
+    assert repr(store).startswith(f"StoreReader({str(path)!r}, which cannot be read: There is no store at")
+    assert shown(store).rows == [[]]
+
+
+def test_a_monitor_is_a_table_of_its_rules() -> None:
+    """Patterns are shown as they are; the module and the last record are named."""
+    monitor = ModuleMonitor(
+        rules=[
+            Rule(kinds=["activation", "gradient"], sites=["<b>.*", ".*"], statistics=["rms", "hist"]),
+            Rule(kinds="update", functions={"f": max}, every_n_steps=10),
+        ]
+    )
+    cells = shown(monitor)
+    assert cells.rows == [
+        ["kinds", "sites", "statistics", "when"],
+        ["activation, gradient", "<b>.* or .*", "rms, hist", "every step"],
+        ["update", ".*", "f", "every 10 steps"],
+    ]
+    assert repr(monitor) == "ModuleMonitor(no module, 2 rules, no record)"
+    watching = ModuleMonitor(rules=Rule(kinds="parameter", statistics="rms"))
+    watching.set_module(nn.Linear(2, 2))
+    watching.begin_step(7)
+    watching.monitor_parameters()
+    watching.end_step()
+    assert repr(watching) == "ModuleMonitor(Linear, 1 rule, last record of step 7)"
+
+
+def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
+    """What is watched, the last record, the store, the findings; before the run, after it, and where its options are wrong."""
+    callback = ModuleMonitorCallback(
+        2, rules=[Rule(kinds="parameter", statistics="norm")], alerts=[Alert(keys="parameter/.*", above=0.0, name="<large>")]
+    )
+    assert repr(callback) == "ModuleMonitorCallback(every 2 steps, 1 rule, store: none, 0 findings)"
+    fit(tmp_path, [callback])
+    assert repr(callback) == f"ModuleMonitorCallback(every 2 steps, 1 rule, store: {tmp_path / 'monitor.h5'}, 1 finding)"
+    rows = shown(callback).rows[1:]
+    assert callback.last_record is not None
+    assert rows[:3] == [
+        ["watched", "parameter: norm, every 2 steps"],
+        ["last record", f"of step 4: {len(callback.last_record.values)} values"],
+        ["store", str(tmp_path / "monitor.h5")],
+    ]
+    ((name, words),) = rows[3:]
+    assert name == "finding"
+    assert words.startswith("step 0, <large> model.0.weight: ")
+    assert repr(ModuleMonitorCallback("sometimes")).startswith("ModuleMonitorCallback(refused: every_n_steps is 'sometimes'")  # type: ignore[arg-type]
+
+
+def test_findings_are_a_list_that_reads_as_a_table(tmp_path: Path) -> None:
+    """A line each at the prompt, a row each in a notebook; a list in every other way, also after a copy."""
+    finding = Finding(120, "dead_units", NASTY, "activation/x/rms", "97 % of units are zero.")
+    assert repr(finding) == f"Finding(step 120, warning, dead_units at {NASTY}: 97 % of units are zero.)"
+    several = Findings([finding] * 40)
+    assert repr(Findings([finding] * 2)) == f"[{finding!r},\n {finding!r}]"
+    assert repr(Findings()) == "[]"
+    rows = shown(several).rows
+    assert rows[:2] == [["step", "severity", "name", "site", "words"], ["120", "warning", "dead_units", NASTY, "97 % of units are zero."]]
+    assert (len(rows), rows[-1]) == (1 + 30 + 1, ["and 10 more"])
+    assert shown(several).caption == "Findings: 40 findings"
+    for again in (copy.copy(several), pickle.loads(pickle.dumps(several))):
+        assert again == several
+        assert again == [finding] * 40
+    callback = ModuleMonitorCallback(3, alerts=[Alert(keys="gradient/.*", above=0.0)])
+    fit(tmp_path, [callback])
+    found = load_store(tmp_path / "monitor.h5").findings()
+    assert shown(found).rows == shown(callback.findings).rows
+    assert len(found) > 0
+
+
+@pytest.mark.parametrize("module", ["fc", NASTY])
+def test_a_width_check_is_its_table(module: str) -> None:
+    """The rows and cells of the printed table."""
+    settings = Settings.parse(
+        widths=[64, 128], seeds=1, steps=1, parametrization="mup", terms=["effective_update"], confidence=0.95, tolerance=0.25, trainer=None
+    )
+    row = Row(module, "hidden", "effective_update", 0.98, 0.91, 1.05, 0.0, "grows", "", np.ones((2, 1)))
+    check = WidthCheck([row], settings)
+    assert repr(check) == f"WidthCheck(1 row, offending: {module})"
+    cells = shown(check)
+    assert cells.rows[1] == [module, "hidden", "effective_update", "+0.98", "+0.91 .. +1.05", "+0.00", "grows", ""]
+    assert cells.rows[0] == str(check).splitlines()[2].split()
