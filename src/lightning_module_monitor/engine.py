@@ -32,7 +32,7 @@ from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
-from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, SECONDS_PER_STEP, TRAIN, Record, Values
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, SECONDS_PER_STEP, TRAIN, Record, Values
 from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -410,7 +410,9 @@ class StepEngine:
         if context.has_missed():
             self._reporter.log_once(Unobserved.message, logging.WARNING)
         values: Values | dict[str, float] = Values()
-        for key in context.accumulator.drop_overwriting(self._own_specs.values()):
+        # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
+        by_users = [spec for spec in self._own_specs.values() if spec.kind not in (OWN_KIND, CONTEXT_KIND)]
+        for key in context.accumulator.drop_overwriting(by_users):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
             values = collected = context.accumulator.collect(context.reducer)

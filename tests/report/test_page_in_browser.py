@@ -327,7 +327,7 @@ def test_every_axis_says_what_it_counts_in(visit: Visit) -> None:
         )
     assert labels["profiles"] == ["rms of activation", "norm of gradient", "gain (after / before)", "ratio (update / parameter)"]
     assert labels["updates"] == ["norm of update / norm of parameter"]
-    assert labels["rcc"][:2] == ["rms of rcc effective update"] * 2
+    assert labels["rcc"] == ["rms of the term"] * 2 + ["alignment (at most 1)"] * 2
     assert labels["attention"] == ["mean (nats)"]
     ticks = "document.querySelectorAll('#profiles-charts .chart')[2].layout.xaxis.ticktext"
     assert visit.page.evaluate(ticks) == ["fc1 → fc2", "fc2 → head"]

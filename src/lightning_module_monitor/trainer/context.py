@@ -60,7 +60,8 @@ class ContextController:
             loss: The loss.
             scale: What a ``GradScaler`` has multiplied it by.
         """
-        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * trainer.accumulate_grad_batches
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        own = own if trainer.accumulate_grad_batches == 1 else own * trainer.accumulate_grad_batches
         self._monitor.monitor_context(LOSS, own if scale is None else own / scale, CONTEXT[LOSS])
 
     def observe_rates(self, optimizer: Optimizer) -> None:

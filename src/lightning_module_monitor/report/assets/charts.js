@@ -35,7 +35,7 @@ const UNITS = {
   nonfinite_count: "elements", cosine: "cosine of the angle", gain: "after / before", log_gain: "log of after / before",
   "update/ratio": "update / parameter", "activation_difference/ratio": "difference / reference", "parameter_difference/ratio": "difference / reference",
   "attention_entropy/mean": "nats", "attention_relative_entropy/mean": "share of the most possible", "attention_sink/mean": "weight on the first key", "attention_max_logit/max": "logit",
-  "rcc_alignment/effective": "of 1", "rcc_alignment/propagating": "of 1",
+  "rcc_alignment/effective": "at most 1", "rcc_alignment/propagating": "at most 1",
 };
 
 /** What an axis of a statistic says: its name, and what it counts in, where that is not the unit of the tensor. */

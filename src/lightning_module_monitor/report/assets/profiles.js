@@ -90,8 +90,9 @@ function siteAxis(sites, base) {
   const deepest = Math.max(1, ...short.map((site) => site.split(".").length));
   let [ticks, depth] = [starts(deepest), deepest];
   while (ticks.length > MOST_TICKS && depth > 1) ticks = starts(--depth);
-  let free = -1; // where the next name has room
-  ticks = ticks.filter((index) => index >= free && (free = index + sites.length / 20));
+  const withRoom = (indices, free = -1) => indices.filter((index) => index >= free && (free = index + sites.length / 20));
+  if (withRoom(ticks).length < 5 && depth < deepest) ticks = starts(++depth); // of many blocks as many as there is room for
+  ticks = withRoom(ticks);
   const names = ticks.map((index) => prefixOf(short[index], depth)).map((name) => (name.length > 18 ? `…${name.slice(-17)}` : name));
   return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
 }
@@ -245,10 +246,11 @@ const rcc = {
     const isLog = what === "sizes" && wantsLog(loaded.flatMap((one) => (one ? extent(one.values, 0, true) : [])));
     const there = sites.filter((site) => loaded.some((one) => one && one.rowOf.has(site)));
     const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color), isTerm: true });
+    const axis = what === "sizes" ? `${label} of the term` : "alignment (at most 1)";
     lines(overSites, {
       traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], there, step, looks(term))),
       title: `${label} over layers, at step ${step}`,
-      label: labelOf(TERMS[0].kind, label),
+      label: axis,
       xaxis: siteAxis(there),
       yaxis: what === "sizes" ? { range: steadyRange(loaded, there, isLog) } : { range: [0, 1.08] },
       isLog,
@@ -266,6 +268,6 @@ const rcc = {
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
     const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: labelOf(TERMS[0].kind, label), xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
+    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
   },
 };
