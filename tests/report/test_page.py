@@ -150,9 +150,9 @@ def test_what_was_said_in_training_stands_on_the_page(tmp_path: Path, capsys: py
     store.close()
     html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
     text = " ".join(re.sub(r"<[^>]*>", " ", html.partition('<section id="verdict"')[2].partition("</section>")[0]).split())
-    assert "It begins at step 30: said in training: nonfinite, block.2." in text
+    assert "It begins at step 30: nonfinite, block.2." in text
     assert "block.2 It made the first value that is not finite, from [bold] &lt;b&gt;inputs&lt;/b&gt;." in text
-    assert "said in training: dead_units 1" in text
+    assert "dead_units 1" in text
     pressed = re.findall(r'data-series="([^"]*)">([^<]*)<', html)
     assert [site for series, site in pressed if "fc" in series] == ["fc"]
     assert all(series for series, _site in pressed)

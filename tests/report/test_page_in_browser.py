@@ -460,7 +460,7 @@ def test_a_page_without_a_heat_map_is_alive_too(browser: Browser, tmp_path: Path
     visit = Visit(browser, tmp_path / "m.html")
     visit.page.locator("#theme").click()
     assert visit.page.locator("#theme").inner_text() == "Light"
-    assert "Not looked at" in visit.page.locator(".banner").inner_text()
+    assert "Unknown" in visit.page.locator(".banner").inner_text()
     assert visit.complaints == []
 
 

@@ -209,11 +209,13 @@ class Course:
         """Rows of figures; new ones get a row."""
         if names == self._newest[0]:
             return self._newest[1]
-        rows = np.array([self._rows.setdefault(name, len(self._rows)) for name in names], np.intp)
-        new = np.zeros(len(self._rows) - len(self._state), self._state.dtype)
-        if len(new):
+        num_rows = len(self._rows.keys() | names)
+        if num_rows > len(self._state):
+            new = np.zeros(num_rows - len(self._state), self._state.dtype)
             new["recent"], new["first"], new["num_well"] = np.nan, np.nan, QUIET_RECORDS
+            # Before the names: a Ctrl-C in between leaves no name without a row.
             self._state = np.concatenate([self._state, new])
+        rows = np.array([self._rows.setdefault(name, len(self._rows)) for name in names], np.intp)
         self._newest = names, rows
         return rows
 

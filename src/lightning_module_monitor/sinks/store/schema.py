@@ -175,6 +175,8 @@ def read_attributes(file: h5py.File) -> Attributes:
             raise TypeError(f"{name!r} is {text!r}")
         text.encode()  # fails for bytes that are no text
     runs = json.loads(texts["configurations"])
+    if not isinstance(runs, list):
+        raise TypeError(f"'configurations' is {runs!r}")
     for run in runs:
         if not isinstance(run["started"], str) or not isinstance(run["first_step"], int) or not isinstance(run["configuration"], dict):
             raise TypeError(f"'configurations' has the run {run!r}")
