@@ -55,7 +55,7 @@ class Findings(Described, list[Finding]):
 def counted(number: int, noun: str) -> str:
     """A number and its noun.
 
-    >>> counted(1, "finding"), counted(1200, "key")
-    ('1 finding', '1,200 keys')
+    >>> counted(1, "finding"), counted(1200, "key"), counted(2, "series")
+    ('1 finding', '1,200 keys', '2 series')
     """
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 or noun.endswith("s") else "s")

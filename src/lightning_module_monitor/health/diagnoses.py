@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import SINCE
 
 MAX_DIAGNOSES = 3
@@ -61,11 +62,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         where = f", first at {self.site}" if self.site else ""
-        more = (
-            f" {self.num_consequences} other finding{'s follow' if self.num_consequences > 1 else ' follows'} from it."
-            if self.num_consequences
-            else ""
-        )
+        num = self.num_consequences
+        more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
         return f"{self.headline} (from step {self.first_step} on{where}). {self.evidence[0]}{more} Try: {self.advice}."
 
 

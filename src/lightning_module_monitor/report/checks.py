@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import Course, when
 from lightning_module_monitor.health.detectors import Detector, Level
 from lightning_module_monitor.record import STEP_SKIPPED, Key
 from lightning_module_monitor.report.arrays import growth, late, typical, where
-from lightning_module_monitor.report.findings import Check, Checked, Finding, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding
 from lightning_module_monitor.report.run import Table, of_training
 
 
@@ -231,7 +232,7 @@ def _since(table: Table, row: int, what: str) -> tuple[int, str]:
     others = where(values != values[-1])
     first = others[-1] + 1 if others else 0
     when = "in all of the run" if first == 0 else f"since step {steps[first]}"
-    return int(steps[first]), f"{what} {when} ({count(len(steps) - first, 'record')})"
+    return int(steps[first]), f"{what} {when} ({counted(len(steps) - first, 'record')})"
 
 
 def _first(table: Table, is_so: NDArray[np.bool_]) -> int:

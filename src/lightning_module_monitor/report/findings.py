@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.detectors import Level
 from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
 
@@ -78,19 +79,10 @@ class Verdict:
             return f"not enough was recorded to judge: {self.num_checked} of {len(self.checks)} checks had values to look at"
         sick = {finding.site for finding in self.findings if finding.level == "sick"}
         others = {finding.site for finding in self.findings} - sick
-        levels = [f"{count(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
+        levels = [f"{counted(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
         return ", ".join(levels) or "no check found anything"
 
     @property
     def beginning(self) -> Finding | None:
         """The sick finding with the earliest step: where to look first. ``None`` if nothing is sick."""
         return min((finding for finding in self.findings if finding.level == "sick"), key=lambda finding: finding.step, default=None)
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> count(2, "site")
-    '2 sites'
-    """
-    return f"{number} {noun}" if number == 1 or noun == "series" else f"{number} {noun}s"

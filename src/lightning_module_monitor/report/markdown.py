@@ -9,10 +9,11 @@ from itertools import groupby, islice
 
 import numpy as np
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
 from lightning_module_monitor.report.arrays import early, late, typical
-from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.run import Run, Table
 
 MAX_FINDINGS = 5
@@ -91,7 +92,7 @@ def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> st
     version = f"lightning-module-monitor {run.attributes['package_version']}"
     parts = [
         f"# Verdict: {verdict.level}",
-        f"{_text(verdict.headline)}. Run `{_text(run.path)}`, {version}: {count(len(run.sites), 'site')}, {extent}.",
+        f"{_text(verdict.headline)}. Run `{_text(run.path)}`, {version}: {counted(len(run.sites), 'site')}, {extent}.",
         "## Diagnoses",
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
@@ -107,7 +108,7 @@ def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> st
     parts += ["## Checks", _table(["problem", "series looked at", "recorded by"], checks)]
     if modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
-        parts += [f"## Model: {count(len(modules), 'module')}", _table(header, _rows_of(modules))]
+        parts += [f"## Model: {counted(len(modules), 'module')}", _table(header, _rows_of(modules))]
     parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
     first = next((table for table in run.tables), None)
     if first is not None:
@@ -120,7 +121,7 @@ def _diagnoses(verdict: Verdict) -> list[str]:
     texts = []
     for number, one in enumerate(verdict.diagnoses, 1):
         where = f", first at `{_text(one.site)}`" if one.site else ""
-        follows = f" {count(one.num_consequences, 'other finding')} may follow from it." if one.num_consequences else ""
+        follows = f" {counted(one.num_consequences, 'other finding')} may follow from it." if one.num_consequences else ""
         lines = [f"{number}. **{_text(one.headline)}**, from step {one.first_step} on{where}.{follows}"]
         texts.append("\n   - ".join([*lines, *map(_text, one.evidence), f"Try: {_text(one.advice)}."]))
     return texts

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.report.arrays import first_true
-from lightning_module_monitor.report.findings import Check, Checked, Finding, count
+from lightning_module_monitor.report.findings import Check, Checked, Finding
 from lightning_module_monitor.report.run import Table, of_training
 
 _PROBLEM = "values that are not finite"
@@ -35,7 +36,7 @@ def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) 
     if findings:
         first = findings[0]
         at_once = sum(finding.step == first.step for finding in findings)
-        evidence = f"the first: {first.evidence}, of {count(at_once, 'series')} at that step and {len(findings)} in all"
+        evidence = f"the first: {first.evidence}, of {counted(at_once, 'series')} at that step and {len(findings)} in all"
         findings[0] = dataclasses.replace(first, evidence=evidence)
     return Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings
 

@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
@@ -246,7 +247,7 @@ def _extent(run: Run) -> str:
     steps = run.steps
     if not steps:
         return "nothing recorded yet"
-    return f"{count(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {count(len(run.sites), 'site')}"
+    return f"{counted(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {counted(len(run.sites), 'site')}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

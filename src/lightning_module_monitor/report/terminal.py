@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.report.findings import Finding, Verdict, count
+from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.run import Run
 
 MAX_SITES = 12
@@ -29,7 +30,7 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     console = console or Console()
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-    console.print(f"[bold]{_text(run.path)}[/bold]: {count(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{_text(run.path)}[/bold]: {counted(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
     for number, one in enumerate(verdict.diagnoses, 1):
         console.print(f"[bold]{number}.[/bold] {_text(str(one))}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))
