@@ -197,7 +197,7 @@ class NonfiniteController:
     def forget_step(self) -> None:
         """Nothing more is looked at in this step."""
         self._is_looking = self._is_probed = self._is_deferred = False
-        self._was_finite = self._steps_since = None
+        self._was_finite = self._steps_since = self._loss = None
         self._rerun.forget()
         self._probe.forget()
         self._flag.forget()
