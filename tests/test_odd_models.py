@@ -225,7 +225,7 @@ def test_a_path_object_is_a_path(tmp_path: Path) -> None:
     [
         ({"prefix": "validation"}, "has the name of a stage in it"),
         ({"dry_run": "false"}, "dry_run is 'false'; expected true or false"),
-        ({"module": nn.Linear(1, 1)}, "module is a Linear; expected the name of a submodule"),
+        ({"module": nn.Linear(1, 1)}, r"module is Linear\(in_features=1.*; expected the name of a submodule"),
         ({"store": 3}, "store is 3; expected the path of a file, or true or false"),
     ],
 )

@@ -127,7 +127,7 @@ class ModuleMonitor(Described, StepEngine):
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
-            raise ConfigError(f"module is {module!r}; expected the name of a submodule, e.g. 'encoder'.")
+            raise ConfigError(f"module is {module!r:.60}; expected the name of a submodule, e.g. 'encoder'.")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
             excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed.scenarios import EVERYTHING, SCENARIOS, data
 from helpers.textbook import PLAIN, histogram, slack, textbook
+from helpers.tiny import measured
 from helpers.training import Classifier
 from helpers.zoo import RawTensors, raw_tensors
 from torch import Tensor
@@ -83,7 +84,7 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
         expected = {
             f"{kind}/{site}/{name}" for (kind, site), one in raw.items() for name in PLAIN if name in EVERYTHING and whole(one).numel()
         }
-        recorded = {key for key in record.values if not key.startswith("monitor/") and not key.endswith("/ratio")}
+        recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith("/ratio")}
         assert {key for key in recorded if ".empty/" not in key} == expected
         assert record.values["monitor/errors"] == 0
         for (kind, site), tensors in raw.items():

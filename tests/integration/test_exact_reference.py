@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
-from helpers.tiny import KeepRecords
+from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -96,7 +96,7 @@ def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(modul
         records, save = KeepRecords(callback), ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=2, save_top_k=-1)
         run = trainer(tmp_path / name, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
         run.fit(live, loader(8), loader(8), ckpt_path=ckpt_path)
-        return [dict(record.values) for record in records.records]
+        return [measured(record) for record in records.records]
 
     seed()
     live = Used()

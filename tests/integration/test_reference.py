@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 from helpers.memory import peak_bytes
-from helpers.tiny import KeepRecords
+from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -389,11 +389,11 @@ def test_ratio_of_everything_where_no_rule_uses_the_reference(tmp_path: Path) ->
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", statistics="norm")], reference="init", store=False)
     trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
     assert callback.last_record is not None
-    kinds = {(key.split("/")[0], key.split("/")[-1]) for key in callback.last_record.values}
+    kinds = {(key.split("/")[0], key.split("/")[-1]) for key in measured(callback.last_record)}
     assert kinds == {("gradient", "norm"), ("activation_difference", "ratio"), ("parameter_difference", "ratio"), ("monitor", "errors")}
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[], rcc=True, module="model.layers")
     trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
-    assert {key.split("/")[0] for key in callback.last_record.values} == {  # type: ignore[union-attr]
+    assert {key.split("/")[0] for key in measured(callback.last_record)} == {
         *("rcc_effective_update", "rcc_propagating_update", "rcc_output", "rcc_reference_output", "rcc_input", "rcc_input_change"),
         *("rcc_operator_norm", "rcc_alignment", "monitor"),
     }

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.config import as_tuple
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, is_undefined
 from lightning_module_monitor.sinks.store.matrices import Matrix
 from lightning_module_monitor.sinks.store.reader import StoreReader
@@ -89,8 +88,10 @@ def read_run(store: StoreReader) -> Run:
             (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     configurations: list[dict[str, Any]] = store.attributes["configurations"]  # type: ignore[assignment]  # objects of JSON
-    watched = frozenset(str(name) for run in configurations[-1:] for name in as_tuple(run["configuration"].get("watched")))
-    return Run(str(store.path), store.attributes, tables, figures, store.findings(), watched, histograms, modules)
+    watched = configurations[-1]["configuration"].get("watched") if configurations else None
+    return Run(
+        str(store.path), store.attributes, tables, figures, store.findings(), frozenset(map(str, watched or ())), histograms, modules
+    )
 
 
 def _in_models_order(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Matrix:
