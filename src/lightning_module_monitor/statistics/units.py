@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,8 +46,9 @@ def dead_fraction(recent: deque[Tensor]) -> float:
     Returns:
         From 0 to 1; NaN if there is no unit.
     """
-    together = torch.stack([*recent]).amax(0)
-    return float((together == DEAD).double().sum() / (together != ABSENT).double().sum())
+    together = np.maximum.reduce([one.numpy() for one in recent])
+    num_units = np.count_nonzero(together != ABSENT)
+    return float(np.count_nonzero(together == DEAD) / num_units) if num_units else math.nan
 
 
 def memory() -> deque[Tensor]:
