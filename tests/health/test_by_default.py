@@ -1,4 +1,4 @@
-"""The bare callback: what is wrong with twelve sick runs is the first diagnosis, and twelve healthy runs have no finding."""
+"""The bare callback: what is wrong with thirteen sick runs is the first diagnosis, and fifteen healthy runs have no finding."""
 
 from __future__ import annotations
 
@@ -85,6 +85,17 @@ def forty_plain_layers() -> Classifier:
     return Classifier(mlp(8, 40, nn.Tanh), torch.optim.SGD, lr=0.1)
 
 
+class WithNorm(nn.Module):
+    """A convolution, BatchNorm and a head without a limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x.view(-1, 1, 8, 8)))).flatten(1))
+
+
 class Attention(nn.Module):
     """A softmax of logits without the scale of 1 / sqrt(d), and with large weights."""
 
@@ -147,11 +158,12 @@ def in_float16() -> dict[str, Any]:
 SICK: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str, int, int]] = {
     # The model, the run, and what is found: diagnosis, site, its first step, and by which step.
     "a learning rate of 50": (learning_rate_of_50, {}, "learning_rate", "", 50, 100),
+    "a learning rate of 50, with BatchNorm": (lambda: Classifier(WithNorm(), torch.optim.SGD, lr=50.0), {}, "learning_rate", "", 50, 100),
     "dead from the start": (dead_from_the_start, {}, "dead_from_start", "model.3", 0, 450),
-    "dead by the first updates": (lambda: DiesAtOnce(mlp(depth=3)), {}, "learning_rate", "", 50, 100),
+    "dead by the first updates": (lambda: DiesAtOnce(mlp(depth=3)), {}, "diverging", "", 50, 100),
     "missing normalization": (growing_outputs, {}, "missing_normalization", "", 0, 100),
     "vanishing gradients": (forty_plain_layers, {}, "vanishing", "model.0.weight", 0, 100),
-    "saturated attention": (lambda: Classifier(Attention(), torch.optim.SGD, lr=1e-4), {}, "saturation", "model.softmax", 0, 100),
+    "saturated attention": (lambda: Classifier(Attention(), torch.optim.SGD, lr=1e-6), {}, "saturation", "model.softmax", 0, 100),
     "a layer without an optimizer": (lambda: Forgetful(mlp()), {}, "no_optimizer", "model.0.weight", 0, 0),
     "frozen by mistake": (lambda: Classifier(Detached()), {}, "frozen", "model.below.weight", 50, 150),
     "data with a NaN": (lambda: Classifier(mlp()), {"data": digits(16, row=37 * 16 + 5, value=math.nan)}, "data", "_root_", 37, 37),
@@ -277,6 +289,45 @@ class Autoencoder(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+class LargeTargets(LightningModule):
+    """Outputs have to grow from nothing to thousands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.l1_loss(self.model(batch[0]).squeeze(1), 3000 + 100 * batch[1].float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Confident(LightningModule):
+    """A sigmoid at the output, of a task that it learns to the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 1), nn.Sigmoid())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.binary_cross_entropy(self.model(batch[0]).squeeze(1), (batch[1] == 0).float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+class Masked(nn.Module):
+    """Logits of classes that there are not are minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).masked_fill(torch.arange(12) > 9, -math.inf)
+
+
 class Gan(LightningModule):
     """Two networks against each other, by hand."""
 
@@ -358,6 +409,9 @@ HEALTHY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
     "a ViT": (lambda: Classifier(Vit(), lr=1e-3), {}),
     "an autoencoder": (Autoencoder, {}),
     "a GAN": (Gan, {}),
+    "large targets": (LargeTargets, {}),
+    "a confident sigmoid": (Confident, {}),
+    "masked logits": (lambda: Classifier(nn.Sequential(Masked())), {}),
     "LoRA": (with_lora, {}),
     "warm-up": (lambda: Scheduled(warm_up), {}),
     "cosine restarts": (lambda: Scheduled(restarts), {}),

@@ -25,15 +25,18 @@ def test_nothing_is_wrong() -> None:
 
 
 def test_what_follows_is_counted_and_not_named() -> None:
-    """The loss diverges, then units die, weights stand still, and a NaN comes."""
-    assert names(("nonfinite", 90), ("dead_units", 80), ("diverging", 50), ("frozen_updates", 80)) == [("learning_rate", 50, 3)]
+    """Sizes explode, then units die, weights stand still, and a NaN comes."""
+    assert names(("nonfinite", 90), ("dead_units", 80), ("exploding", 50), ("frozen_updates", 80)) == [("learning_rate", 50, 3)]
+    assert names(("nonfinite", 90), ("dead_units", 80), ("diverging", 50)) == [("diverging", 50, 2)]
 
 
 def test_what_was_there_before_is_a_cause_of_its_own() -> None:
     """A layer that no optimizer has does not make a loss diverge, nor does what diverges later kill units at the start."""
-    assert names(("diverging", 50), ("no_optimizer", 0)) == [("no_optimizer", 0, 0), ("learning_rate", 50, 0)]
+    assert names(("exploding", 50), ("growing_over_depth", 0)) == [("missing_normalization", 0, 1)]
+    assert names(("exploding", 50), ("growing_over_depth", 50)) == [("learning_rate", 50, 0)]
+    assert names(("diverging", 50), ("no_optimizer", 0)) == [("no_optimizer", 0, 0), ("diverging", 50, 0)]
     dead = ("dead_units", 450, "in 10 records from step 0 to 450")
-    assert names(("diverging", 500), dead) == [("dead_from_start", 0, 0), ("learning_rate", 500, 0)]
+    assert names(("diverging", 500), dead) == [("dead_from_start", 0, 0), ("diverging", 500, 0)]
 
 
 def test_the_first_record_of_a_condition_counts() -> None:
@@ -50,6 +53,7 @@ def test_the_first_record_of_a_condition_counts() -> None:
         ("Its input is finite (the largest magnitude is 3.2e+19), and its output has NaN.", "learning_rate"),
         ("Its input is finite (the largest magnitude is 1000001), and its output has NaN.", "learning_rate"),
         ("The largest magnitude of its weights is 0.4072.", "nonfinite"),
+        ("Its weights are not finite (fc.weight has NaN), so that its output has NaN.", "update"),
         ("", "nonfinite"),
     ],
 )
@@ -61,8 +65,9 @@ def test_the_words_of_a_nan_tell_its_cause(words: str, cause: str) -> None:
 
 def test_there_are_at_most_three() -> None:
     """Those that began first."""
-    many = [("no_optimizer", 0), ("growing_over_depth", 1), ("saturation", 2), ("entropy_collapse", 0)]
-    assert [name for name, *_ in names(*many)] == ["no_optimizer", "attention", "missing_normalization"]
+    dead = ("dead_units", 450, "in 10 records from step 0 to 450")
+    many = [("diverging", 7), ("saturation", 2), ("no_optimizer", 0), dead]
+    assert [name for name, *_ in names(*many)] == ["no_optimizer", "dead_from_start", "saturation"]
     assert len(names(*many)) == MAX_DIAGNOSES
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -332,6 +334,57 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.severity) == (bad_step, "nonfinite", "_root_", "error")
     assert steps == [record_step]
+
+
+def test_what_refers_to_the_model_is_not_called_again(tmp_path: Path) -> None:
+    """A hook and a function that count their calls, in a run that goes on after an infinite loss: bit-identical without the callback."""
+
+    class Counting(Classifier):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+            self.calls: list[float] = []
+            self.register_buffer("scale", torch.ones(()))
+            self.grow = lambda: self.scale.add_(0.01)
+            self.model[0].register_forward_hook(lambda *_: self.calls.append(1.0))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.grow()
+            loss = super().training_step(batch, batch_idx) * self.scale * len(self.calls)
+            return loss + math.inf if self.global_step == 3 else loss
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            for parameter in self.parameters():
+                parameter.grad.nan_to_num_()  # type: ignore[union-attr]
+
+    def fit(callbacks: list[Any]) -> tuple[list[Tensor], list[Tensor], int]:
+        seed()
+        module, losses = Counting(), KeepLosses()
+        trainer(tmp_path, [*callbacks, losses], max_steps=8, limit_val_batches=0).fit(module, loader(), loader(8))
+        return losses.losses, list(module.parameters()), len(module.calls)
+
+    callback = ModuleMonitorCallback(store=False)
+    plain, monitored = fit([]), fit([callback])
+    assert [one.step for one in callback.findings if one.name == "nonfinite"] == [3]
+    assert monitored[2] == plain[2] == 8
+    assert all(map(torch.equal, monitored[0], plain[0]))
+    assert all(map(torch.equal, monitored[1], plain[1]))
+
+
+def test_a_module_without_parameters_is_monitored(tmp_path: Path) -> None:
+    """The default rules match what there is."""
+
+    class Nothing(LightningModule):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    callback = ModuleMonitorCallback()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of what is missing
+        trainer(tmp_path, [callback], max_steps=3).fit(Nothing(), loader())
+    assert callback.findings == []
 
 
 def test_a_model_with_complex_weights_is_monitored(tmp_path: Path) -> None:

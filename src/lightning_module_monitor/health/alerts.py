@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Record
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, Finding, Key, Record, is_context
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -36,6 +36,8 @@ QUIET_RECORDS = 10
 MAX_NAMED = 3
 """Number of keys that a finding names."""
 
+
+LOSS_KEY = f"{CONTEXT_KIND}/{LOSS}"
 
 SINCE = "from step"
 """In the words of a finding, the first record in which its condition was met follows."""
@@ -85,6 +87,8 @@ class AlertRule:
     """Of how many first records the largest figure is the base of ``relative_to="first"``."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
+    unless_loss_falls: float = math.inf
+    """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
     """Of keys of parameters, those that the rule is for; ``None``: all."""
     words: str = ""
@@ -99,6 +103,15 @@ class Fired(NamedTuple):
     """The figure, and what it is compared with."""
     since: int
     """The step of the first of the records in which the condition was met."""
+
+
+def has_fallen(first: float, loss: float, part: float) -> bool:
+    """Whether a loss is below the first one by more than a part of its magnitude.
+
+    >>> has_fallen(2.3, 1.1, 0.5), has_fallen(2.3, 2.0, 0.5), has_fallen(-1.0, -1.6, 0.5)
+    (True, False, True)
+    """
+    return loss < first - part * abs(first)
 
 
 def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -275,6 +288,7 @@ class Alerts:
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._courses = [Course(rule) for rule in rules]
         self._concerned: dict[str, list[int]] = {}
+        self._first_loss: float | None = None
         self._parameters: Mapping[str, Training] = {}
         self._places: dict[str, int] = {}
         """Place of each parameter in the model."""
@@ -297,10 +311,13 @@ class Alerts:
                 self._concerned[key] = self._rules_of(key)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
+        loss = next((value for key, value in record.values.items() if key.endswith(LOSS_KEY) and is_context(key)), math.nan)
+        if self._first_loss is None and math.isfinite(loss):
+            self._first_loss = loss
         alarms = []
         for course, values in zip(self._courses, of_rules, strict=True):
             rule = course.rule
-            if values and not (rule.needs_step and was_skipped):
+            if values and not (rule.needs_step and was_skipped) and not self._has_fallen(loss, rule.unless_loss_falls):
                 fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
                 # A record has those first of which the same is recorded, and not those that are first in the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
@@ -309,6 +326,9 @@ class Alerts:
                     finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)
                     alarms.append(Alarm(finding, rule.then))
         return alarms
+
+    def _has_fallen(self, loss: float, part: float) -> bool:
+        return self._first_loss is not None and math.isfinite(part) and has_fallen(self._first_loss, loss, part)
 
     def _rules_of(self, key: str) -> list[int]:
         """Places of the rules that are for a key."""
@@ -320,10 +340,11 @@ class Alerts:
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
-        return {_conditions(course.rule): course.state() for course in self._courses}
+        return {LOSS: self._first_loss} | {_conditions(course.rule): course.state() for course in self._courses}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` gave; a rule whose conditions are others begins anew."""
+        self._first_loss = state.get(LOSS)
         for course in self._courses:
             course.load(state.get(_conditions(course.rule), {}))
 

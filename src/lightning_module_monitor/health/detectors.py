@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.health.alerts import Action, AlertRule, Figures
+from lightning_module_monitor.health.alerts import Action, AlertRule, Figures, has_fallen
 from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key
 
 Level = Literal["sick", "watch"]
@@ -47,6 +47,8 @@ class Detector:
     """Without its name, and what it concerns: the rest gives that."""
     limits: Mapping[Level, float] = field(default_factory=dict)
     """Of a detector without."""
+    unless_loss_falls: float = math.inf
+    """Of a detector without: it does not judge a run whose loss has fallen by more than this part of the first one."""
     recorded_by: str = ""
     """The options that record what it looks at, beside ``health.watch``; empty if nothing does where it does not apply."""
 
@@ -59,6 +61,11 @@ class Detector:
     def is_known_later(self) -> bool:
         """Whether a store has all that it needs: which parameters an optimizer has is not recorded."""
         return self.rule is None or self.rule.parameters != "untrained"
+
+    def is_silenced_by(self, first_loss: float, loss: float) -> bool:
+        """Whether it does not judge where the loss has fallen so far."""
+        part = self.unless_loss_falls if self.rule is None else self.rule.unless_loss_falls
+        return math.isfinite(part) and has_fallen(first_loss, loss, part)
 
     @property
     def is_of_monitor(self) -> bool:
@@ -180,7 +187,7 @@ DETECTORS = {
             "the limit is a heuristic",
             cure="a smaller initialization or learning rate, a normalization layer in front; for a softmax a scale of 1 / sqrt(d), "
             "or a temperature",
-            rule=_rule(above=0.9, for_steps=3),
+            rule=_rule(above=0.9, for_steps=3, unless_loss_falls=0.5),
         ),
         Detector(
             "vanishing",
@@ -203,7 +210,7 @@ DETECTORS = {
             "the limit is a heuristic",
             cure="a lower learning rate, warm-up, clipping of gradients",
             level="sick",
-            rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True, parameters="trained"),
+            rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True, unless_loss_falls=0.1, parameters="trained"),
         ),
         Detector(
             "frozen_updates",
@@ -234,7 +241,6 @@ DETECTORS = {
             limit="The loss was more than 3 times that of the first record, in 2 records.",
             source=_HEURISTIC,
             cure="a lower learning rate, warm-up, clipping of gradients",
-            level="sick",
             rule=_rule(figures=positive, above=3.0, relative_to="first", num_first=1, for_steps=2),
         ),
         Detector(
@@ -246,7 +252,7 @@ DETECTORS = {
             "the limit is a heuristic",
             cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
             level="sick",
-            rule=_rule(figures=over_the_first, above=1e4, for_steps=3),
+            rule=_rule(figures=over_the_first, above=1e4, for_steps=3, unless_loss_falls=0.1),
         ),
         Detector(
             "entropy_collapse",
@@ -288,6 +294,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="a lower learning rate, a normalization layer, a smaller initialization",
             limits={"watch": 100.0, "sick": 1000.0},
+            unless_loss_falls=0.1,
             recorded_by="kinds: activation, statistics: rms",
         ),
         Detector(
@@ -298,6 +305,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="as for exploding",
             limits={"watch": 100.0, "sick": 1000.0},
+            unless_loss_falls=0.1,
             recorded_by="kinds: activation_gradient, statistics: rms",
         ),
         Detector(

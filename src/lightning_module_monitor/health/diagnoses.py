@@ -12,11 +12,14 @@ from lightning_module_monitor.health.alerts import SINCE
 
 MAX_DIAGNOSES = 3
 
-HUGE = 1e6
+HUGE = 1e5
 """Magnitudes beyond this, next to a value that is not finite, have grown there."""
 
 HALF_OVERFLOWS = "above 65504 is infinite in float16"
 """In the words of a finding: the run computes in float16."""
+
+SPOILT_WEIGHTS = "Its weights are not finite"
+"""In the words of a finding: an earlier update has made them so."""
 
 BAD_BATCH = "The batch has"
 """In the words of a finding: the data is not finite."""
@@ -122,6 +125,7 @@ CAUSES = (
         ("growing_over_depth",),
         (*NONFINITE, *_GROWTH, *_FLAT, *_STILL),
         "normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
+        lambda one: one.first_step == 0,
     ),
     Cause(
         "overflow",
@@ -134,10 +138,17 @@ CAUSES = (
     Cause(
         "learning_rate",
         "The learning rate is too high",
-        ("diverging", "exploding", "updates that are large", *NONFINITE),
-        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units", "skipped steps"),
+        ("exploding", "updates that are large", "growing_over_depth", *NONFINITE),
+        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "growing_over_depth", "dead_units", "skipped steps"),
         "a learning rate that is ten times lower, warm-up, clipping of gradients",
         lambda one: one.name not in NONFINITE or _largest(one.words) > HUGE,
+    ),
+    Cause(
+        "diverging",
+        "The training loss has grown: if it is meant to fall, the learning rate is too high",
+        ("diverging",),
+        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
+        "a learning rate that is ten times lower, warm-up, clipping of gradients; look at the data of the first step",
     ),
     Cause(
         "attention",
@@ -157,9 +168,10 @@ CAUSES = (
     Cause(
         "dead_units",
         "ReLU units have died while training: updates were too large",
-        ("dead_units",),
+        ("dead_units", "outputs that are zero"),
         (*_ZERO, *_STILL, "vanishing"),
         "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front",
+        lambda one: one.name == "dead_units" or one.first_step > 0,
     ),
     Cause(
         "saturation",
@@ -174,6 +186,14 @@ CAUSES = (
         ("vanishing", "gain of the gradient between blocks"),
         (*_ZERO, *_STILL),
         "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
+        lambda one: one.first_step == 0 or one.name != "vanishing",
+    ),
+    Cause(
+        "vanished",
+        "Gradients have come to vanish while training: updates were too large",
+        ("vanishing",),
+        (*_ZERO, *_STILL),
+        "a lower learning rate, warm-up; a normalization layer",
     ),
     Cause(
         "frozen",
@@ -181,6 +201,14 @@ CAUSES = (
         _STILL,
         _ZERO,
         "look for a detach() or no_grad() in their way, a learning rate of 0, and, in half precision, updates that are rounded away",
+    ),
+    Cause(
+        "update",
+        "Weights were not finite when the step began: the update of the step before has made them so",
+        NONFINITE,
+        (*NONFINITE, *_GROWTH, *_ZERO, *_STILL, *_FLAT),
+        "health: {nonfinite: always}, which names the module whose gradient was not finite",
+        lambda one: SPOILT_WEIGHTS in one.words,
     ),
     Cause(
         "nonfinite",

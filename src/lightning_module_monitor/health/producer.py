@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_module_monitor.health.diagnoses import SPOILT_WEIGHTS
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Gradient, Observed
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
@@ -141,7 +142,7 @@ def _own(observed: Observed, micro_batch: int, place: int) -> Producer:
     bad = {key: value for key, value in _weights_of(observed, name).items() if not math.isfinite(value)}
     if bad:
         listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-        words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
+        words = f"{SPOILT_WEIGHTS} ({listed}), so that its output has {kind}: they were so when the step began."
     elif call.entered != NO_CALL:
         words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(observed, calls[:place])}."
     else:

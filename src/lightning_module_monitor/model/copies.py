@@ -45,16 +45,30 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         # With a graph, copies of tensors in TorchScript are computed tensors, which cannot be frozen.
         with torch.no_grad():
             clone = copy.deepcopy(module, memo)
-        for part in module.modules():
-            for attribute, value in vars(part).items():
-                if isinstance(value, types.FunctionType) and value.__closure__:
-                    vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
+        make_independent(module, clone, memo)
     except Exception as error:
         where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
         cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
         cause = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
         raise ConfigError(message) from error
+    return clone.requires_grad_(False)
+
+
+def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) -> None:
+    """Make a deep copy call no code that refers to the original: ``deepcopy`` does not copy functions.
+
+    Functions among the attributes refer to the copy then. Hooks that are neither methods of the module nor torch's own are removed.
+
+    Args:
+        module: The original.
+        clone: Its copy.
+        memo: The memo of ``deepcopy``.
+    """
+    for part in module.modules():
+        for attribute, value in vars(part).items():
+            if isinstance(value, types.FunctionType) and value.__closure__:
+                vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
     own = set(clone.modules())
     for part in own:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
@@ -62,7 +76,6 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
                 del hooks[key]
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    return clone.requires_grad_(False)
 
 
 def copies_without_graph(module: nn.Module) -> dict[int, Any]:

@@ -142,6 +142,10 @@ def _spiking(table: Table, detector: Detector) -> Iterator[_Sick]:
     magnitudes = np.where(np.isfinite(table.values), np.abs(table.values), 0.0)
     usual, largest, grown = typical(np.abs(table.values)), magnitudes.max(axis=1), growth(table.values)
     for row in where((largest >= least * usual) & (usual > 0) & ~(grown >= least)):
+        peak = magnitudes[row].argmax()
+        around = np.delete(magnitudes[row], peak)[max(0, peak - 5) : peak + 5]
+        if not largest[row] >= least * typical(around[np.newaxis])[0]:
+            continue  # those beside it are as large: gradients fall as a run converges
         step = int(table.steps[magnitudes[row].argmax()])
         evidence = f"{table.statistic} {largest[row]:.2g} at step {step}; its median over the run is {usual[row]:.2g}"
         yield _Sick(row, "watch", step, evidence)

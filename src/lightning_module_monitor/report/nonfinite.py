@@ -20,18 +20,19 @@ _ORDER = ("parameter", "activation", "activation_gradient", "gradient_before_cli
 _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
 
 
-def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int]) -> Checked:
+def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int], *, is_known: bool = False) -> Checked:
     """Find each site's first non-finite value, in the order of events: the first of all is the likely cause.
 
     Args:
         tables: The tables of one run's sites.
         skipped_steps: Steps that a ``GradScaler`` skipped, as its scale was too large: gradients overflow there, and do no harm.
+        is_known: Whether the training has looked for them, at every step: infinities of a mask, say, are recorded and do no harm.
 
     Returns:
         A finding for each such site.
     """
     seen = [table for kind in _ORDER for table in _tables_of(tables, kind)]
-    firsts = sorted((first for table in seen for first in _firsts(table, skipped_steps)), key=lambda first: first[0])
+    firsts = sorted((first for table in (() if is_known else seen) for first in _firsts(table, skipped_steps)), key=lambda first: first[0])
     findings = [_finding(table, row, column) for _place, table, row, column in firsts]
     if findings:
         first = findings[0]

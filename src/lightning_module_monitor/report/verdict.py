@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 from lightning_module_monitor import record
 from lightning_module_monitor.health.detectors import DETECTORS, Level
-from lightning_module_monitor.record import OWN_KIND, STEP_SKIPPED, Key
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Key
+from lightning_module_monitor.report.arrays import early, late, typical
 from lightning_module_monitor.report.checks import look
 from lightning_module_monitor.report.findings import Finding, Verdict
 from lightning_module_monitor.report.nonfinite import look_for_nonfinite
@@ -29,12 +30,24 @@ def verdict_on(
     """
     skipped = {step for table in of_training(figures, OWN_KIND, STEP_SKIPPED) for step in table.steps[table.values[0] > 0].tolist()}
     known = {finding.name for finding in said} | {*watched}
+    losses = [
+        (float(typical(early(one.values))[0]), float(typical(late(one.values))[0])) for one in of_training(figures, CONTEXT_KIND, LOSS)
+    ]
+    known |= {name for name, one in DETECTORS.items() for first, last in losses if one.is_silenced_by(first, last)}
     judged = [
-        look(one, figures if one.is_of_monitor else tables, skipped, is_known=one.name in known)
+        look(
+            one,
+            figures if one.is_of_monitor else tables,
+            skipped,
+            is_known=one.name in known,
+        )
         for one in DETECTORS.values()
         if one.is_known_later or one.name in known
     ]
-    checked = [look_for_nonfinite(tables, skipped), *(one for one in judged if one[0].num_series or one[0].needs)]
+    checked = [
+        look_for_nonfinite(tables, skipped, is_known="nonfinite" in known),
+        *(one for one in judged if one[0].num_series or one[0].needs),
+    ]
     findings = sorted(map(_as_said, said), key=lambda finding: finding.problem) + [one for _check, found in checked for one in found]
     return Verdict(sorted(findings, key=lambda finding: finding.level != "sick"), [check for check, _found in checked])
 

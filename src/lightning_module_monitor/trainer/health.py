@@ -216,7 +216,11 @@ def _training(sites: Sequence[ParameterSite], optimizers: Sequence[Optimizer]) -
     parameters = {site.name: site.tensor() for site in sites}
     has_none = not any(id(one) in optimized for one in parameters.values())
     return {
-        name: "frozen" if one is None or not one.requires_grad else "trained" if has_none or id(one) in optimized else "untrained"
+        name: "frozen"
+        if one is None or not one.requires_grad or not one.numel() or not optimizers
+        else "trained"
+        if has_none or id(one) in optimized
+        else "untrained"
         for name, one in parameters.items()
     }
 

@@ -17,13 +17,11 @@ from lightning_module_monitor.config import (
     GradientFlow,
     Rule,
     as_tuple,
-    attention_rules,
     check_choice,
-    default_rules,
     parse_patterns,
 )
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.health.options import Alert, Health, ParsedHealth, parse_health
+from lightning_module_monitor.health.options import IGNORE, Alert, Health, ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
 from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 
@@ -104,10 +102,6 @@ class Options:
             return INIT
         return os.fspath(self.reference) if isinstance(self.reference, os.PathLike) else self.reference
 
-    def all_rules(self) -> list[Rule | dict[str, Any]]:
-        """The rules, and those that ``attention`` stands for."""
-        return [*(default_rules() if self.rules is None else as_tuple(self.rules)), *(attention_rules() if self.attention else ())]
-
     def observes(self, stage: str) -> bool:
         """Whether one of Lightning's stages is monitored."""
         return stage in (as_tuple(self.stages) or ("train",))
@@ -123,7 +117,8 @@ class Options:
     def described(self) -> dict[str, Any]:
         """The options in types that JSON has, and the names of the watches, for the store."""
         given = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {**given, "watched": list(self.parsed_health.watches)}
+        nonfinite = ["nonfinite"] if self.parsed_health.nonfinite != IGNORE else []
+        return {**given, "watched": [*nonfinite, *self.parsed_health.watches]}
 
     def _check_store(self) -> None:
         store = self.store

@@ -20,7 +20,7 @@ from lightning_module_monitor.health.diagnoses import BAD_BATCH
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.model.copies import copies_without_graph
+from lightning_module_monitor.model.copies import copies_without_graph, make_independent
 from lightning_module_monitor.model.eager_mode import Uncompiled
 from lightning_module_monitor.model.hooks import UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
@@ -215,10 +215,12 @@ class StepRerun:
             in_memory(tensor)
         unwritten = {id(one) for one in self._weights} - self._written
         shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
-        sibling = copy.deepcopy(pl_module, copies_without_graph(pl_module) | shared)
+        memo = copies_without_graph(pl_module) | shared
+        sibling = copy.deepcopy(pl_module, memo)
         own = set(pl_module.modules()) & set(sibling.modules())
         if own:
             raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(own.pop()).__name__} with it")
+        make_independent(pl_module, sibling, memo)
         silence(sibling)
         for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, coordinate_check_rules, parse_patterns
+from lightning_module_monitor.config import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules, parse_patterns
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
@@ -46,7 +46,7 @@ class RunController:
         self.monitor = ModuleMonitor(
             options.every_n_steps,
             logger=_logger,
-            rules=options.all_rules(),
+            rules=as_tuple(options.rules),
             gradient_flow=options.gradient_flow,
             capture=options.capture,
             exclude=options.exclude,
@@ -56,6 +56,10 @@ class RunController:
             history=1,
         )
         self.reporter = ErrorReporter(_logger, options.on_error, is_first_process)
+        if options.rules is None:
+            self.monitor.add_rules(default_rules(), "rules", are_optional=True)
+        if options.attention:
+            self.monitor.add_rules(attention_rules(), "rules")
         self._add_reference_rules()
         self.observes_training = options.observes("train") and not options.dry_run
         self.reference: ReferenceController | None = None
