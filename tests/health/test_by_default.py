@@ -300,7 +300,7 @@ class LargeTargets(LightningModule):
         return F.l1_loss(self.model(batch[0]).squeeze(1), 3000 + 100 * batch[1].float())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 class Confident(LightningModule):

@@ -252,7 +252,7 @@ DETECTORS = {
             "the limit is a heuristic",
             cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
             level="sick",
-            rule=_rule(figures=over_the_first, above=1e4, for_steps=3, unless_loss_falls=0.1),
+            rule=_rule(figures=over_the_first, above=1e4, for_steps=3, unless_loss_falls=0.5),
         ),
         Detector(
             "entropy_collapse",
