@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_module_monitor.config import Capture, GradientFlow, Rule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.diagnoses import Diagnosis
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.schedule import Schedule
@@ -142,9 +142,9 @@ class ModuleMonitorCallback(Described, Callback):
     def _describe(self) -> Description:
         return Description(f"refused: {self._refusal}", (), ()) if self._refusal is not None else self._run.describe()
 
-    def diagnose(self) -> list[Diagnosis]:
+    def diagnose(self) -> Diagnoses:
         """The causes that the findings of this run show, before what follows from them; at most three."""
-        return [] if self._refusal is not None else self._run.health.diagnoses()
+        return diagnose([]) if self._refusal is not None else self._run.health.diagnoses()
 
     # The life of a run
 

@@ -52,10 +52,10 @@ class Findings(Described, list[Finding]):
         return "[" + ",\n ".join(map(repr, self)) + "]"
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """A number and its noun.
 
     >>> counted(1, "finding"), counted(1200, "key"), counted(2, "series")
     ('1 finding', '1,200 keys', '2 series')
     """
-    return f"{number:,} {noun}" + ("" if number == 1 or noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural or noun + 's' * (not noun.endswith('s'))}"

@@ -63,6 +63,15 @@ def test_the_words_of_a_nan_tell_its_cause(words: str, cause: str) -> None:
         assert names((name, 7, words)) == [(cause, 7, 0)]
 
 
+def test_a_notebook_shows_a_table() -> None:
+    """With what is wrong, where, and what to try; texts are escaped."""
+    html = diagnose([Symptom("dead_units", 5, "<relu>", "0.9 of the units")])._repr_html_()
+    assert "1 diagnosis" in html
+    assert "&lt;relu&gt;" in html
+    assert "a lower learning rate" in html
+    assert "0 diagnoses" in diagnose([])._repr_html_()
+
+
 def test_there_are_at_most_three() -> None:
     """Those that began first."""
     dead = ("dead_units", 450, "in 10 records from step 0 to 450")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_module_monitor.display import counted
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import SINCE
 
 MAX_DIAGNOSES = 3
@@ -68,6 +68,17 @@ class Diagnosis:
         num = self.num_consequences
         more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
         return f"{self.headline} (from step {self.first_step} on{where}). {self.evidence[0]}{more} Try: {self.advice}."
+
+
+class Diagnoses(Described, list[Diagnosis]):
+    """Diagnoses in their order."""
+
+    def _describe(self) -> Description:
+        rows = [(str(one.first_step), one.headline, one.site, one.evidence[0], one.advice) for one in self]
+        return Description(counted(len(self), "diagnosis", "diagnoses"), ("from step", "what", "where", "evidence", "try"), rows)
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
 
 
 @dataclass(frozen=True)
@@ -235,7 +246,7 @@ CAUSES = (
 """In the order of causality: of two that begin in the same step, the earlier one may explain the later one."""
 
 
-def diagnose(symptoms: Iterable[Symptom]) -> list[Diagnosis]:
+def diagnose(symptoms: Iterable[Symptom]) -> Diagnoses:
     """Order findings into causes and what follows from them.
 
     Args:
@@ -245,7 +256,7 @@ def diagnose(symptoms: Iterable[Symptom]) -> list[Diagnosis]:
         The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``.
     """
     rest = sorted(symptoms, key=lambda one: one.first_step)
-    diagnoses: list[Diagnosis] = []
+    diagnoses = Diagnoses()
     while rest and len(diagnoses) < MAX_DIAGNOSES:
         candidates = [
             (cause, found) for cause in CAUSES if (found := [one for one in rest if one.name in cause.shown_by and cause.shows(one)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.detectors import Level
-from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnoses, Symptom, diagnose
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Verdict:
         return sum(check.num_series > 0 for check in self.checks)
 
     @property
-    def diagnoses(self) -> list[Diagnosis]:
+    def diagnoses(self) -> Diagnoses:
         """The causes that the findings show."""
         return diagnose(Symptom(one.problem, one.step, one.site, one.evidence) for one in self.findings)
 

@@ -17,7 +17,7 @@ from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING
-from lightning_module_monitor.health.diagnoses import Diagnosis, Symptom, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnoses, Symptom, diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -132,7 +132,7 @@ class HealthController:
 
     # What is found
 
-    def diagnoses(self) -> list[Diagnosis]:
+    def diagnoses(self) -> Diagnoses:
         """The causes that the findings of the run show."""
         return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
 
