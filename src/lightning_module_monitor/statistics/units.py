@@ -30,10 +30,11 @@ def signs_of_life(tensor: Tensor) -> Tensor:
         ``ALIVE``, ``DEAD`` or ``ABSENT`` of each, shape ``(MAX_UNITS,)``, float32, on the same device. NaN is alive.
     """
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
-    by_unit = tensor.movedim(dimension, 0).flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    by_unit = by_unit[:: -(-len(by_unit) // MAX_UNITS)]
+    others = [axis for axis in range(tensor.dim()) if axis != dimension]
+    is_alive = (tensor != 0).any(others) if others else (tensor != 0).reshape(-1)
+    is_alive = is_alive[:: -(-len(is_alive) // MAX_UNITS)]
     signs = torch.full((MAX_UNITS,), ABSENT, dtype=torch.float32, device=tensor.device)
-    signs[: len(by_unit)] = (by_unit != 0).any(1).float()
+    signs[: len(is_alive)] = is_alive.float()
     return signs
 
 
