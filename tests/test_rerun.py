@@ -155,7 +155,7 @@ def test_a_micro_batch_that_was_not_kept_is_told(tmp_path: Path, monkeypatch: py
     found = found_in(tmp_path, Classifier(model()), bad_sample(3))
     assert found.site == "_root_"
     assert found.words.startswith(
-        "The first value that is not finite came in micro-batch 3, and who made it is not known: its batch was not"
+        "The first value that is not finite came in micro-batch 3, and the module that made it is not known: its batch was not"
     )
     assert found.words.endswith("those before it hold 1 MiB, or would with it. In micro-batch 7, run again instead, all was finite.")
 
@@ -173,7 +173,10 @@ def test_a_batch_that_was_written_into_accuses_nobody(tmp_path: Path) -> None:
     """Run again it is another batch; what that shows is said as that."""
     found = found_in(tmp_path, Scaling(model()), bad_sample(7))
     assert found.site == "_root_"
-    assert "in micro-batch 0, and who made it is not known: its batch was written into in the step, and cannot be run again" in found.words
+    assert (
+        "in micro-batch 0, and the module that made it is not known: its batch was written into in the step, and cannot be run again"
+        in found.words
+    )
     assert "Run again on the batch as it is now, it was _root_: The first module of the pass, model, was given infinity" in found.words
 
 

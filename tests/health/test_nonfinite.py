@@ -370,6 +370,54 @@ def test_what_refers_to_the_model_is_not_called_again(tmp_path: Path) -> None:
     assert all(map(torch.equal, monitored[1], plain[1]))
 
 
+class WritesAtTimes(Classifier):
+    """Writes into a weight, in its forward pass, in the step whose loss is infinite, and goes on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        is_bad = self.global_step == 3
+        if is_bad:
+            with torch.no_grad():
+                self.model[0].weight.mul_(0.5)
+        loss = super().training_step(batch, batch_idx)
+        return loss + math.inf if is_bad else loss
+
+
+def test_a_weight_that_only_the_bad_step_writes_is_written_once(tmp_path: Path) -> None:
+    """Bit-identical with the callback: what is run again has weights of its own, whatever the monitored steps have shown."""
+
+    def fit(callbacks: list[Any]) -> list[Tensor]:
+        seed()
+        module = WritesAtTimes(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+        trainer(tmp_path, callbacks, max_steps=6, limit_val_batches=0).fit(module, loader(), loader(8))
+        return list(module.parameters())
+
+    callback = ModuleMonitorCallback(store=False)
+    plain, monitored = fit([]), fit([callback])
+    assert [one.step for one in callback.findings if one.name == "nonfinite"] == [3]
+    assert all(map(torch.equal, monitored, plain))
+
+
+def test_a_lazy_layer_that_never_runs_costs_no_record(tmp_path: Path) -> None:
+    """Its parameters have no size, and are not trained."""
+
+    class Unused(Classifier):
+        def __init__(self) -> None:
+            super().__init__("mlp")
+            self.unused = nn.LazyLinear(3)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    callback = ModuleMonitorCallback(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that lazy modules are a new feature
+        trainer(tmp_path, [callback], max_steps=5, limit_val_batches=0).fit(Unused(), loader(), loader(8))
+    assert callback.last_record is not None
+    assert callback.last_record.step == 4
+    assert load_store(callback.store_path).series("context/loss")[0].tolist() == [0, 1, 2, 3, 4]
+    assert callback.findings == []
+
+
 def test_a_module_without_parameters_is_monitored(tmp_path: Path) -> None:
     """The default rules match what there is."""
 

@@ -135,7 +135,7 @@ def test_all_gradients_together_explode() -> None:
 
 
 def test_a_gradient_that_no_optimizer_uses() -> None:
-    """It is found where it is not zero; it accumulates, and explodes for nobody; one that is frozen has none."""
+    """It is found where it is not zero. It accumulates, which is no explosion. A frozen parameter is not judged."""
     grows = [{"gradient/a/norm": 10.0**step, "gradient/b/norm": 1.0} for step in range(6)]
     assert alarms("exploding", grows) == [(5, "a")]
     assert alarms("exploding", grows, {"a": "untrained"}) == []

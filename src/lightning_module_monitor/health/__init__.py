@@ -1,1 +1,1 @@
-"""What is said of a model that is not well: the options, who made the first value that is not finite, and its snapshot."""
+"""What is said of a model that is not well: the options, the module that made the first value that is not finite, and its snapshot."""

@@ -106,7 +106,7 @@ class Fired(NamedTuple):
 
 
 def has_fallen(first: float, loss: float, part: float) -> bool:
-    """Whether a loss is below the first one by more than a part of its magnitude.
+    """Whether a loss is below the first one by more than a part of its magnitude; never where one is NaN or the part is infinite.
 
     >>> has_fallen(2.3, 1.1, 0.5), has_fallen(2.3, 2.0, 0.5), has_fallen(-1.0, -1.6, 0.5)
     (True, False, True)
@@ -314,10 +314,11 @@ class Alerts:
         loss = next((value for key, value in record.values.items() if key.endswith(LOSS_KEY) and is_context(key)), math.nan)
         if self._first_loss is None and math.isfinite(loss):
             self._first_loss = loss
+        first_loss = math.nan if self._first_loss is None else self._first_loss
         alarms = []
         for course, values in zip(self._courses, of_rules, strict=True):
             rule = course.rule
-            if values and not (rule.needs_step and was_skipped) and not self._has_fallen(loss, rule.unless_loss_falls):
+            if values and not (rule.needs_step and was_skipped) and not has_fallen(first_loss, loss, rule.unless_loss_falls):
                 fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
                 # A record has those first of which the same is recorded, and not those that are first in the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
@@ -326,9 +327,6 @@ class Alerts:
                     finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)
                     alarms.append(Alarm(finding, rule.then))
         return alarms
-
-    def _has_fallen(self, loss: float, part: float) -> bool:
-        return self._first_loss is not None and math.isfinite(part) and has_fallen(self._first_loss, loss, part)
 
     def _rules_of(self, key: str) -> list[int]:
         """Places of the rules that are for a key."""

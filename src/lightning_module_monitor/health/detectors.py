@@ -64,8 +64,7 @@ class Detector:
 
     def is_silenced_by(self, first_loss: float, loss: float) -> bool:
         """Whether it does not judge where the loss has fallen so far."""
-        part = self.unless_loss_falls if self.rule is None else self.rule.unless_loss_falls
-        return math.isfinite(part) and has_fallen(first_loss, loss, part)
+        return has_fallen(first_loss, loss, self.unless_loss_falls if self.rule is None else self.rule.unless_loss_falls)
 
     @property
     def is_of_monitor(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config import Capture, Rule
@@ -214,15 +215,14 @@ def _training(sites: Sequence[ParameterSite], optimizers: Sequence[Optimizer]) -
     """What becomes of each parameter, by the name of its site. Where the optimizers have none, they have copies: all are trained."""
     optimized = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     parameters = {site.name: site.tensor() for site in sites}
-    has_none = not any(id(one) in optimized for one in parameters.values())
-    return {
-        name: "frozen"
-        if one is None or not one.requires_grad or not one.numel() or not optimizers
-        else "trained"
-        if has_none or id(one) in optimized
-        else "untrained"
-        for name, one in parameters.items()
-    }
+    has_copies = not any(id(one) in optimized for one in parameters.values())
+
+    def of(one: Tensor | None) -> Training:
+        if one is None or not one.requires_grad or not one.numel() or not optimizers:
+            return "frozen"
+        return "trained" if has_copies or id(one) in optimized else "untrained"
+
+    return {name: of(one) for name, one in parameters.items()}
 
 
 def _record_everything(monitor: ModuleMonitor, site: str, steps: list[int]) -> bool:

@@ -146,8 +146,6 @@ class NonfiniteController:
         # Where every step is looked at, other ranks expect the collective also after an error of ours.
         if not (self._is_looking or self._options.is_at_every_step):
             return None
-        if not (self._is_light or self._is_probed):
-            self._rerun.note_written()
         finding, own = None, self._flag.first_nonfinite()
         self._flag.forget()
         first = _first_of_all(own, self._monitor)
@@ -242,7 +240,11 @@ class NonfiniteController:
         rank, found = _earliest(own, self._monitor)
         if found is None:
             found = Producer(
-                ROOT, True, UNKNOWN, 0, f"The loss or a gradient is not finite, and who made it is not known: {why.removesuffix('.')}."
+                ROOT,
+                True,
+                UNKNOWN,
+                0,
+                f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}.",
             )
         path = folder(trainer) if self._options.snapshot and not self._is_probed else None
         snapshot = ""
@@ -268,7 +270,7 @@ class NonfiniteController:
         direction = "forward" if found.is_forward else "backward"
         words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
         if not found.is_known:
-            words = f"The first value that is not finite came in {where}, and who made it is not known: "
+            words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error")
 
     def _hook_failed(self, error: Exception) -> None:

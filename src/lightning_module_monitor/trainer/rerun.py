@@ -69,9 +69,7 @@ class StepRerun:
         self._weights: list[nn.Parameter] = []
         """Those of the model when the first step began."""
         self._versions: list[int] = []
-        """Of each of them before the last step that was kept as a whole."""
-        self._written: set[int] = set()
-        """Identities of the weights that the forward pass of such a step has written into."""
+        """Of each of them before a step that is kept as a whole: its forward pass may write into some; else empty."""
 
     def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
         """A micro-batch is about to be run.
@@ -81,8 +79,8 @@ class StepRerun:
             batch: The batch.
             batch_idx: Its number.
             is_first: Whether it is the first one of a step.
-            is_whole: Whether to keep all that the step depends on. Else torch's random states alone are kept, and the batch as it is:
-                that takes a tenth of the time, and mostly shows the same.
+            is_whole: Whether to keep all that the step depends on. Else torch's random states alone are kept, and the batch as it is,
+                which takes a tenth of the time and mostly shows the same; the step is run again on copies of all weights.
         """
         if is_first:
             self.forget()
@@ -90,16 +88,11 @@ class StepRerun:
                 self._weights = self._weights or [
                     one for one in pl_module.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
                 ]
-                self._versions = [one._version for one in self._weights]
+            self._versions = [one._version for one in self._weights] if is_whole else []
         random_states = RandomStates.now(pl_module.device, of_torch_alone=not is_whole)
         self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=is_whole))
         if len(self._kept) > 1:
             self._make_room()
-
-    def note_written(self) -> None:
-        """Note the weights that the forward pass of a step has written into, before the optimizer does."""
-        changed = (one for one, version in zip(self._weights, self._versions, strict=True) if one._version != version)
-        self._written.update(map(id, changed))
 
     def _make_room(self) -> None:
         """Release the newest batches, but for the running one, until the rest holds no more than it may."""
@@ -210,10 +203,10 @@ class StepRerun:
         return snapshots[0] if snapshots else alone
 
     def _sibling(self, pl_module: LightningModule) -> LightningModule:
-        """A copy of the model with its weights in the same memory; those that the step's forward pass wrote into are copies."""
+        """A copy of the model with its weights in the same memory; those that the step's forward pass may have written into are copies."""
         for tensor in (*pl_module.parameters(), *pl_module.buffers()):
             in_memory(tensor)
-        unwritten = {id(one) for one in self._weights} - self._written
+        unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
         shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
         memo = copies_without_graph(pl_module) | shared
         sibling = copy.deepcopy(pl_module, memo)
