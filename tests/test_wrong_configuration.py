@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
 
 Options = dict[str, Any]
@@ -386,15 +386,21 @@ def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_pa
     assert "expected torch 2.6 or later" in message
 
 
-@pytest.mark.refuses("FSDP1, DeepSpeed and other strategies")
-def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"health": Health(nonfinite="stop")}, "health.nonfinite: 'stop'"),
+        ({"health": Health(then="checkpoint")}, "'dead_units': then 'checkpoint'"),
+        ({"alerts": [Alert(keys="activation/.*", above=1.0, then=["capture", "stop"], name="mine")]}, "'mine': then 'stop'"),
+    ],
+)
+def test_what_ranks_would_decide_together_is_refused_where_each_has_values_of_its_own(
+    options: Options, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a strategy of somebody's nobody knows which elements each rank has."""
+    """Under a strategy that is not known, a finding of one rank alone cannot stop the run or save a checkpoint: the others would wait."""
     monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
-    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()])
-    record_property("refusal", message)
-    assert message.startswith("SingleDeviceStrategy keeps parameters in a way that is not measured; expected strategy ddp")
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(**options)])
+    assert message.startswith(f"{found}: under SingleDeviceStrategy each rank judges its own values, and the others would wait for it;")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -79,6 +79,8 @@ class Planner:
         self._say = say
         self._shares_input = False
         """Whether other ranks have the same input as this one."""
+        self._left_out: frozenset[str] = frozenset()
+        """Kinds that nothing is recorded of, whatever rules ask for."""
         self._index: ModelIndex | None = None
         self._chain: Chain | None = None
         self._plans: dict[object, Plan] = {}
@@ -188,6 +190,13 @@ class Planner:
         """Capture more, of what the model has of it."""
         self._captures.append(replace(parse_capture(capture), is_optional=True))
 
+    def leave_out(self, kinds: Collection[str]) -> list[str]:
+        """Record nothing of some kinds, in place of those of an earlier call; returns the ones that a rule or a capture has."""
+        self._left_out = frozenset(kinds)
+        self._forget_plans()
+        asked = {kind for one in (*self.rules, *self._captures) for kind in one.kinds}
+        return [kind for kind in kinds if kind in asked]
+
     def has_any(self) -> bool:
         """Whether anything is recorded."""
         return bool(self.rules) or self._gradient_flow is not None or bool(self._captures)
@@ -288,7 +297,7 @@ class Planner:
         asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
-            for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
+            for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
                 for site in matching(rule, kind, self.index):
                     asked[site.name][kind].append(rule)
 
@@ -300,6 +309,9 @@ class Planner:
             [watched(site) for site in self.index.parameters if site.name in asked],
             chain,
         )
+
+    def _is_recorded(self, kind: str, stage: str) -> bool:
+        return kind not in self._left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
 
     def _spec(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> MetricSpec:
         """What rules record of a kind at a site, together.

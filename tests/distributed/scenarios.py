@@ -23,7 +23,7 @@ from helpers.zoo import batches
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -274,6 +274,81 @@ def whole_and_parts(folder: Path) -> dict[str, Any]:
     strategy = DDPStrategy() if WORLD > 1 else "auto"
     options: dict[str, Any] = {"strategy": strategy, "max_epochs": 2, "limit_val_batches": 2}
     return fit(folder, module, everything(), even_data(RANK, WORLD), **options)
+
+
+class OwnDDPStrategy(DDPStrategy):
+    """A user's, which has parameters as DDP does."""
+
+
+class OwnModelParallelStrategy(ModelParallelStrategy):
+    """A user's, which has parameters as Lightning's does."""
+
+
+class UnknownStrategy(ParallelStrategy):
+    """A user's, in which every rank trains a model of its own."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": WORLD, "rank": RANK}
+
+    def model_to_device(self) -> None:
+        pass
+
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+        super().setup_environment()
+
+    def set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(RANK)
+        self.cluster_environment.set_world_size(WORLD)
+
+    def barrier(self, name: str | None = None) -> None:
+        distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        everything = [obj]
+        distributed.broadcast_object_list(everything, src)
+        return everything[0]
+
+    def reduce(self, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return tensor
+
+
+def of_a_subclass(folder: Path) -> dict[str, Any]:
+    """DDP and FSDP2 by strategies that a user has derived from Lightning's, and by these: the values of both."""
+    values: dict[str, list[list[dict[str, float]]]] = {}
+    for classes in ([DDPStrategy, OwnDDPStrategy], [ModelParallelStrategy, OwnModelParallelStrategy]):
+        for one in classes:
+            torch.manual_seed(0)
+            is_ddp = issubclass(one, DDPStrategy)
+            module = Classifier("mlp", torch.optim.SGD) if is_ddp else Laid(fully_sharded)
+            callback = ModuleMonitorCallback(1, rules=_rules(), on_error="raise")
+            strategy = one() if is_ddp else one(WORLD, 1)
+            result = fit(folder, module, callback, even_data(RANK, WORLD), strategy=strategy, limit_val_batches=0)
+            values.setdefault(classes[0].__name__, []).append([dict(record.values) for record in result["records"]])
+    return {"values": values}
+
+
+def of_an_unknown_strategy(folder: Path) -> dict[str, Any]:
+    """Each rank has a model and values of its own; in the last step the last rank has a bad batch."""
+    torch.manual_seed(RANK)
+    micro_batches = data(RANK, WORLD, micro_batches=1)
+    if RANK == WORLD - 1:
+        micro_batches[-1][0][0, 0] = torch.nan
+    rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "activation_difference"], statistics="norm")]
+    results = {}
+    for health in ("warn", "always"):
+        callback = ModuleMonitorCallback(2, rules=rules, reference="init", health=Health(nonfinite=health), on_error="raise")
+        module = Classifier(nn.Linear(6, 3), torch.optim.SGD, lr=0.1)
+        with counting_collectives() as calls:
+            result = fit(folder / health, module, callback, micro_batches, strategy=UnknownStrategy(), limit_val_batches=0)
+        results[health] = result | {"findings": callback.findings, "all_reduces": calls.count("all_reduce")}
+    return results
 
 
 def unchanged(folder: Path) -> dict[str, Any]:
@@ -811,6 +886,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
     "by_the_clock": by_the_clock,
+    "of_a_subclass": of_a_subclass,
+    "of_an_unknown_strategy": of_an_unknown_strategy,
     "own_loop": own_loop,
     "other_rules": other_rules,
     "own_reference": own_reference,

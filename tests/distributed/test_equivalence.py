@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import scenarios
 from helpers.equivalence import TENSORS
+from torch.nn import functional as F
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.record import Key
@@ -149,6 +150,48 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
     rows, columns = (num_ranks, 1) if scenario == "fully_sharded" else (1, num_ranks)
     part = store.tensor("activation", "network.up", step=1)
     torch.testing.assert_close(part, full[: full.shape[0] // rows, : full.shape[1] // columns], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("a subclass of a strategy", *TENSORS, "histograms")
+def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """What a user derives from DDPStrategy or ModelParallelStrategy has the values of these."""
+    for result in run_scenarios(num_ranks, "of_a_subclass"):
+        assert result["values"].keys() == {"DDPStrategy", "ModelParallelStrategy"}
+        for plain, derived in result["values"].values():
+            assert [len(values) for values in plain] == [len(plain[0])] * 3
+            np.testing.assert_equal(derived, plain)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("a strategy that is not known", "activations", "activation gradients")
+def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Activations, their gradients and the loss of the rank's own batches, without a collective; what is left out is said in one line."""
+    for rank, by_health in enumerate(run_scenarios(num_ranks, "of_an_unknown_strategy")):
+        for result in by_health.values():
+            assert [record.step for record in result["records"]] == [0, 2]
+            assert result["all_reduces"] == 0
+            assert result["files"] == ([] if rank else ["rank_0/monitor.h5"])
+            kinds = {Key.parse(key).kind for record in result["records"] for key in record.values}
+            assert kinds == {"activation", "activation_gradient", "context", "monitor"}
+            x, y = scenarios.data(rank, num_ranks, micro_batches=1)[0]
+            module = scenarios.Classifier(torch.nn.Linear(6, 3)).double()
+            module.load_state_dict(result["states"][0])
+            logits = module.model(x.double())
+            logits.retain_grad()
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            values = result["records"][0].values
+            assert values["activation/model/norm"] == pytest.approx(float(logits.detach().norm()), rel=1e-6)
+            assert values["activation_gradient/model/norm"] == pytest.approx(float(logits.grad.norm()), rel=1e-6)
+            assert values["context/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+            # The bad batch of the last rank is its own; none runs a step again without the others.
+            assert [(one.name, one.step) for one in result["findings"]] == [("nonfinite", 2)] * (rank == num_ranks - 1)
+            unknown = [message for message in result["said"] if message.startswith("UnknownStrategy")]
+            assert unknown == [
+                "UnknownStrategy keeps parameters in a way that is not known: activation_difference, parameter, gradient are left out; "
+                "values are those of rank 0 alone. DDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
+            ] * (rank == 0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

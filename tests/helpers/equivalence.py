@@ -60,7 +60,8 @@ ROWS = (
     "tensor parallel, 2 ranks",
     "tensor parallel, DTensor activations",
     "tensor parallel and FSDP2, 4 ranks",
-    "FSDP1, DeepSpeed and other strategies",
+    "a subclass of a strategy",
+    "a strategy that is not known",
     # Batches and precision
     "accumulation",
     "clipping",

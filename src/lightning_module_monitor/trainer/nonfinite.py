@@ -39,8 +39,9 @@ class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
     A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the
-    probe. Two cases have no second run, and the probe observes the step itself: manual optimization, and monitored steps of several ranks.
-    There the flag would cost a collective; the common record shows whether a value is non-finite.
+    probe. Three cases have no second run, and the probe observes the step itself: manual optimization, monitored steps of several ranks,
+    and ranks that have values each of their own, as none of them can run a step alone. There the flag would cost a collective; the common
+    record shows whether a value is non-finite.
 
     With ``warn``, steps that are not monitored are looked at *lightly*: the loss and the gradients of biases and gains. Where a read would
     make an accelerator wait, or ranks would have to agree, the flag stays on the device, and the next record has the first step of it.
@@ -48,11 +49,12 @@ class NonfiniteController:
     Args:
         options: The options.
         monitor: The monitor of the model.
+        num_ranks: How many ranks train it.
         on_error: ``raise``: an error of ours in a hook is raised.
         messages: Logs errors of ours.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, num_ranks: int, on_error: str, messages: logging.Logger) -> None:
         self._options = options
         self._monitor = monitor
         self._on_error = on_error
@@ -61,8 +63,10 @@ class NonfiniteController:
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
         self._flag = FiniteStep(self._sites)
         self._rerun = StepRerun()
-        self._is_by_record = not options.is_at_every_step and monitor.distributed is not False
+        self._is_by_record = not options.is_at_every_step and num_ranks > 1
         """Whether the common record shows whether a monitored step is finite."""
+        self._runs_again = num_ranks == 1 or monitor.distributed is not False
+        """Whether a step can be run again: by all ranks together."""
         self._is_looking = False
         """Whether the step is one to look at."""
         self._is_light = False
@@ -95,7 +99,7 @@ class NonfiniteController:
             self._is_looking = True
             self._is_light = not (is_monitored or self._options.is_at_every_step)
             self._is_deferred = self._is_light and self._is_left_on_device(pl_module)
-            self._is_probed = not self._is_light and (self._is_by_record or not pl_module.automatic_optimization)
+            self._is_probed = not self._is_light and (self._is_by_record or not (self._runs_again and pl_module.automatic_optimization))
             if self._is_probed and not self._probe.is_attached():
                 self._probe.attach()
         if self._is_probed:

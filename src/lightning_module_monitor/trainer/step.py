@@ -234,9 +234,8 @@ class StepController:
 
     def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)
-        self._optimizers = OptimizerTracker(
-            self._monitor, pl_module, trainer.optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail
-        )
+        optimizers = [one for one in trainer.optimizers if isinstance(one, Optimizer)]  # a strategy may have objects of its own
+        self._optimizers = OptimizerTracker(self._monitor, pl_module, optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail)
         self._optimizers.attach()
 
     def _close_optimizers(self) -> None:
