@@ -425,6 +425,8 @@ class ModuleMonitor(Described, StepEngine):
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
+        if self.ranks is not None:
+            self.ranks.close()
         _monitors.pop(self._number, None)
         self._forget_module()
         self.planner.forget_names()

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -35,8 +36,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, schedule
+from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_sharded
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -669,6 +671,65 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
     monitor.end_stage()
 
 
+@contextmanager
+def waiting_for(seconds: float) -> Iterator[None]:
+    """Within the block the monitors that are made do not wait for other ranks for longer."""
+    original, ranks.TIMEOUT = ranks.TIMEOUT, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        ranks.TIMEOUT = original
+
+
+def join(folder: Path) -> dict[str, Any]:
+    """A loop of one's own in torch's ``Join``: the last rank has two batches of six; with the monitor, and without it."""
+    results = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        logger = logging.getLogger("lightning.pytorch.module_monitor")
+        monitor = ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm"), distributed=monitored, logger=logger)
+        with waiting_for(5), listening() as said, monitor:
+            monitor.set_module(model)
+            with Join([parallel]):
+                for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1, steps=6)[: 2 if RANK == WORLD - 1 else 6]):
+                    if monitored:
+                        monitor.begin_step(step)
+                    optimizer.zero_grad()
+                    F.cross_entropy(parallel(x), y).backward()
+                    optimizer.step()
+                    monitor.end_step()
+            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "said": said})
+    return {"plain": results[0], "monitored": results[1]}
+
+
+def one_rank_leaves(folder: Path) -> dict[str, Any]:
+    """On the last rank the collectives of the monitor fail from step 2 on, in its record and where every step is looked at."""
+    results, all_reduce = {}, ranks.ProcessRanks.all_reduce
+    for nonfinite in ("warn", "always"):
+        count = Count()
+
+        def fails(own: ranks.ProcessRanks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
+            if RANK == WORLD - 1 and count.step >= 2:
+                raise RanksLostError("on purpose")
+            return all_reduce(own, tensor, how)
+
+        torch.manual_seed(0)
+        rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
+        callback = ModuleMonitorCallback(1, rules=rules, health=Health(nonfinite=nonfinite), on_error="raise", stages=["train", "validate"])
+        module = Classifier("mlp", torch.optim.SGD, lr=0.1)
+        ranks.ProcessRanks.all_reduce = fails  # type: ignore[method-assign]
+        try:
+            with waiting_for(5):
+                results[nonfinite] = fit(folder / nonfinite, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
+        finally:
+            ranks.ProcessRanks.all_reduce = all_reduce  # type: ignore[method-assign]
+        results[nonfinite]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
+    return results
+
+
 def other_rules(folder: Path) -> dict[str, Any]:
     """The last rank wants something else of the same model, or in other steps."""
     model, errors, calls = nn.Linear(6, 3), [], []
@@ -889,6 +950,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "of_a_subclass": of_a_subclass,
     "of_an_unknown_strategy": of_an_unknown_strategy,
     "own_loop": own_loop,
+    "join": join,
+    "one_rank_leaves": one_rank_leaves,
     "other_rules": other_rules,
     "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),

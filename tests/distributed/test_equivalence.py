@@ -226,6 +226,37 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP in torch's Join", "activations", "training unchanged")
+def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Collectives of the monitor meet none of DDP's or of ``Join``'s; steps that all ranks have are recorded, and training is the same."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+    x = torch.cat([scenarios.data(rank, num_ranks, micro_batches=1, steps=6)[0][0] for rank in range(num_ranks)]).double()
+    for rank, result in enumerate(run_scenarios(num_ranks, "join")):
+        plain, monitored = result["plain"], result["monitored"]
+        assert all(torch.equal(plain["state"][name], monitored["state"][name]) for name in plain["state"])
+        assert list(monitored["values"]) == [0, 1]
+        assert monitored["values"][0]["activation/_root_/norm"] == pytest.approx(float(model(x).detach().norm()), rel=1e-6)
+        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["said"]]
+        assert ends == [True] * (rank < num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("DDP, an error on one rank", "training unchanged", "nothing left behind")
+def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Whichever collective it leaves, that of a record or of the search for what is not finite: one sentence, and no hook stays."""
+    for result in run_scenarios(num_ranks, "one_rank_leaves"):
+        states = [of_nonfinite["state"] for of_nonfinite in result.values()]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        for of_nonfinite in result.values():
+            assert [record.step for record in of_nonfinite["records"]] == [0, 1]
+            assert sorted(of_nonfinite["states"]) == [0, 1, 2, 3, 4, 5]
+            assert of_nonfinite["hooks"] == 0
+            ends = [message for message in of_nonfinite["said"] if "Monitoring ends" in message or "failed" in message]
+            assert [message.partition(":")[0] for message in ends] == ["Monitoring ends after the record of step 1"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.refuses("DDP, rules that differ from rank to rank")
 def test_rules_that_differ_from_rank_to_rank_are_refused(
     num_ranks: int, run_scenarios: RunScenarios, record_property: Callable[[str, object], None]

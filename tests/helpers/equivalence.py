@@ -52,6 +52,7 @@ ROWS = (
     "DDP, uneven batches",
     "DDP, what one rank alone has",
     "DDP, an error on one rank",
+    "DDP in torch's Join",
     "DDP, rules that differ from rank to rank",
     "FSDP2, 2 ranks",
     "FSDP2, 3 ranks",

@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.moments import Marks, Reduced, marks_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.kernels.transfer import transfer
+from lightning_module_monitor.kernels.transfer import to_host, transfer
 from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult
@@ -206,7 +206,7 @@ class DistributedReducer:
             self._tensor([-1.0 if one == "min" else 1.0 for one in aggregates]),
         )
         places, weight = self._tensor(index, torch.int64), self._tensor(weights)
-        values = torch.stack([one.to(self.device) for one in scalars]) if scalars else weight
+        values = to_host([], scalars)[1].to(self.device)
         nothing, is_nan = torch.zeros_like(sign), values.isnan()
         least = torch.full_like(nothing, -torch.inf)
         return {

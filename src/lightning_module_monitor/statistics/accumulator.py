@@ -307,10 +307,12 @@ class StepAccumulator:
     def _local(self, device: torch.device) -> LocalResult:
         """What this rank has observed, on the device where the ranks meet."""
         num_rows, counted = len(self._state.specs), [(spec, row) for spec, row in self._rows.items() if spec.histograms]
-        moments = Moments(*merged([share.to(device) for share in self._table.collect(num_rows)], num_rows, device))
+        of_counts, units = self._table.collect_counts([row for _spec, row in counted]), [*self._units.values()]
+        shares, others = to_host(self._table.collect(num_rows), of_counts + units)
+        of_shares, of_units = others.to(device).split([others.numel() - len(units) * MAX_UNITS, len(units) * MAX_UNITS])
+        moments = Moments(*merged([share.to(device) for share in shares], num_rows, device))
         counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
-        for share in self._table.collect_counts([row for _spec, row in counted]):
-            counts[:-1] += share.to(device)
+        counts[:-1] += of_shares.view(len(of_counts), len(counted), NUM_COUNTS).sum(0)
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
@@ -319,7 +321,7 @@ class StepAccumulator:
             counts=counts,
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units={spec.identity: signs.to(device).double() for spec, signs in self._units.items()},
+            units={spec.identity: signs for spec, signs in zip(self._units, of_units.view(-1, MAX_UNITS), strict=True)},
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,

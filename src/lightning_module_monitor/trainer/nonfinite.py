@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_module_monitor.distributed.ranks import process_ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.diagnoses import HALF_OVERFLOWS
@@ -286,18 +285,16 @@ class NonfiniteController:
 
 def _first_of_all(micro_batch: int | None, monitor: ModuleMonitor) -> int | None:
     """The first of all ranks' micro-batches; ``None`` where no rank has one: one collective of one number."""
-    ranks = process_ranks() if monitor.distributed is not False else None
-    if ranks is None:
+    if monitor.ranks is None:
         return micro_batch
-    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=ranks.device)
-    first = -float(transfer(ranks.all_reduce(own, "max"))[0])
+    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=monitor.ranks.device)
+    first = -float(transfer(monitor.ranks.all_reduce(own, "max"))[0])
     return int(first) if math.isfinite(first) else None
 
 
 def _earliest(own: Producer | None, monitor: ModuleMonitor) -> tuple[int, Producer | None]:
     """Of all ranks' producers the one that came first, and its rank: the same on every rank."""
-    ranks = process_ranks() if monitor.distributed is not False else None
-    everyones: list[Producer | None] = [own] if ranks is None else ranks.gather(own)
+    everyones: list[Producer | None] = [own] if monitor.ranks is None else monitor.ranks.gather(own)
     found = [(one.micro_batch, not one.is_forward, one.place, rank) for rank, one in enumerate(everyones) if one is not None]
     rank = min(found)[-1] if found else 0
     return rank, everyones[rank]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError
+from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
@@ -70,8 +70,10 @@ class StepController:
             self._step = step
             self._run.sinks.note_step(step)
             # An error below must not prevent the end of the step: other ranks wait for it.
-            self.is_idle = not self._run.observes_training
+            self.is_idle = not self._run.observes_training or self._monitor.has_lost_ranks
         if self.is_idle:
+            if self._monitor.has_lost_ranks and self._nonfinite is not None:
+                self._nonfinite.close()
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
@@ -169,7 +171,8 @@ class StepController:
         Raises:
             Exception: The error, if errors are to be raised or it is meant for the user.
         """
-        if isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise":
+        is_lost = isinstance(error, RanksLostError)
+        if not is_lost and (isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise"):
             raise error
         self._silence.close()
         while self._ddp_guards:
@@ -177,6 +180,9 @@ class StepController:
         self._close_optimizers()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
+        if is_lost:
+            self._monitor.lose_ranks(error)
+            return
         self._monitor.lose()
         name = type(error).__name__
         message = f"{event} failed ({name}: {error}); this step is not monitored. Said once."
