@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
+from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -32,7 +33,17 @@ from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, SECONDS_PER_STEP, TRAIN, Record, Values
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    OWN_KIND,
+    RANK_DISAGREEMENT,
+    RCC_SKIPPED_CALLS,
+    SECONDS_PER_STEP,
+    TRAIN,
+    Finding,
+    Record,
+    Values,
+)
 from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -80,6 +91,7 @@ class StepEngine:
         """Whether all ranks are known to watch the same."""
         self.ranks: Ranks | None = None
         """The processes that train together, once they have met; ``None`` where this is the only one."""
+        self._replicas = ReplicaWatch()
         self.has_lost_ranks = False
         """Whether another rank has left: nothing is monitored any more, and training goes on."""
         self._reference: Reference | None = None
@@ -343,9 +355,8 @@ class StepEngine:
         expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
         self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
-        rank = 0 if reducer is None else reducer.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference, rank),
+            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference),
             ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
         shapes = self._modules.probe() if stage == TRAIN else None
@@ -455,7 +466,12 @@ class StepEngine:
             if not context.attention.has_observed and self._speaks_for_all():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING)
         values[self.planner.own_key("errors", context.stage)] = float(context.accumulator.num_errors)
-        record = Record(context.step, values, context.accumulator.histograms, tensors, modules=self._modules.modules())
+        findings: list[Finding] = []
+        if context.reducer is not None and context.stage == TRAIN:
+            differing = context.accumulator.differing
+            values[self.planner.own_key(RANK_DISAGREEMENT)] = float(len({spec.site for spec in differing}))
+            findings = self._replicas.examine(context.step, differing)
+        record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._modules.modules())
         self.storage.add(record)
         return record
 

@@ -199,7 +199,7 @@ class ModuleMonitor(Described, StepEngine):
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
-        sites = self.planner.read_names(module, shares_input=shares_input)
+        sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
         self._module, self._watched, self._modules = module, sites.with_wrapped(module), ModuleTable(sites.modules)
         self._number = next(_numbers)
         _monitors[self._number] = self

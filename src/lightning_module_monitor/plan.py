@@ -77,6 +77,8 @@ class Planner:
         self._within, self._exclude, self._format_name = within, exclude, format_name
         self.prefix = prefix
         self._say = say
+        self._has_ranks = False
+        """Whether values are those of several ranks together."""
         self._shares_input = False
         """Whether other ranks have the same input as this one."""
         self._left_out: frozenset[str] = frozenset()
@@ -90,18 +92,19 @@ class Planner:
 
     # The model
 
-    def read_names(self, module: nn.Module, *, shares_input: bool = False) -> ModelIndex:
+    def read_names(self, module: nn.Module, *, has_ranks: bool = False, shares_input: bool = False) -> ModelIndex:
         """Read a model's names, and check the rules against them.
 
         Args:
             module: The model.
+            has_ranks: Whether values are those of several ranks together.
             shares_input: Whether other ranks have the same input as this one, as in tensor parallel training.
 
         Raises:
             ConfigError: If a rule matches nothing in it, or asks for what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
-        self._shares_input = shares_input
+        self._has_ranks, self._shares_input = has_ranks, shares_input
         if self._schedule.by_clock is not None:
             self._schedule.by_clock.begin()
         index = ModelIndex(module, self._within, self._exclude, self._format_name)
@@ -340,6 +343,7 @@ class Planner:
             functions={function.name: function for rule in rules for function in rule.functions},
             units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
             is_compared=self._shares_input and isinstance(site, ModuleSite),
+            is_replicated=self._has_ranks and isinstance(site, ParameterSite),
             layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
         )
 

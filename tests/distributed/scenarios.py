@@ -671,6 +671,48 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
     monitor.end_stage()
 
 
+class Corrupts(Callback):
+    """Adds to one weight, on the last rank, before step 1."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and RANK == WORLD - 1:
+            with torch.no_grad():
+                pl_module.get_parameter("model.blocks.1.weight")[0, 0] += 0.25
+
+
+def corrupted(folder: Path) -> dict[str, Any]:
+    """One weight of one rank differs from step 1 on; the loss is not what it was, and gradients are reduced all the same."""
+    torch.manual_seed(0)
+    rules = [Rule(kinds=["parameter", "gradient", "update"], statistics=["norm", "mean", "max", "hist"])]
+    callback = ModuleMonitorCallback(1, rules=rules, on_error="raise")
+    counts = collectives_of_steps(callback)
+    module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"limit_val_batches": 0, "strategy": DDPStrategy()}
+    result = fit(folder, module, callback, even_data(RANK, WORLD), more=[Corrupts()], **options)
+    return result | {"findings": callback.findings, "collectives": counts}
+
+
+def local_steps(folder: Path) -> dict[str, Any]:
+    """A loop of one's own in which every rank trains alone: ranks begin alike, and come apart at once; the tied weight has no gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records, states = [], []
+    with ModuleMonitor(rules=Rule(kinds=["parameter", "gradient"], statistics=["norm", "mean"]), distributed=True) as monitor:
+        monitor.set_module(model)
+        for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1)):
+            monitor.begin_step(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            states.append({name: (one.detach().clone(), one.grad) for name, one in model.named_parameters()})
+            optimizer.step()
+            records.append(monitor.end_step())
+    return {"records": records, "states": states}
+
+
 @contextmanager
 def waiting_for(seconds: float) -> Iterator[None]:
     """Within the block the monitors that are made do not wait for other ranks for longer."""
@@ -950,6 +992,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "of_a_subclass": of_a_subclass,
     "of_an_unknown_strategy": of_an_unknown_strategy,
     "own_loop": own_loop,
+    "corrupted": corrupted,
+    "local_steps": local_steps,
     "join": join,
     "one_rank_leaves": one_rank_leaves,
     "other_rules": other_rules,

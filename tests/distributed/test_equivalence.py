@@ -33,7 +33,8 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
     assert len(result["records"]) == len(whole["records"])
     for one, other in zip(whole["records"], result["records"], strict=True):
         assert one.step == other.step
-        assert one.values.keys() == other.values.keys()
+        assert one.values.keys() == other.values.keys() - {"monitor/rank_disagreement"}
+        assert other.values.get("monitor/rank_disagreement", 0.0) == 0.0
         for key, value in one.values.items():
             expected = value * expected_factor(key, num_shares)
             # What is a difference of rounded numbers is as exact as these.
@@ -226,6 +227,50 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("ranks that differ", "parameters", "gradients", "updates", "histograms")
+def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Once, with its number; its values are of all ranks' elements together, those of all others still count once: two collectives."""
+    by_rank = run_scenarios(num_ranks, "corrupted")
+    site = "model.blocks.1.weight"
+    for result in by_rank:
+        assert result["collectives"][1:] == [["all_reduce"] * 2] * 2  # in the first step ranks tell each other of what the module logs
+        records = result["records"]
+        assert [record.values["monitor/rank_disagreement"] for record in records] == [0.0, 1.0, 1.0]
+        [finding] = result["findings"]
+        assert (finding.step, finding.name, finding.site) == (1, "rank_disagreement", site)
+        assert finding.words.startswith(f"Ranks have different values of parameter {site}, and should have the same.")
+        for step, record in enumerate(records):
+            for name in result["states"][step]:
+                of_ranks = torch.stack([other["states"][step][name].double() for other in by_rank])
+                together = of_ranks if name == site and step else of_ranks[:1]
+                if name == site and step == 1:
+                    together[-1, 0, 0] += 0.25  # which comes after the state was kept
+                assert record.values[f"parameter/{name}/norm"] == pytest.approx(float(together.norm()), rel=1e-6), name
+                assert record.values[f"parameter/{name}/max"] == pytest.approx(float(together.max()), rel=1e-6), name
+                assert record.histograms[f"parameter/{name}/hist"].row.sum() == together.numel(), name
+                assert record.histograms[f"gradient/{name}/hist"].row.sum() == together[0].numel(), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.shows("ranks that differ", "parameters", "gradients")
+def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Local steps: gradients differ from the first step on, parameters from the second; a frozen one never does, and counts once."""
+    by_rank = run_scenarios(num_ranks, "local_steps")
+    for result in by_rank:
+        for step, record in enumerate(result["records"]):
+            assert record.values["monitor/rank_disagreement"] == 3.0
+            assert [(one.step, one.site) for one in record.findings] == ([(0, "0.weight")] if step == 0 else [])
+            for name in result["states"][step]:
+                parameters = torch.stack([other["states"][step][name][0].double() for other in by_rank])
+                together = parameters if step and name != "0.bias" else parameters[:1]
+                assert record.values[f"parameter/{name}/norm"] == pytest.approx(float(together.norm()), rel=1e-6)
+                if name != "0.bias":
+                    gradients = torch.stack([other["states"][step][name][1].double() for other in by_rank])
+                    assert record.values[f"gradient/{name}/norm"] == pytest.approx(float(gradients.norm()), rel=1e-6)
+                    assert record.values[f"gradient/{name}/mean"] == pytest.approx(float(gradients.mean()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP in torch's Join", "activations", "training unchanged")
 def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Collectives of the monitor meet none of DDP's or of ``Join``'s; steps that all ranks have are recorded, and training is the same."""
@@ -369,12 +414,15 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
         assert [record.step for record in result["records"]] == [0, 2, 4, 6]
-        # The gradients that the last rank could not take in are the first rank's to count.
         assert [record.values["monitor/errors"] > 0 for record in result["records"]] == [False, True, True, False]
         values = [record.values["activation/model.layers.0/fails"] for record in result["records"]]
         np.testing.assert_array_equal(np.isnan(values), [False, False, True, False])
-        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse", "gradient/model.layers.0.weight/norm"):
+        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse"):
             assert all(record.values[key] > 0 for record in result["records"])
+        # The gradients that the last rank could not take in are not known to be those of the others.
+        gradients = [record.values["gradient/model.layers.0.weight/norm"] for record in result["records"]]
+        np.testing.assert_array_equal(np.isnan(gradients), [False, True, False, False])
+        assert all(record.values["monitor/rank_disagreement"] == 0 for record in result["records"])
         assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
     assert not any("on purpose" in message for message in by_rank[0]["said"])
     # Each of them, and the function's.

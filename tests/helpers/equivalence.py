@@ -53,6 +53,7 @@ ROWS = (
     "DDP, what one rank alone has",
     "DDP, an error on one rank",
     "DDP in torch's Join",
+    "ranks that differ",
     "DDP, rules that differ from rank to rank",
     "FSDP2, 2 ranks",
     "FSDP2, 3 ranks",

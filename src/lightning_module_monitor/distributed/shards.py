@@ -21,22 +21,15 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_part(tensor: Tensor, rank: int) -> Tensor | None:
-    """The elements that a rank counts.
-
-    Args:
-        tensor: A parameter, or its gradient. A plain one is replicated: data parallel training keeps it the same everywhere.
-        rank: This process's.
+def own_part(tensor: DTensor) -> Tensor | None:
+    """The elements that this rank counts of a tensor that is laid out over ranks.
 
     Returns:
-        All of a plain tensor on rank 0, and nothing on the others. Of one that is laid out over ranks the local shard; where
-        it is also replicated, on the first of the ranks that have it. ``None``: another rank counts them.
+        The local shard; where it is also replicated, on the first of the ranks that have it. ``None``: another rank counts them.
 
     Raises:
         ValueError: If its values are still to be reduced over ranks.
     """
-    if not is_sharded(tensor):
-        return tensor if rank == 0 else None
     _check_reduced(tensor)
     # Of several groups of ranks with the same tensor the one with rank 0 counts it.
     is_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import SINCE
+from lightning_module_monitor.health.replicas import CURE
+from lightning_module_monitor.record import RANK_DISAGREEMENT
 
 MAX_DIAGNOSES = 3
 
@@ -122,6 +124,13 @@ CAUSES = (
         (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
         "look at the batch of that step, and drop or clip what is not finite in the data set",
         lambda one: BAD_BATCH in one.words,
+    ),
+    Cause(
+        RANK_DISAGREEMENT,
+        "Ranks have come apart: copies of one parameter differ",
+        (RANK_DISAGREEMENT,),
+        _GROWTH,
+        CURE,
     ),
     Cause(
         "no_optimizer",

@@ -147,7 +147,7 @@ class HealthController:
 
     def examined(self, step: int, record: Record | None, optimizers: Sequence[Optimizer]) -> Record | None:
         """A record with the findings of the alerts on it, and those noted before; ``optimizers`` are the trainer's."""
-        found, self._pending = self._pending, []
+        found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
             self._report_missing_keys(record)

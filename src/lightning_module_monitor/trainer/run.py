@@ -20,7 +20,14 @@ from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import OVERHEAD_FRACTION, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
+from lightning_module_monitor.record import (
+    OVERHEAD_FRACTION,
+    RANK_DISAGREEMENT,
+    SECONDS_PER_STEP,
+    STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
+    Record,
+)
 from lightning_module_monitor.trainer.checks import check_compiled, check_manual_optimization, check_monitored_keys, makes_layers_late
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
@@ -146,6 +153,7 @@ class RunController:
             STEP_SKIPPED: scaler_of(trainer) is not None,
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
             STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            RANK_DISAGREEMENT: self.monitor.distributed is not False and trainer.world_size > 1 and self.is_fit,
             SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
