@@ -52,7 +52,7 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
 
     Args:
         stores: The run's store, or several; the runs may be going on. Differences are to the first.
-        path: The HTML file; what is there is replaced, once the page is whole. Default: beside the store, as ``monitor.html``; of
+        path: The HTML file, whose folders are made; what is there is replaced, once the page is whole. Default: beside the store, as ``monitor.html``; of
             several runs ``compare.html`` in the current folder.
 
     Returns:
@@ -87,6 +87,7 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
         payload=safe(_json_in_html(payload)),
         policy=_policy(scripts),
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(html, encoding="utf-8", newline="\n")
