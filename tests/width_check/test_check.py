@@ -309,7 +309,7 @@ class Idle(WideMlp):
         (WideMlp, {"parametrization": {"net.9": 0}}, "parametrization 'net.9' matches none of the 3 modules .*; nearest: 'net"),
     ],
     ids=[
-        *("structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "one-shot"),
+        *("structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "pair", "one-shot"),
         *("manual", "idle", "pattern"),
     ],
 )

@@ -52,8 +52,8 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
 
     Args:
         stores: The run's store, or several; the runs may be going on. Differences are to the first.
-        path: The HTML file, whose folders are made; what is there is replaced, once the page is whole. Default: beside the store, as ``monitor.html``; of
-            several runs ``compare.html`` in the current folder.
+        path: The HTML file; missing folders are made, and what is there is replaced once the page is whole. Default: beside the store,
+            as ``monitor.html``; of several runs ``compare.html`` in the current folder.
 
     Returns:
         The path of the HTML file.
