@@ -19,6 +19,7 @@ from lightning_module_monitor.errors import ConfigError, RanksLostError, shorten
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
+from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.activations import ActivationProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
@@ -78,6 +79,8 @@ class StepEngine:
         self.planner = planner
         self.storage = storage
         self.distributed = distributed
+        self.access = ParameterAccess()
+        """Reads parameters and their gradients."""
         self._forget_module()
 
     def _forget_module(self) -> None:
@@ -356,7 +359,7 @@ class StepEngine:
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
         self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference),
+            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self.access, self._reference),
             ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
         shapes = self._modules.probe() if stage == TRAIN else None
@@ -365,7 +368,7 @@ class StepEngine:
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, accumulator))
         if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors))
+            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors, self.access))
         if self._reference is not None:
             probes += self._reference_probes(plan, accumulator, self._reference)
         attention = AttentionProbe(

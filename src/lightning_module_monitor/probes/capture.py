@@ -15,6 +15,7 @@ from lightning_module_monitor.kernels.elements import in_memory, own_elements, u
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first, named_tensors
+from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import Among, GradientProbe, WatchedModule, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
@@ -37,6 +38,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         output_name: Names further outputs, from the module's site and the path.
         report: Gets a description of a tensor that could not be copied, and the error.
         whole_tensors: Assembles tensors that are laid out over ranks.
+        access: Reads parameters and their gradients.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         output_name: Callable[[str, Path], str],
         report: Callable[[str, Exception], None],
         whole_tensors: WholeTensors,
+        access: ParameterAccess,
     ) -> None:
         super().__init__((one.site.module, one) for one in modules)
         self._parameters = parameters
         self._output_name = output_name
         self._report = report
         self._whole_tensors = whole_tensors
+        self._access = access
         self._num_calls: Counter[str] = Counter()
         """By name of the output."""
         self._before = Copies()
@@ -61,25 +65,23 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         """Copy parameters, also those whose update is captured."""
         for site, parameter in self._wanted("parameter", among):
             with self._reporting("parameter", site):
-                self._keep_whole("parameter", site, parameter)
+                self._keep_whole("parameter", site, self._access.parameter(parameter))
         for site, parameter in self._wanted("update", among):
             with self._reporting("update", site):
-                self._before.keep(site, parameter)
+                self._before.keep(site, parameter, self._access)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
-            if parameter.grad is not None:
-                with self._reporting(kind, site):
-                    self._keep_whole(kind, site, unscaled(parameter.grad, scale))
+            with self._reporting(kind, site):
+                gradient = self._access.gradient(parameter)
+                self._keep_whole(kind, site, None if gradient is None else unscaled(gradient, scale))
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
         for site, copy in self._before.take(among):
             with self._reporting("update", site):
-                difference = update(site, copy, is_skipped=is_skipped)
-                if difference is not None:
-                    self._keep_whole("update", site, difference)
+                self._keep_whole("update", site, update(site, copy, self._access, is_skipped=is_skipped))
 
     def tensors(self) -> list[RawTensor]:
         """The captured tensors, on the host; in the order in which they came."""
@@ -115,8 +117,9 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         """Report a gradient that cannot be copied."""
         self._report(f"The gradient that arrived at the output of {call[0]!r}", error)
 
-    def _keep_whole(self, kind: str, site: ParameterSite, tensor: Tensor) -> None:
-        self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
+    def _keep_whole(self, kind: str, site: ParameterSite, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
     def _reporting(self, kind: str, site: ParameterSite) -> failing_alone:
         return failing_alone(functools.partial(self._report, name_of(kind, site.name, FOR_THE_FILE)))

@@ -16,6 +16,7 @@ from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
+from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
@@ -35,6 +36,7 @@ class ParameterProbe(Probe):
     whole_tensors: WholeTensors
     say: Callable[[str], None]
     """Takes a sentence for the user."""
+    access: ParameterAccess
     reference: Reference | None = None
     _before: Copies = field(default_factory=Copies)
     _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -42,7 +44,7 @@ class ParameterProbe(Probe):
 
     def observe_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
-        self._observe_there("parameter", self._there("parameter", among))
+        self._observe_kind("parameter", among, self.access.parameter)
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
             for site, spec, parameter in self._wanted("parameter_difference", among):
@@ -51,19 +53,14 @@ class ParameterProbe(Probe):
                     self._see_difference(spec, parameter, reference)
         for site, spec, parameter in self._wanted("update", among):
             with self._failing(spec, parameter):
-                self._before.keep(site, parameter)
+                self._before.keep(site, parameter, self.access)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        gradients = [None if parameter is None else parameter.grad for parameter in self._there(kind, among)]
         if scale is None:
-            self._observe_there(kind, gradients)
-            return
-        # One after the other: all at once would take as much memory as the gradients.
-        for spec, gradient in zip(self.watched.get(kind, NO_PARAMETERS).specs, gradients, strict=True):
-            if gradient is not None:
-                with self._failing(spec, gradient):
-                    self._observe([(spec, unscaled(gradient, scale))])
+            self._observe_kind(kind, among, self.access.gradient)
+        else:
+            self._observe_kind(kind, among, functools.partial(_unscaled_gradient, self.access, scale), makes_copies=True)
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Take in parameter now minus parameter when it was last seen, and forget the copies."""
@@ -76,7 +73,7 @@ class ParameterProbe(Probe):
         seen: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
             with self._failing(specs[site], copy):
-                difference = update(site, copy, is_skipped=is_skipped)
+                difference = update(site, copy, self.access, is_skipped=is_skipped)
                 seen += [] if difference is None else [(specs[site], difference)]
         self._observe(seen)
 
@@ -89,10 +86,18 @@ class ParameterProbe(Probe):
         """Forget the copies."""
         self._before.take()
 
-    def _observe_there(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
-        """Observe one tensor of each parameter that is watched for a kind, where there is one."""
+    def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
+        """Observe what is read of each parameter that is watched for a kind, where there is anything."""
         of_kind = self.watched.get(kind, NO_PARAMETERS)
-        self._observe([(spec, tensor) for spec, tensor in zip(of_kind.specs, tensors, strict=True) if tensor is not None])
+        there = [(spec, one) for spec, one in zip(of_kind.specs, self._there(kind, among), strict=True) if one is not None]
+        if not (makes_copies or self.access.makes_copies):
+            self._observe([(spec, tensor) for spec, one in there if (tensor := read(one)) is not None])
+            return
+        # One after the other: all at once would take as much memory as the parameters.
+        for spec, one in there:
+            with self._failing(spec, one):
+                tensor = read(one)
+                self._observe([] if tensor is None else [(spec, tensor)])
 
     def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
         """Measure tensors, and give those that functions are to get to these."""
@@ -160,3 +165,8 @@ class ParameterProbe(Probe):
         """Note a parameter that is no real floating one."""
         self._passed_over[tensor.dtype].append(site)
         return False
+
+
+def _unscaled_gradient(access: ParameterAccess, scale: Tensor, parameter: Tensor) -> Tensor | None:
+    gradient = access.gradient(parameter)
+    return None if gradient is None else unscaled(gradient, scale)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import ParameterSite
+from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import Among
 from lightning_module_monitor.statistics.loss_scale import WIDE, widened
 
@@ -17,10 +18,12 @@ class Copies:
     def __init__(self) -> None:
         self._by_site: dict[ParameterSite, tuple[int, Tensor]] = {}
 
-    def keep(self, site: ParameterSite, parameter: Tensor) -> None:
+    def keep(self, site: ParameterSite, parameter: Tensor, access: ParameterAccess) -> None:
         """Copy a parameter, in place of an older copy."""
-        copy = in_memory(parameter).detach()
-        self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
+        value = access.parameter(parameter)
+        if value is not None:
+            copy = in_memory(value).detach()
+            self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
 
     def take(self, among: Among = None) -> list[tuple[ParameterSite, Tensor]]:
         """Remove and return the copies of some parameters, or of all."""
@@ -30,12 +33,13 @@ class Copies:
         return taken
 
 
-def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> Tensor | None:
+def update(site: ParameterSite, before: Tensor, access: ParameterAccess, *, is_skipped: bool = False) -> Tensor | None:
     """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter is gone.
 
     Args:
         site: The parameter.
         before: The copy.
+        access: Reads the parameter.
         is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
 
     Raises:
@@ -46,6 +50,9 @@ def update(site: ParameterSite, before: Tensor, *, is_skipped: bool = False) -> 
         return None
     if is_skipped:
         return before.zero_()
-    after = in_memory(parameter).detach()
+    value = access.parameter(parameter)
+    if value is None:
+        return None
+    after = in_memory(value).detach()
     # Of half-precision tensors in float32, which does not round the difference again.
     return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)

@@ -140,6 +140,9 @@ class RunController:
             ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
         """
         self.monitor.distributed = ranks_of(trainer)
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+        from lightning_module_monitor.trainer.deepspeed import DeepSpeedAccess
+        if isinstance(trainer.strategy, DeepSpeedStrategy): self.monitor.access = DeepSpeedAccess()
         left_out = self.monitor.planner.leave_out(() if is_known(trainer) else OF_PARAMETERS)
         if trainer.is_global_zero and not is_known(trainer):
             self.reporter.log_once(left_out_in_words(trainer, left_out), logging.WARNING)

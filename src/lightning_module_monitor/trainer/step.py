@@ -7,6 +7,7 @@ import math
 from contextlib import ExitStack
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
 from lightning_module_monitor.trainer.ddp_forward import DDPForwardGuard
+from lightning_module_monitor.trainer.deepspeed import EngineTracker
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
@@ -37,7 +39,7 @@ class StepController:
         self._step: int | None = None
         """The step of the latest training batch; ``None`` when it is over."""
         self._overhead: Overhead | None = None
-        self._optimizers: OptimizerTracker | None = None
+        self._optimizers: OptimizerTracker | EngineTracker | None = None
         """Of the step, if it is monitored."""
         self._context: ContextController | None = None
         """Of the fit, from its first step on: before it there are no optimizers."""
@@ -116,6 +118,8 @@ class StepController:
 
     def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete and not clipped."""
+        if trainer.fit_loop._should_accumulate():
+            return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
         if self._nonfinite is not None:
             self._find_nonfinite(self._nonfinite, trainer, pl_module)
         if self._optimizers is not None:
@@ -239,6 +243,9 @@ class StepController:
             self._ddp_guards.pop()
 
     def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            self._optimizers = EngineTracker(self._monitor, trainer.strategy.model)
+            return
         is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)
         optimizers = [one for one in trainer.optimizers if isinstance(one, Optimizer)]  # a strategy may have objects of its own
         self._optimizers = OptimizerTracker(self._monitor, pl_module, optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail)

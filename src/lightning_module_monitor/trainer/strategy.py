@@ -21,7 +21,7 @@ OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "para
 def is_known(trainer: Trainer) -> bool:
     """Whether it is known which elements of the parameters each rank has; a subclass of a known strategy has them in the same way."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy | XLAStrategy):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
+    if isinstance(strategy, XLAStrategy):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
         return False
     return trainer.world_size == 1 or isinstance(strategy, DDPStrategy | ModelParallelStrategy)
 

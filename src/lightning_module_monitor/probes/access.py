@@ -1,0 +1,20 @@
+"""How parameters and their gradients are read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class ParameterAccess:
+    """Reads parameters and gradients where torch has them. A strategy that keeps them elsewhere has its own."""
+
+    makes_copies = False
+    """Whether a read takes memory of its own: then one is read after the other."""
+
+    def parameter(self, parameter: Tensor) -> Tensor | None:
+        """All elements of a parameter; of one that is laid out over ranks by torch, the tensor that says so."""
+        return parameter
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Its gradient, in the same way; ``None`` if there is none."""
+        return parameter.grad
