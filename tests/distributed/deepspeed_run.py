@@ -1,0 +1,87 @@
+"""A run under DeepSpeed on CPUs, which Lightning starts: ``deepspeed_run.py FOLDER STAGE DEVICES ACCUMULATED [CLIPPED]``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers.training import trainer
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import deepspeed as of_lightning
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule
+
+BATCH = 16
+STEPS = 3
+KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
+STATISTICS = ["rms", "std", "abs_max", "norm"]
+
+
+class OnCPU(DeepSpeedStrategy):
+    """Lightning refuses DeepSpeed without a GPU, and numbers devices."""
+
+    def setup_environment(self) -> None:
+        with (
+            mock.patch.object(of_lightning, "CUDAAccelerator", CPUAccelerator),
+            mock.patch.object(of_lightning, "_validate_device_index_selection"),
+        ):
+            super().setup_environment()
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+
+def data(accumulated: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of all steps."""
+    generator = torch.Generator().manual_seed(1)
+    size = BATCH * STEPS * accumulated
+    return torch.randn(size, 8, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+class Frozen(LightningModule):
+    """One of its parameters is not trained."""
+
+    def __init__(self, accumulated: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.accumulated = accumulated
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.net[0].bias.requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: list[Tensor], _batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        ranks = self.trainer.world_size
+        data_set = TensorDataset(*data(self.accumulated))
+        return DataLoader(data_set, BATCH // ranks, sampler=DistributedSampler(data_set, ranks, self.global_rank, shuffle=False))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+
+
+def main(folder: Path, stage: int, devices: int, accumulated: int, clipped: float | None = None) -> None:
+    """Train for three steps."""
+    importlib.import_module("deepspeed.comm.torch")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles for a minute
+    strategy = OnCPU(stage=stage, process_group_backend="gloo", zero_allow_untested_optimizer=True)
+    callback = ModuleMonitorCallback(
+        1, rules=[Rule(kinds=KINDS, statistics=STATISTICS)], capture=Capture(steps=[1], sites=".*", kinds=["gradient_before_clip", "update"])
+    )
+    more = {} if clipped is None else {"gradient_clip_val": clipped}
+    run = trainer(folder, [callback], devices=devices, strategy=strategy, max_steps=STEPS, accumulate_grad_batches=accumulated, **more)
+    run.fit(Frozen(accumulated))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *map(float, sys.argv[5:]))

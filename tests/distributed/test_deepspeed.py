@@ -1,0 +1,86 @@
+"""DeepSpeed: every value against one process in float64 on the whole batch. Needs the extra ``deepspeed``: ``make test-deepspeed``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.deepspeed_run import BATCH, KINDS, STATISTICS, STEPS, Frozen, data
+from helpers.launch import TESTS
+from helpers.textbook import textbook
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_module_monitor import load_store
+
+SCRIPT = Path(__file__).with_name("deepspeed_run.py")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed")
+
+
+def launch(folder: Path, *arguments: object) -> str:
+    """Run the script; Lightning starts the other processes. Returns what they log."""
+    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    command = [sys.executable, str(SCRIPT), str(folder), *map(str, arguments)]
+    result = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=400, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stderr
+
+
+def truth(devices: int, accumulated: int, clipped: float | None) -> list[dict[tuple[str, str], Tensor]]:
+    """The tensors of every step by kind and site, of one process in float64.
+
+    The loss is divided by ``accumulated`` twice: Lightning and DeepSpeed both do. Gradients at activations are of each rank's own loss.
+    """
+    module, (x, y) = Frozen(accumulated).double(), data(accumulated)
+    optimizer, steps = module.configure_optimizers(), []
+    for step in range(STEPS):
+        before = {name: one.detach().clone() for name, one in module.named_parameters()}
+        place = slice(step * BATCH * accumulated, (step + 1) * BATCH * accumulated)
+        outputs, hidden = {}, x[place].double()
+        for number, layer in enumerate(module.net):
+            hidden = outputs[f"net.{number}"] = layer(hidden)
+            hidden.retain_grad()
+        optimizer.zero_grad()
+        (F.cross_entropy(hidden, y[place]) / accumulated).backward()
+        trained = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+        found = {("activation", name): one.detach() for name, one in outputs.items()}
+        found |= {("activation_gradient", name): one.grad * devices for name, one in outputs.items() if one.grad is not None}
+        found |= {("parameter", name): one for name, one in before.items()}
+        found |= {("gradient_before_clip", name): one for name, one in trained.items()}
+        if clipped is None:
+            found |= {("gradient", name): one for name, one in trained.items()}
+        else:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clipped)
+        optimizer.step()
+        found |= {("update", name): one.detach() - before[name] for name, one in module.named_parameters() if name in trained}
+        steps.append(found)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "devices", "accumulated", "clipped"),
+    [(1, 1, 1, None), (2, 2, 1, None), (3, 2, 1, None), (3, 1, 1, 0.05), (1, 2, 2, None), (3, 2, 2, None)],
+)
+def test_values_are_those_of_one_process(stage: int, devices: int, accumulated: int, clipped: float | None, tmp_path: Path) -> None:
+    """All kinds and sites, in every step; what the engine clips within its step is left out by name."""
+    logged = launch(tmp_path, stage, devices, accumulated, *([] if clipped is None else [clipped]))
+    assert ("gradient is left out" in logged) == (clipped is not None)
+    store = load_store(tmp_path / "monitor.h5")
+    sites = set()
+    for step, found in enumerate(truth(devices, accumulated, clipped)):
+        for (kind, site), tensor in found.items():
+            for statistic in STATISTICS:
+                steps, values = store.series(f"{kind}/{site}/{statistic}")
+                expected = textbook(statistic, tensor)
+                assert values[steps.tolist().index(step)] == pytest.approx(expected, rel=1e-4, abs=1e-7), (step, kind, site, statistic)
+            sites.add((kind, site))
+    assert {kind for kind, _site in sites} == set(KINDS) - ({"gradient"} if clipped is not None else set())
+    recorded = {(key.split("/")[0], key.split("/")[1]) for key in store.keys() if key.split("/")[0] in KINDS}  # noqa: SIM118
+    still = {("update", "net.0.bias"), ("activation", "_root_"), ("activation", "net")}
+    assert {one for one in recorded - sites if one not in still and one[1] not in ("_root_", "net")} == set()
