@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,11 +13,14 @@ import yaml
 from helpers.tiny import Tiny, fit, loader, measured
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import parse_health
+from lightning_module_monitor.trainer.strategy import check_strategy
 
 Options = dict[str, Any]
 
@@ -401,6 +405,17 @@ def test_what_ranks_would_decide_together_is_refused_where_each_has_values_of_it
     monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
     message = refusal(tmp_path, lambda: [ModuleMonitorCallback(**options)])
     assert message.startswith(f"{found}: under SingleDeviceStrategy each rank judges its own values, and the others would wait for it;")
+
+
+def test_norms_of_tokens_of_flat_parameters_are_refused() -> None:
+    """FSDP1 cuts parameters anywhere; under NO_SHARD it does not."""
+    rules = Rule(kinds=["activation", "gradient"], statistics=["norm", "token_rms"])
+    planner, health = ModuleMonitor(rules=rules).planner, parse_health(None, (), has_default_rules=True)
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), world_size=2)
+    with pytest.raises(ConfigError, match=r"rules\[0\]\.statistics 'token_rms': under FSDPStrategy a rank has parts"):
+        check_strategy(cast("Trainer", trainer), health, planner)
+    trainer.strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
+    check_strategy(cast("Trainer", trainer), health, planner)
 
 
 @pytest.mark.parametrize(

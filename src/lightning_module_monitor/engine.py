@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.distributed.reduce import DistributedReducer
+from lightning_module_monitor.distributed.shards import FlatShard, flat_shards, is_flattened
 from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
@@ -33,7 +34,7 @@ from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
@@ -86,6 +87,8 @@ class StepEngine:
     def _forget_module(self) -> None:
         """Set everything that is not an option to what it is where there is no module."""
         self._module: nn.Module | None = None
+        self.wrapper: nn.Module | None = None
+        """What wraps the module, where a strategy has wrapped it."""
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
@@ -355,11 +358,14 @@ class StepEngine:
         plan, sites = self.planner.plan(due, stage), self.planner.index
         state, reducer = self._lasting(due, stage)
         accumulator = StepAccumulator(self._reporter.of_spec, state)
-        expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
+        flat = self._flat_shards() if stage == TRAIN else {}
+        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
         self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self.access, self._reference),
+            ParameterProbe(
+                plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self.access, flat, self._reference
+            ),
             ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
         shapes = self._modules.probe() if stage == TRAIN else None
@@ -368,7 +374,11 @@ class StepEngine:
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, accumulator))
         if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors, self.access))
+            probes.append(
+                CaptureProbe(
+                    captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors, access=self.access
+                )
+            )
         if self._reference is not None:
             probes += self._reference_probes(plan, accumulator, self._reference)
         attention = AttentionProbe(
@@ -381,6 +391,23 @@ class StepEngine:
         )
         self._context.attach(attention, probes)
         self._set_open()
+
+    def _flat_shards(self) -> dict[str, FlatShard]:
+        """The parameters of FSDP1 that are laid out over ranks, by site.
+
+        Raises:
+            ConfigError: If one belongs to a wrapper that is not known.
+        """
+        assert self._module is not None
+        parameters = {site.name: site.tensor() for site in self.planner.index.parameters}
+        flattened = {name: id(one) for name, one in parameters.items() if one is not None and is_flattened(one)}
+        shards = flat_shards(self._module if self.wrapper is None else self.wrapper) if flattened else {}
+        unknown = [name for name, one in flattened.items() if one not in shards]
+        if unknown:
+            expected = "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True"
+            raise ConfigError(f"{shortened(unknown)}: FSDP has it in a unit that is not known here; {expected}.")
+        found = {name: shards[one] for name, one in flattened.items()}
+        return {name: shard for name, shard in found.items() if shard is not None}
 
     def _leave_out_what_is_gone(self) -> None:
         gone = self.planner.leave_out_what_is_gone()

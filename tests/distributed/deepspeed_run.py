@@ -75,9 +75,8 @@ def main(folder: Path, stage: int, devices: int, accumulated: int, clipped: floa
     importlib.import_module("deepspeed.comm.torch")
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles for a minute
     strategy = OnCPU(stage=stage, process_group_backend="gloo", zero_allow_untested_optimizer=True)
-    callback = ModuleMonitorCallback(
-        1, rules=[Rule(kinds=KINDS, statistics=STATISTICS)], capture=Capture(steps=[1], sites=".*", kinds=["gradient_before_clip", "update"])
-    )
+    capture = Capture(steps=[1], sites=".*", kinds=["gradient_before_clip", "update"])
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics=STATISTICS)], capture=capture)
     more = {} if clipped is None else {"gradient_clip_val": clipped}
     run = trainer(folder, [callback], devices=devices, strategy=strategy, max_steps=STEPS, accumulate_grad_batches=accumulated, **more)
     run.fit(Frozen(accumulated))

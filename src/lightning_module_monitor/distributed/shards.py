@@ -1,15 +1,22 @@
-"""Which part of a tensor that several ranks have is this rank's to count, so that every element counts once."""
+"""Which part of a tensor that several ranks have is this rank's to count, so that every element counts once.
+
+Torch lays parameters out over ranks in two ways. FSDP2 and tensor parallel training make DTensors of them. FSDP1 makes views of this rank's
+shard of a flat parameter: plain tensors of one dimension, of which only the wrapper knows.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed, nn
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from lightning_module_monitor.distributed.ranks import Ranks
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -19,6 +26,39 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     # Where the module was never imported there is none; importing it takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+class FlatShard(NamedTuple):
+    """Of a parameter of FSDP1 what its wrapper knows. On this rank it is a plain tensor of one dimension, which may be empty."""
+
+    shape: torch.Size
+    """Of the whole."""
+    is_copy: bool
+    """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
+
+
+def flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
+    """The parameters of FSDP1's units in a module, by ``id``; ``None`` for one that is not laid out over ranks (``NO_SHARD``)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    shards: dict[int, FlatShard | None] = {}
+    for unit in () if fsdp is None else fsdp.FullyShardedDataParallel.fsdp_modules(wrapper):
+        handle = unit._handle  # which parameters are in a unit, and of what shape, is in no public interface
+        if handle is not None and handle.flat_param._params is not None:
+            replicas = getattr(unit, "_inter_node_pg", None)
+            is_copy = replicas is not None and distributed.get_rank(replicas) > 0
+            for parameter, shape in zip(handle.flat_param._params, handle.flat_param._shapes, strict=True):
+                shards[id(parameter)] = FlatShard(shape, is_copy) if handle.uses_sharded_strategy else None
+    return shards
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether a parameter belongs to a unit of FSDP1."""
+    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's own mark, by which it leaves out what an inner unit has
+
+
+def is_laid_out(module: nn.Module) -> bool:
+    """Whether any parameter of a module is, or may be, laid out over ranks: such a module cannot be copied."""
+    return any(is_sharded(one) or is_flattened(one) for one in module.parameters())
 
 
 def own_part(tensor: DTensor) -> Tensor | None:
@@ -40,6 +80,18 @@ def own_part(tensor: DTensor) -> Tensor | None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be laid out over ranks: then by a collective, in which all of them take part."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def whole_of_flat(part: Tensor, shard: FlatShard, ranks: Ranks) -> Tensor:
+    """All of a parameter of FSDP1, or of what belongs to it, by a collective, in which all ranks take part."""
+    parts = ranks.gather(None if shard.is_copy else part.to("cpu"))
+    return torch.cat([one for one in parts if one is not None]).view(shard.shape).to(part.device)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, of which a part without elements has an empty one: FSDP1 leaves that out."""
+    is_empty = parameter.grad is None and parameter.requires_grad and not parameter.numel() and is_flattened(parameter)
+    return torch.empty_like(parameter) if is_empty else parameter.grad
 
 
 def has_parts_of_tokens(tensor: Tensor) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_module_monitor.distributed.shards import gradient_of
+
 
 class ParameterAccess:
     """Reads parameters and gradients where torch has them. A strategy that keeps them elsewhere has its own."""
@@ -17,4 +19,4 @@ class ParameterAccess:
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Its gradient, in the same way; ``None`` if there is none."""
-        return parameter.grad
+        return gradient_of(parameter)

@@ -48,6 +48,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         output_name: Callable[[str, Path], str],
         report: Callable[[str, Exception], None],
         whole_tensors: WholeTensors,
+        *,
         access: ParameterAccess,
     ) -> None:
         super().__init__((one.site.module, one) for one in modules)

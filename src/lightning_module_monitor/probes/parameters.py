@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.distributed.shards import has_parts_of_tokens, is_sharded, own_part
+from lightning_module_monitor.distributed.shards import FlatShard, has_parts_of_tokens, is_sharded, own_part
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
@@ -37,6 +37,8 @@ class ParameterProbe(Probe):
     say: Callable[[str], None]
     """Takes a sentence for the user."""
     access: ParameterAccess
+    flat: Mapping[str, FlatShard]
+    """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None = None
     _before: Copies = field(default_factory=Copies)
     _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -116,11 +118,11 @@ class ParameterProbe(Probe):
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
         for spec, tensor in pairs:
-            if type(tensor) in PLAIN:  # as nearly all are
+            if type(tensor) in PLAIN and spec.site not in self.flat:  # as nearly all are
                 parts.append((spec, tensor))
                 continue
-            if (spec.needs | spec.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
-                if tensor.dim() == 1:
+            if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
+                if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
                     self.accumulator.count_as_one_token(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
@@ -132,9 +134,13 @@ class ParameterProbe(Probe):
         return parts
 
     def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
-        if not is_sharded(tensor):
+        shard, part = self.flat.get(spec.site), None
+        if shard is not None:
+            part = None if shard.is_copy else tensor
+        elif is_sharded(tensor):
+            part = own_part(tensor)
+        else:
             return tensor
-        part = own_part(tensor)
         if part is not None:
             self.accumulator.count_as_part(spec)
         return part

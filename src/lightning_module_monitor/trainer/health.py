@@ -81,14 +81,15 @@ class HealthController:
         is_reported = self.nonfinite is not None and self.nonfinite.is_reported
         return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
 
-    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool, num_ranks: int) -> None:
+    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool, has_ranks: bool, runs_again: bool) -> None:
         """The model exists.
 
         Args:
             planned_keys: Planned keys of numbers.
             histograms: Planned keys of histograms.
             is_fit: Whether the model is to be trained.
-            num_ranks: How many ranks train it; none of several can run a step again alone.
+            has_ranks: Whether several ranks train it.
+            runs_again: Whether a part of a step can be run again.
 
         Raises:
             ConfigError: If an alert can match no key.
@@ -106,7 +107,7 @@ class HealthController:
         self._alerts = Alerts(rules)
         if self.options.nonfinite != IGNORE:
             self.nonfinite = NonfiniteController(
-                self.options, self._monitor, num_ranks=num_ranks, on_error=self._on_error, messages=self._messages
+                self.options, self._monitor, has_ranks=has_ranks, runs_again=runs_again, on_error=self._on_error, messages=self._messages
             )
         if is_fit:
             self._go_on(self._alerts)

@@ -38,7 +38,7 @@ class NonfiniteController:
 
     A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the
     probe. Three cases have no second run, and the probe observes the step itself: manual optimization, monitored steps of several ranks,
-    and ranks that have values each of their own, as none of them can run a step alone. There the flag would cost a collective; the common
+    and strategies under which no part of a step can be run again. There the flag would cost a collective; the common
     record shows whether a value is non-finite.
 
     With ``warn``, steps that are not monitored are looked at *lightly*: the loss and the gradients of biases and gains. Where a read would
@@ -47,12 +47,15 @@ class NonfiniteController:
     Args:
         options: The options.
         monitor: The monitor of the model.
-        num_ranks: How many ranks train it.
+        has_ranks: Whether several ranks train it.
+        runs_again: Whether a micro-batch can be run again, by all ranks together.
         on_error: ``raise``: an error of ours in a hook is raised.
         messages: Logs errors of ours.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, num_ranks: int, on_error: str, messages: logging.Logger) -> None:
+    def __init__(
+        self, options: ParsedHealth, monitor: ModuleMonitor, *, has_ranks: bool, runs_again: bool, on_error: str, messages: logging.Logger
+    ) -> None:
         self._options = options
         self._monitor = monitor
         self._on_error = on_error
@@ -61,10 +64,9 @@ class NonfiniteController:
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
         self._flag = FiniteStep(self._sites)
         self._rerun = StepRerun()
-        self._is_by_record = not options.is_at_every_step and num_ranks > 1
+        self._is_by_record = not options.is_at_every_step and has_ranks
         """Whether the common record shows whether a monitored step is finite."""
-        self._runs_again = num_ranks == 1 or monitor.distributed is not False
-        """Whether a step can be run again: by all ranks together."""
+        self._runs_again = runs_again
         self._is_looking = False
         """Whether the step is one to look at."""
         self._is_light = False

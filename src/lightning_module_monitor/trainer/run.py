@@ -34,7 +34,16 @@ from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
-from lightning_module_monitor.trainer.strategy import OF_PARAMETERS, check_unknown, is_known, left_out_in_words, ranks_of
+from lightning_module_monitor.trainer.strategy import (
+    access_of,
+    can_copy,
+    can_run_again,
+    check_strategy,
+    has_parameters,
+    left_out_in_words,
+    ranks_of,
+    unavailable_kinds,
+)
 from lightning_module_monitor.trainer.summary import dry_run, summary
 
 # A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
@@ -109,11 +118,11 @@ class RunController:
             return
         runs_training_step = self.reference is not None and self.options.module is None
         check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
-        check_unknown(trainer, self.health.options)
+        check_strategy(trainer, self.health.options, self.monitor.planner)
         check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)
         if not makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
-        if self.is_fit and self.reference is not None and is_known(trainer):
+        if self.is_fit and self.reference is not None and can_copy(trainer):
             self.reference.begin_fit(pl_module)
 
     def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,7 +132,8 @@ class RunController:
         if self.monitor.module is None:
             check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
             self.set_module(trainer, pl_module)
-        if self.reference is not None and is_known(trainer):
+        self.monitor.wrapper = trainer.strategy.model
+        if self.reference is not None and can_copy(trainer):
             self.reference.prepare(trainer, pl_module)
         if not self.options.dry_run:
             self.monitor.agree()
@@ -139,12 +149,9 @@ class RunController:
         Raises:
             ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
         """
-        self.monitor.distributed = ranks_of(trainer)
-        from lightning.pytorch.strategies import DeepSpeedStrategy
-        from lightning_module_monitor.trainer.deepspeed import DeepSpeedAccess
-        if isinstance(trainer.strategy, DeepSpeedStrategy): self.monitor.access = DeepSpeedAccess()
-        left_out = self.monitor.planner.leave_out(() if is_known(trainer) else OF_PARAMETERS)
-        if trainer.is_global_zero and not is_known(trainer):
+        self.monitor.distributed, self.monitor.access = ranks_of(trainer), access_of(trainer)
+        left_out = self.monitor.planner.leave_out(unavailable_kinds(trainer))
+        if trainer.is_global_zero and (left_out or not has_parameters(trainer)):
             self.reporter.log_once(left_out_in_words(trainer, left_out), logging.WARNING)
         self.monitor.set_module(pl_module)
         if trainer.strategy.root_device.type == "cpu":
@@ -161,7 +168,9 @@ class RunController:
         }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
-        self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit, num_ranks=trainer.world_size)
+        keys, histograms = self.sinks.planned_keys(), self.sinks.planned_histograms()
+        has_ranks, runs_again = trainer.world_size > 1, can_run_again(trainer)
+        self.health.begin(keys, histograms, is_fit=self.is_fit, has_ranks=has_ranks, runs_again=runs_again)
         self._check_keys_of_others(trainer)
         if self.is_fit:
             patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")
