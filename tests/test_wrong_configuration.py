@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,11 +13,14 @@ import yaml
 from helpers.tiny import Tiny, fit, loader, measured
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import parse_health
+from lightning_module_monitor.trainer.strategy import check_strategy
 
 Options = dict[str, Any]
 
@@ -386,15 +390,32 @@ def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_pa
     assert "expected torch 2.6 or later" in message
 
 
-@pytest.mark.refuses("FSDP1, DeepSpeed and other strategies")
-def test_several_processes_with_parameters_laid_out_in_an_unknown_way_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"health": Health(nonfinite="stop")}, "health.nonfinite: 'stop'"),
+        ({"health": Health(then="checkpoint")}, "'dead_units': then 'checkpoint'"),
+        ({"alerts": [Alert(keys="activation/.*", above=1.0, then=["capture", "stop"], name="mine")]}, "'mine': then 'stop'"),
+    ],
+)
+def test_what_ranks_would_decide_together_is_refused_where_each_has_values_of_its_own(
+    options: Options, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a strategy of somebody's nobody knows which elements each rank has."""
+    """Under a strategy that is not known, a finding of one rank alone cannot stop the run or save a checkpoint: the others would wait."""
     monkeypatch.setattr(Trainer, "world_size", property(lambda self: 2))
-    message = refusal(tmp_path, lambda: [ModuleMonitorCallback()])
-    record_property("refusal", message)
-    assert message.startswith("SingleDeviceStrategy keeps parameters in a way that is not measured; expected strategy ddp")
+    message = refusal(tmp_path, lambda: [ModuleMonitorCallback(**options)])
+    assert message.startswith(f"{found}: under SingleDeviceStrategy each rank judges its own values, and the others would wait for it;")
+
+
+def test_norms_of_tokens_of_flat_parameters_are_refused() -> None:
+    """FSDP1 cuts parameters anywhere; under NO_SHARD it does not."""
+    rules = Rule(kinds=["activation", "gradient"], statistics=["norm", "token_rms"])
+    planner, health = ModuleMonitor(rules=rules).planner, parse_health(None, (), has_default_rules=True)
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), world_size=2)
+    with pytest.raises(ConfigError, match=r"rules\[0\]\.statistics 'token_rms': under FSDPStrategy a rank has parts"):
+        check_strategy(cast("Trainer", trainer), health, planner)
+    trainer.strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
+    check_strategy(cast("Trainer", trainer), health, planner)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.distributed.shards import flat_shards_by_name
+from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
+from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe
@@ -31,8 +33,18 @@ from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_names
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, SECONDS_PER_STEP, TRAIN, Record, Values
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    OWN_KIND,
+    RANK_DISAGREEMENT,
+    RCC_SKIPPED_CALLS,
+    SECONDS_PER_STEP,
+    TRAIN,
+    Finding,
+    Record,
+    Values,
+)
 from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -72,12 +84,19 @@ class StepEngine:
     def _forget_module(self) -> None:
         """Set everything that is not an option to what it is where there is no module."""
         self._module: nn.Module | None = None
+        self.wrapper: nn.Module | None = None
+        """What wraps the module, where a strategy has wrapped it."""
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
+        self.ranks: Ranks | None = None
+        """The processes that train together, once they have met; ``None`` where this is the only one."""
+        self._replicas = ReplicaWatch()
+        self.has_lost_ranks = False
+        """Whether another rank has left: nothing is monitored any more, and training goes on."""
         self._reference: Reference | None = None
         self._begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
@@ -133,7 +152,7 @@ class StepEngine:
         due, self._clock = self._due(step), self.planner.clock(step)
         if due is not None:
             self._open(due, step, TRAIN, self.planner.capture_plan(step))
-        return due is not None
+        return self._context is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
@@ -274,13 +293,28 @@ class StepEngine:
         Raises:
             ConfigError: On every rank, if rules, schedules or modules differ.
         """
-        ranks = None if self._has_agreed else _ranks(self.distributed)
-        if ranks is None or self._module is None:
+        if self._has_agreed or self.has_lost_ranks or self.distributed is False or self._module is None:
             return
-        differences = disagreement(self.planner.one_by_one(), ranks)
+        try:
+            if self.ranks is None:
+                self.ranks = process_ranks(None if self.distributed is True else self.distributed)
+            differences = "" if self.ranks is None else disagreement(self.planner.one_by_one(), self.ranks)
+        except RanksLostError as error:
+            self.lose_ranks(error)
+            return
         if differences:
             raise ConfigError(differences)
-        self._has_agreed = True
+        self._has_agreed = self.ranks is not None
+
+    def lose_ranks(self, error: RanksLostError) -> None:
+        """Another rank has left: end the monitoring on this one, for good."""
+        if self.has_lost_ranks:
+            return
+        self.has_lost_ranks = True
+        self.lose()
+        last = self.storage.last_step()
+        after = "before the first record" if last is None else f"after the record of step {last}"
+        self._reporter.log_once(f"Monitoring ends {after}: {error}. Training goes on.", logging.WARNING)
 
     def lose(self) -> None:
         """An error: what is open gives no record when it ends, which it must all the same, for other ranks wait for that."""
@@ -315,16 +349,19 @@ class StepEngine:
 
     def _open(self, due: ActiveRules, step: int, stage: str, captured: Plan | None = None) -> None:
         self.agree()
+        if self.has_lost_ranks:
+            return
         self._leave_out_what_is_gone()
         plan, sites = self.planner.plan(due, stage), self.planner.index
         state, reducer = self._lasting(due, stage)
         accumulator = StepAccumulator(self._reporter.of_spec, state)
-        expected = expected_names(plan.parameters_with_functions, [] if captured is None else captured.parameters)
+        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        flat = flat_shards_by_name(parameters, self.wrapper or self._module)
+        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
         self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
-        rank = 0 if reducer is None else reducer.ranks.index
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self._reference, rank),
+            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, flat, self._reference),
             ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
         ]
         shapes = self._modules.probe() if stage == TRAIN else None
@@ -357,9 +394,9 @@ class StepEngine:
     def _lasting(self, due: ActiveRules, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
         """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
         if (stage, due) not in self._states:
-            ranks = _ranks(self.distributed)
             expected = self._expected if stage == TRAIN else []
-            reducer = None if ranks is None else DistributedReducer(ranks, [*self.planner.plan(due, stage).all_specs(), *expected])
+            specs = [*self.planner.plan(due, stage).all_specs(), *expected]
+            reducer = None if self.ranks is None else DistributedReducer(self.ranks, specs)
             self._states[stage, due] = SeriesState(self._units), reducer
         return self._states[stage, due]
 
@@ -395,9 +432,19 @@ class StepEngine:
         if self._context is not None:
             self._context.set_open(not self._silences)
 
-    @unchanged_grad_mode()
     def _finish(self) -> Record | None:
-        """Close the context and finish what it saw; ``None`` if an error has spoiled that, on any rank."""
+        """Close the context and finish what it saw; ``None`` if an error has spoiled that, on any rank, or another rank has left."""
+        if self.has_lost_ranks:
+            self._context = None  # it was closed, and nobody waits for its end
+            return None
+        try:
+            return self._finished()
+        except RanksLostError as error:
+            self.lose_ranks(error)
+            return None
+
+    @unchanged_grad_mode()
+    def _finished(self) -> Record | None:
         assert self._context is not None
         context, tensors = self._context, []
         try:
@@ -424,7 +471,12 @@ class StepEngine:
             if not context.attention.has_observed and self._speaks_for_all():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING)
         values[self.planner.own_key("errors", context.stage)] = float(context.accumulator.num_errors)
-        record = Record(context.step, values, context.accumulator.histograms, tensors, modules=self._modules.modules())
+        findings: list[Finding] = []
+        if context.reducer is not None and context.stage == TRAIN:
+            differing = context.accumulator.differing
+            values[self.planner.own_key(RANK_DISAGREEMENT)] = float(len({spec.site for spec in differing}))
+            findings = self._replicas.examine(context.step, differing)
+        record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._modules.modules())
         self.storage.add(record)
         return record
 
@@ -456,8 +508,3 @@ def _identities(parameters: Iterable[Tensor] | None) -> Among:
 
 def _as_scale(scale: Tensor | float | None) -> Tensor | None:
     return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale
-
-
-def _ranks(distributed: bool | DeviceMesh) -> Ranks | None:
-    """The processes that train together; ``None`` where this is the only one."""
-    return None if distributed is False else process_ranks(None if distributed is True else distributed)

@@ -21,6 +21,10 @@ class NonfiniteError(MonitorError):
     """A value of the training is not finite, and the user asked for an end then (``health: {nonfinite: stop}``); says who made it."""
 
 
+class RanksLostError(MonitorError):
+    """Another rank did not take part in a collective of the monitor's: nothing can be recorded of all ranks together any more."""
+
+
 SYNONYMS = {
     # kinds
     "activation": ("act", "feature", "features", "output", "outputs"),

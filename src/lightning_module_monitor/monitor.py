@@ -100,7 +100,7 @@ class ModuleMonitor(Described, StepEngine):
             takes less of its memory and more time.
         distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
             those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
-            that share their input.
+            that share their input. A rank that no longer takes part ends the record, and not the training.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
@@ -199,7 +199,7 @@ class ModuleMonitor(Described, StepEngine):
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
-        sites = self.planner.read_names(module, shares_input=shares_input)
+        sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
         self._module, self._watched, self._modules = module, sites.with_wrapped(module), ModuleTable(sites.modules)
         self._number = next(_numbers)
         _monitors[self._number] = self
@@ -425,6 +425,8 @@ class ModuleMonitor(Described, StepEngine):
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
+        if self.ranks is not None:
+            self.ranks.close()
         _monitors.pop(self._number, None)
         self._forget_module()
         self.planner.forget_names()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -77,8 +77,12 @@ class Planner:
         self._within, self._exclude, self._format_name = within, exclude, format_name
         self.prefix = prefix
         self._say = say
+        self._has_ranks = False
+        """Whether values are those of several ranks together."""
         self._shares_input = False
         """Whether other ranks have the same input as this one."""
+        self._left_out: frozenset[str] = frozenset()
+        """Kinds that nothing is recorded of, whatever rules ask for."""
         self._index: ModelIndex | None = None
         self._chain: Chain | None = None
         self._plans: dict[object, Plan] = {}
@@ -88,18 +92,19 @@ class Planner:
 
     # The model
 
-    def read_names(self, module: nn.Module, *, shares_input: bool = False) -> ModelIndex:
+    def read_names(self, module: nn.Module, *, has_ranks: bool = False, shares_input: bool = False) -> ModelIndex:
         """Read a model's names, and check the rules against them.
 
         Args:
             module: The model.
+            has_ranks: Whether values are those of several ranks together.
             shares_input: Whether other ranks have the same input as this one, as in tensor parallel training.
 
         Raises:
             ConfigError: If a rule matches nothing in it, or asks for what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
-        self._shares_input = shares_input
+        self._has_ranks, self._shares_input = has_ranks, shares_input
         if self._schedule.by_clock is not None:
             self._schedule.by_clock.begin()
         index = ModelIndex(module, self._within, self._exclude, self._format_name)
@@ -187,6 +192,13 @@ class Planner:
     def add_capture(self, capture: Capture) -> None:
         """Capture more, of what the model has of it."""
         self._captures.append(replace(parse_capture(capture), is_optional=True))
+
+    def leave_out(self, kinds: Collection[str]) -> list[str]:
+        """Record nothing of some kinds, in place of those of an earlier call; returns the ones that a rule or a capture has."""
+        self._left_out = frozenset(kinds)
+        self._forget_plans()
+        asked = {kind for one in (*self.rules, *self._captures) for kind in one.kinds}
+        return [kind for kind in kinds if kind in asked]
 
     def has_any(self) -> bool:
         """Whether anything is recorded."""
@@ -288,7 +300,7 @@ class Planner:
         asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
-            for kind in rule.kinds if stage == TRAIN else [kind for kind in rule.kinds if KINDS[kind].in_every_stage]:
+            for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
                 for site in matching(rule, kind, self.index):
                     asked[site.name][kind].append(rule)
 
@@ -300,6 +312,9 @@ class Planner:
             [watched(site) for site in self.index.parameters if site.name in asked],
             chain,
         )
+
+    def _is_recorded(self, kind: str, stage: str) -> bool:
+        return kind not in self._left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
 
     def _spec(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> MetricSpec:
         """What rules record of a kind at a site, together.
@@ -328,6 +343,7 @@ class Planner:
             functions={function.name: function for rule in rules for function in rule.functions},
             units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
             is_compared=self._shares_input and isinstance(site, ModuleSite),
+            is_replicated=self._has_ranks and isinstance(site, ParameterSite),
             layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
         )
 

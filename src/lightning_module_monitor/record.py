@@ -46,7 +46,10 @@ STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
 SECONDS_PER_STEP = "seconds_per_step"
 """The name of the time that a step took since the last record, where steps are picked by the clock: the largest of all ranks."""
 
-OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP)
+RANK_DISAGREEMENT = "rank_disagreement"
+"""The name of the number of parameters of which ranks have different values, and should have the same; also that of the finding."""
+
+OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP, RANK_DISAGREEMENT)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
 SUMMARY_SITE = "_summary_"

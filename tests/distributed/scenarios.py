@@ -12,10 +12,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from helpers.training import Classifier, trainer
@@ -23,11 +24,14 @@ from helpers.zoo import batches
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils, fully_shard, fully_sharded_data_parallel
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -35,8 +39,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, schedule
-from lightning_module_monitor.distributed.shards import is_sharded
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.distributed import ranks
+from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
+from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -55,7 +60,8 @@ class Keep(Callback):
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
-        self.states.setdefault(trainer.global_step, copy.deepcopy(pl_module.state_dict()))
+        if not is_laid_out(pl_module):
+            self.states.setdefault(trainer.global_step, copy.deepcopy(pl_module.state_dict()))
 
     def on_train_batch_end(self, *_args: Any) -> None:
         record = self.monitor.last_record
@@ -153,11 +159,17 @@ def fit(
     return {
         "folder": folder,
         "records": keep.records,
-        "states": {step: state for step, state in keep.states.items() if not any(is_sharded(one) for one in state.values())},
+        "states": keep.states,
         "said": said,
         "files": sorted(str(path.relative_to(folder)) for path in (folder / f"rank_{RANK}").rglob("*") if path.is_file()),
-        "state": {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in module.state_dict().items()},
+        "state": _whole_state(module),
     }
+
+
+def _whole_state(module: LightningModule) -> dict[str, Tensor]:
+    """All weights; none of those of FSDP1, of which a unit alone has no state."""
+    state = {} if any(is_flattened(one) for one in module.parameters()) else module.state_dict()
+    return {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in state.items()}
 
 
 EVERYTHING = ["mean", "std", "skewness", "kurtosis", "norm", "rms", "min", "max", "abs_mean", "zero_fraction", "nonfinite_count"]
@@ -274,6 +286,81 @@ def whole_and_parts(folder: Path) -> dict[str, Any]:
     strategy = DDPStrategy() if WORLD > 1 else "auto"
     options: dict[str, Any] = {"strategy": strategy, "max_epochs": 2, "limit_val_batches": 2}
     return fit(folder, module, everything(), even_data(RANK, WORLD), **options)
+
+
+class OwnDDPStrategy(DDPStrategy):
+    """A user's, which has parameters as DDP does."""
+
+
+class OwnModelParallelStrategy(ModelParallelStrategy):
+    """A user's, which has parameters as Lightning's does."""
+
+
+class UnknownStrategy(ParallelStrategy):
+    """A user's, in which every rank trains a model of its own."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": WORLD, "rank": RANK}
+
+    def model_to_device(self) -> None:
+        pass
+
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+        super().setup_environment()
+
+    def set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(RANK)
+        self.cluster_environment.set_world_size(WORLD)
+
+    def barrier(self, name: str | None = None) -> None:
+        distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        everything = [obj]
+        distributed.broadcast_object_list(everything, src)
+        return everything[0]
+
+    def reduce(self, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return tensor
+
+
+def of_a_subclass(folder: Path) -> dict[str, Any]:
+    """DDP and FSDP2 by strategies that a user has derived from Lightning's, and by these: the values of both."""
+    values: dict[str, list[list[dict[str, float]]]] = {}
+    for classes in ([DDPStrategy, OwnDDPStrategy], [ModelParallelStrategy, OwnModelParallelStrategy]):
+        for one in classes:
+            torch.manual_seed(0)
+            is_ddp = issubclass(one, DDPStrategy)
+            module = Classifier("mlp", torch.optim.SGD) if is_ddp else Laid(fully_sharded)
+            callback = ModuleMonitorCallback(1, rules=_rules(), on_error="raise")
+            strategy = one() if is_ddp else one(WORLD, 1)
+            result = fit(folder, module, callback, even_data(RANK, WORLD), strategy=strategy, limit_val_batches=0)
+            values.setdefault(classes[0].__name__, []).append([dict(record.values) for record in result["records"]])
+    return {"values": values}
+
+
+def of_an_unknown_strategy(folder: Path) -> dict[str, Any]:
+    """Each rank has a model and values of its own; in the last step the last rank has a bad batch."""
+    torch.manual_seed(RANK)
+    micro_batches = data(RANK, WORLD, micro_batches=1)
+    if RANK == WORLD - 1:
+        micro_batches[-1][0][0, 0] = torch.nan
+    rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "activation_difference"], statistics="norm")]
+    results = {}
+    for health in ("warn", "always"):
+        callback = ModuleMonitorCallback(2, rules=rules, reference="init", health=Health(nonfinite=health), on_error="raise")
+        module = Classifier(nn.Linear(6, 3), torch.optim.SGD, lr=0.1)
+        with counting_collectives() as calls:
+            result = fit(folder / health, module, callback, micro_batches, strategy=UnknownStrategy(), limit_val_batches=0)
+        results[health] = result | {"findings": callback.findings, "all_reduces": calls.count("all_reduce")}
+    return results
 
 
 def unchanged(folder: Path) -> dict[str, Any]:
@@ -594,6 +681,107 @@ def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: 
     monitor.end_stage()
 
 
+class Corrupts(Callback):
+    """Adds to one weight, on the last rank, before step 1."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and RANK == WORLD - 1:
+            with torch.no_grad():
+                pl_module.get_parameter("model.blocks.1.weight")[0, 0] += 0.25
+
+
+def corrupted(folder: Path) -> dict[str, Any]:
+    """One weight of one rank differs from step 1 on; the loss is not what it was, and gradients are reduced all the same."""
+    torch.manual_seed(0)
+    rules = [Rule(kinds=["parameter", "gradient", "update"], statistics=["norm", "mean", "max", "hist"])]
+    callback = ModuleMonitorCallback(1, rules=rules, on_error="raise")
+    counts = collectives_of_steps(callback)
+    module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"limit_val_batches": 0, "strategy": DDPStrategy()}
+    result = fit(folder, module, callback, even_data(RANK, WORLD), more=[Corrupts()], **options)
+    return result | {"findings": callback.findings, "collectives": counts}
+
+
+def local_steps(folder: Path) -> dict[str, Any]:
+    """A loop of one's own in which every rank trains alone: ranks begin alike, and come apart at once; the tied weight has no gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records, states = [], []
+    with ModuleMonitor(rules=Rule(kinds=["parameter", "gradient"], statistics=["norm", "mean"]), distributed=True) as monitor:
+        monitor.set_module(model)
+        for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1)):
+            monitor.begin_step(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            monitor.monitor_gradients()
+            monitor.monitor_parameters()
+            states.append({name: (one.detach().clone(), one.grad) for name, one in model.named_parameters()})
+            optimizer.step()
+            records.append(monitor.end_step())
+    return {"records": records, "states": states}
+
+
+@contextmanager
+def waiting_for(seconds: float) -> Iterator[None]:
+    """Within the block the monitors that are made do not wait for other ranks for longer."""
+    original, ranks.TIMEOUT = ranks.TIMEOUT, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        ranks.TIMEOUT = original
+
+
+def join(folder: Path) -> dict[str, Any]:
+    """A loop of one's own in torch's ``Join``: the last rank has two batches of six; with the monitor, and without it."""
+    results = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        logger = logging.getLogger("lightning.pytorch.module_monitor")
+        monitor = ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm"), distributed=monitored, logger=logger)
+        with waiting_for(3), listening() as said, monitor:
+            monitor.set_module(model)
+            with Join([parallel]):
+                for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1, steps=6)[: 2 if RANK == WORLD - 1 else 6]):
+                    if monitored:
+                        monitor.begin_step(step)
+                    optimizer.zero_grad()
+                    F.cross_entropy(parallel(x), y).backward()
+                    optimizer.step()
+                    monitor.end_step()
+            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "said": said})
+    return {"plain": results[0], "monitored": results[1]}
+
+
+def one_rank_leaves(folder: Path) -> dict[str, Any]:
+    """On the last rank the collectives of the monitor fail from step 2 on, in its record and where every step is looked at."""
+    results, all_reduce = {}, ranks.ProcessRanks.all_reduce
+    for nonfinite in ("warn", "always"):
+        count = Count()
+
+        def fails(own: ranks.ProcessRanks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
+            if RANK == WORLD - 1 and count.step >= 2:
+                raise RanksLostError("on purpose")
+            return all_reduce(own, tensor, how)
+
+        torch.manual_seed(0)
+        rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
+        callback = ModuleMonitorCallback(1, rules=rules, health=Health(nonfinite=nonfinite), on_error="raise", stages=["train", "validate"])
+        module = Classifier("mlp", torch.optim.SGD, lr=0.1)
+        ranks.ProcessRanks.all_reduce = fails  # type: ignore[method-assign]
+        try:
+            with waiting_for(3):
+                results[nonfinite] = fit(folder / nonfinite, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
+        finally:
+            ranks.ProcessRanks.all_reduce = all_reduce  # type: ignore[method-assign]
+        results[nonfinite]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
+    return results
+
+
 def other_rules(folder: Path) -> dict[str, Any]:
     """The last rank wants something else of the same model, or in other steps."""
     model, errors, calls = nn.Linear(6, 3), [], []
@@ -736,6 +924,137 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+class OwnFSDPStrategy(FSDPStrategy):
+    """A user's: Lightning's own class takes no CPU."""
+
+
+@contextmanager
+def fsdp_on_a_cpu() -> Iterator[None]:
+    """Within the block torch wraps by FSDP1 on a CPU, and offloads to it, both of which it refuses without an accelerator."""
+
+    def init_device_handle(state: Any, *_args: Any) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    def nothing(self: Any, *_args: Any) -> Any:
+        return self
+
+    with ExitStack() as stack:
+        for place, name, new in (
+            (_init_utils, "_init_device_handle", init_device_handle),
+            (fully_sharded_data_parallel, "_init_device_handle", init_device_handle),
+            (Tensor, "pin_memory", nothing),
+            (torch.cpu.Stream, "synchronize", nothing),
+        ):
+            stack.enter_context(patch.object(place, name, new, create=True))
+        yield
+
+
+class Flat(Classifier):
+    """A network with a parameter that FSDP1 leaves alone, and layers in units of their own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(Uneven(), torch.optim.SGD, lr=0.1)
+        self.ignored = nn.Linear(3, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.ignored(self.model(batch[0]).to(self.ignored.weight.dtype)), batch[1])
+
+    def on_after_backward(self) -> None:
+        # FSDP1 does not reduce the gradients of what it ignores.
+        for one in self.ignored.parameters():
+            assert one.grad is not None
+            if WORLD > 1:
+                distributed.all_reduce(one.grad)
+                one.grad /= WORLD
+
+
+class WholeParameters(Callback):
+    """Norms and sums of whole parameters and gradients, as FSDP puts them together, before each step, in float64."""
+
+    def __init__(self) -> None:
+        self.truth: list[dict[str, tuple[float, float]]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        of_step = {}
+        with FullyShardedDataParallel.summon_full_params(trainer.strategy.model, with_grads=True):
+            for name, one in pl_module.named_parameters():
+                for kind, tensor in (("parameter", one), ("gradient", one.grad)):
+                    clean = name.replace("_fsdp_wrapped_module.", "")
+                    of_step[f"{kind}/{clean}"] = (float(tensor.detach().double().norm()), float(tensor.detach().double().mean()))
+        self.truth.append(of_step)
+
+
+def hybrid_groups() -> tuple[Any, Any]:
+    """The group of ranks that share parameters out, and that of the ranks with the same part; of four."""
+    inner = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    outer = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
+    return inner[RANK // 2], outer[RANK % 2]
+
+
+def flat(way: str, precision: str = "32-true", **options: Any) -> Callable[[Path], dict[str, Any]]:
+    """FSDP1: all kinds that need no running reference, with functions of whole parameters in steps 0 and 1."""
+
+    def scenario(folder: Path) -> dict[str, Any]:
+        kinds = ["parameter", "gradient", "update"]
+        plain = [name for name in EVERYTHING if not name.startswith("token")]
+        rules = [
+            Rule(kinds=["activation", "activation_gradient"], statistics=EVERYTHING),
+            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=plain),
+            Rule(kinds="update", statistics="ratio"),
+            Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
+            Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
+            Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
+        ]
+        capture = Capture(sites="model.*", kinds=["activation", *kinds], steps=[1])
+        callback = ModuleMonitorCallback(every_n_steps=1, reference="init", rules=rules, capture=capture, on_error="raise")
+        module, truth, counts = Flat(), WholeParameters(), collectives_of_steps(callback)
+        settings: dict[str, Any] = {"limit_val_batches": 0, "strategy": "auto", "precision": precision}
+        more: list[Callback] = []
+        if WORLD > 1:
+            groups = {"process_group": hybrid_groups()} if way.startswith("HYBRID") else {}
+            wrapping = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "ignored_modules": [module.ignored]}
+            settings["strategy"], more = (
+                OwnFSDPStrategy(sharding_strategy=way, **wrapping, **groups, **options),
+                [truth] * options.get("use_orig_params", True),
+            )
+        with fsdp_on_a_cpu():
+            result = fit(folder, module, callback, even_data(RANK, WORLD), more=more, **settings)
+        return {name: result[name] for name in ("folder", "records", "said", "files")} | {"truth": truth.truth, "collectives": counts}
+
+    return scenario
+
+
+def flat_loop(folder: Path) -> dict[str, Any]:
+    """A loop of one's own with FSDP1, and without it in one process; the monitor gets what is wrapped, and then the wrapper."""
+    torch.manual_seed(0)
+    network = Uneven()
+    records, error = [], ""
+    with fsdp_on_a_cpu():
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(network, auto_wrap_policy=policy, use_orig_params=True) if WORLD > 1 else network
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rules = Rule(kinds=["activation", "parameter", "gradient", "update"], statistics=["norm", "mean"])
+        with ModuleMonitor(rules=rules, distributed=WORLD > 1) as monitor:
+            monitor.set_module(network)
+            try:
+                monitor.begin_step(0)
+            except ConfigError as refusal:
+                error = str(refusal)
+        with ModuleMonitor(rules=rules, distributed=WORLD > 1) as monitor:
+            monitor.set_module(model)
+            for step, (x, y) in enumerate(even_data(RANK, WORLD)):
+                monitor.begin_step(step)
+                F.cross_entropy(model(x), y).backward()
+                monitor.monitor_gradients()
+                monitor.monitor_parameters()
+                optimizer.step()
+                optimizer.zero_grad()
+                records.append(monitor.end_step())
+    return {"records": records, "error": error}
+
+
 def plain_loop(folder: Path, fabric: Fabric | None = None) -> dict[str, Any]:
     """A loop of one's own, with two micro-batches in a step and clipping; by Fabric, if that is given, or by torch alone."""
     torch.manual_seed(0)
@@ -798,7 +1117,20 @@ def second_to_last(x: Tensor) -> Tensor:
     return x.flatten()[-1] - 2 * x.flatten()[-min(2, x.numel())]
 
 
+FLAT = {
+    "flat_full": flat("FULL_SHARD"),
+    "flat_grad_op": flat("SHARD_GRAD_OP"),
+    "flat_not": flat("NO_SHARD"),
+    "flat_offloaded": flat("FULL_SHARD", cpu_offload=True),
+    "flat_mixed": flat("FULL_SHARD", precision="bf16-mixed"),
+    "flat_hybrid": flat("HYBRID_SHARD"),
+    "flat_without_names": flat("FULL_SHARD", use_orig_params=False),
+    "flat_loop": flat_loop,
+}
+"""FSDP1."""
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    **FLAT,
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
@@ -811,7 +1143,13 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
     "by_the_clock": by_the_clock,
+    "of_a_subclass": of_a_subclass,
+    "of_an_unknown_strategy": of_an_unknown_strategy,
     "own_loop": own_loop,
+    "corrupted": corrupted,
+    "local_steps": local_steps,
+    "join": join,
+    "one_rank_leaves": one_rank_leaves,
     "other_rules": other_rules,
     "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),
@@ -822,9 +1160,11 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-OF_TWO, OF_FOUR = ["tensor_parallel", "laid_out_activations", "unchanged_with_parts"], ["both_ways"]
+OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
+OF_TWO = ["tensor_parallel", "laid_out_activations", "unchanged_with_parts", *(name for name in FLAT if name != "flat_hybrid")]
+OF_FOUR = ["both_ways", "flat_hybrid", *OF_TWO_AND_FOUR]
 OF_ANY_NUMBER = [name for name in SCENARIOS if name not in (*OF_TWO, *OF_FOUR)]
-TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO], 3: OF_ANY_NUMBER, 4: OF_FOUR}
+TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO, *OF_TWO_AND_FOUR[:-1]], 3: OF_ANY_NUMBER, 4: OF_FOUR}
 """What is run by one set of processes, which take seconds to start, by their number."""
 
 

@@ -86,7 +86,7 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
         }
         recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith("/ratio")}
         assert {key for key in recorded if ".empty/" not in key} == expected
-        assert record.values["monitor/errors"] == 0
+        assert record.values["monitor/errors"] == record.values["monitor/rank_disagreement"] == 0
         for (kind, site), tensors in raw.items():
             elements = whole(tensors)
             if not elements.numel():

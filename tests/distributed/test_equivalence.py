@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from distributed import scenarios
-from helpers.equivalence import TENSORS
+from helpers.equivalence import PARAMETERS, TENSORS
+from torch.nn import functional as F
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.record import Key
@@ -23,6 +24,9 @@ LAID_OUT = (*TENSORS, "differences", "gradient flow", "histograms", "functions")
 
 LAID_OUT_IN_A_LOOP = tuple(name for name in LAID_OUT if name != "differences")
 
+FLAT = (*TENSORS, "differences", "histograms", "functions", "raw tensors")
+"""What is compared under FSDP1; of differences those of parameters."""
+
 LOCAL_LOSS = ("activation_gradient",)
 """Kinds that are of each rank's own loss, a mean over its share of the batch."""
 
@@ -32,7 +36,8 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
     assert len(result["records"]) == len(whole["records"])
     for one, other in zip(whole["records"], result["records"], strict=True):
         assert one.step == other.step
-        assert one.values.keys() == other.values.keys()
+        assert one.values.keys() == other.values.keys() - {"monitor/rank_disagreement"}
+        assert other.values.get("monitor/rank_disagreement", 0.0) == 0.0
         for key, value in one.values.items():
             expected = value * expected_factor(key, num_shares)
             # What is a difference of rounded numbers is as exact as these.
@@ -107,6 +112,81 @@ def test_parameters_that_are_laid_out_over_ranks(
 
 
 @pytest.mark.parametrize(
+    ("scenario", "num_ranks"),
+    [
+        pytest.param("flat_full", 2, marks=pytest.mark.shows("FSDP1, FULL_SHARD", *FLAT)),
+        pytest.param("flat_full", 4, marks=pytest.mark.shows("FSDP1, uneven and empty shards, 4 ranks", *FLAT)),
+        pytest.param("flat_grad_op", 2, marks=pytest.mark.shows("FSDP1, SHARD_GRAD_OP", *FLAT)),
+        pytest.param("flat_not", 2, marks=pytest.mark.shows("FSDP1, NO_SHARD", *FLAT)),
+        pytest.param("flat_offloaded", 2, marks=pytest.mark.shows("FSDP1, CPU offload", *FLAT)),
+        pytest.param("flat_hybrid", 4, marks=pytest.mark.shows("FSDP1, HYBRID_SHARD, 4 ranks", *FLAT)),
+    ],
+)
+def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """FSDP1: views of shards, of which some are empty, with padding and copies; what it ignores counts once; raw tensors are whole."""
+    whole = scenarios.FLAT[scenario](tmp_path)
+    of_whole = load_store(whole["folder"] / "rank_0" / "monitor.h5")
+    by_rank = run_scenarios(num_ranks, scenario)
+    for result in by_rank:
+        assert_same(whole, result, num_ranks)
+        assert all(record.values["monitor/errors"] == 0 for record in result["records"])
+        # In the first step ranks tell each other of what the module logs, and in the first two functions or the file want whole tensors.
+        assert result["collectives"][2] == ["all_reduce"] * 2
+        for record, truth in zip(result["records"], result["truth"], strict=True):
+            for key, (norm, mean) in truth.items():
+                assert record.values[f"{key}/norm"] == pytest.approx(norm, rel=1e-6), key
+                assert record.values[f"{key}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
+    store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")
+    for kind in ("parameter", "gradient", "update"):
+        for name, one in scenarios.Uneven().named_parameters():
+            tensor = store.tensor(kind, f"model.{name}", step=1)
+            assert tensor.shape == one.shape
+            torch.testing.assert_close(tensor, of_whole.tensor(kind, f"model.{name}", step=1), rtol=1e-3, atol=1e-6)
+
+
+def test_a_loop_with_flat_parameters(run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """The wrapper that FSDP1 returns is the module; of what is within it alone nobody knows the layout, which is an error that says so."""
+    whole = scenarios.flat_loop(tmp_path)
+    for result in run_scenarios(2, "flat_loop"):
+        assert_same(whole, result, 2)
+        assert result["error"] == (
+            "norm.weight, norm.bias: FSDP has it in a unit that is not known here; "
+            "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True."
+        )
+
+
+@pytest.mark.shows("FSDP1, mixed precision", *PARAMETERS)
+def test_flat_parameters_under_mixed_precision(run_scenarios: RunScenarios) -> None:
+    """Parameters and their gradients are those that FSDP puts together, in float32; activations are in bfloat16, and are recorded."""
+    for result in run_scenarios(2, "flat_mixed"):
+        assert len(result["truth"]) == 3
+        for record, truth in zip(result["records"], result["truth"], strict=True):
+            assert record.values["monitor/errors"] == record.values["monitor/rank_disagreement"] == 0
+            assert record.values["activation/model/norm"] > 0
+            for key, (norm, mean) in truth.items():
+                assert record.values[f"{key}/norm"] == pytest.approx(norm, rel=1e-6), key
+                assert record.values[f"{key}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
+
+
+@pytest.mark.shows("FSDP1, use_orig_params=False", "activations", "activation gradients")
+def test_flat_parameters_without_names_are_left_out(run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """Activations and their gradients are those of all ranks together; one line names the kinds that are left out, and the way to them."""
+    whole = scenarios.FLAT["flat_without_names"](tmp_path)
+    for rank, result in enumerate(run_scenarios(2, "flat_without_names")):
+        for one, other in zip(whole["records"], result["records"], strict=True):
+            kinds = {Key.parse(key).kind for key in other.values}
+            assert kinds == {"activation", "activation_gradient", "context", "monitor"}
+            for key, value in one.values.items():
+                if Key.parse(key).kind in kinds and key in other.values:
+                    assert other.values[key] == pytest.approx(value * expected_factor(key, 2), rel=1e-4, abs=1e-6), key
+        said = [message for message in result["said"] if "use_orig_params" in message]
+        assert said == [
+            "OwnFSDPStrategy with use_orig_params=False makes flat parameters without names: parameter, parameter_difference, "
+            "gradient_before_clip, gradient, update are left out. use_orig_params=True gives all kinds."
+        ] * (rank == 0)
+
+
+@pytest.mark.parametrize(
     "num_ranks",
     [
         pytest.param(1, marks=pytest.mark.shows("Fabric, one process", *LAID_OUT_IN_A_LOOP)),
@@ -151,6 +231,48 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
     torch.testing.assert_close(part, full[: full.shape[0] // rows, : full.shape[1] // columns], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("a subclass of a strategy", *TENSORS, "histograms")
+def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """What a user derives from DDPStrategy or ModelParallelStrategy has the values of these."""
+    for result in run_scenarios(num_ranks, "of_a_subclass"):
+        assert result["values"].keys() == {"DDPStrategy", "ModelParallelStrategy"}
+        for plain, derived in result["values"].values():
+            assert [len(values) for values in plain] == [len(plain[0])] * 3
+            np.testing.assert_equal(derived, plain)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("a strategy that is not known", "activations", "activation gradients")
+def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Activations, their gradients and the loss of the rank's own batches, without a collective; what is left out is said in one line."""
+    for rank, by_health in enumerate(run_scenarios(num_ranks, "of_an_unknown_strategy")):
+        for result in by_health.values():
+            assert [record.step for record in result["records"]] == [0, 2]
+            assert result["all_reduces"] == 0
+            assert result["files"] == ([] if rank else ["rank_0/monitor.h5"])
+            kinds = {Key.parse(key).kind for record in result["records"] for key in record.values}
+            assert kinds == {"activation", "activation_gradient", "context", "monitor"}
+            x, y = scenarios.data(rank, num_ranks, micro_batches=1)[0]
+            module = scenarios.Classifier(torch.nn.Linear(6, 3)).double()
+            module.load_state_dict(result["states"][0])
+            logits = module.model(x.double())
+            logits.retain_grad()
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            values = result["records"][0].values
+            assert values["activation/model/norm"] == pytest.approx(float(logits.detach().norm()), rel=1e-6)
+            assert values["activation_gradient/model/norm"] == pytest.approx(float(logits.grad.norm()), rel=1e-6)
+            assert values["context/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+            # The bad batch of the last rank is its own; none runs a step again without the others.
+            assert [(one.name, one.step) for one in result["findings"]] == [("nonfinite", 2)] * (rank == num_ranks - 1)
+            unknown = [message for message in result["said"] if message.startswith("UnknownStrategy")]
+            assert unknown == [
+                "UnknownStrategy keeps parameters in a way that is not known: activation_difference, parameter, gradient are left out; "
+                "values are those of rank 0 alone. DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
+            ] * (rank == 0)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
@@ -180,6 +302,81 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
             if step > 3:
                 expected["own/site/late"] = sum(range(num_ranks)) / num_ranks
             assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("ranks that differ", "parameters", "gradients", "updates", "histograms")
+def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Once, with its number; its values are of all ranks' elements together, those of all others still count once: two collectives."""
+    by_rank = run_scenarios(num_ranks, "corrupted")
+    site = "model.blocks.1.weight"
+    for result in by_rank:
+        assert result["collectives"][1:] == [["all_reduce"] * 2] * 2  # in the first step ranks tell each other of what the module logs
+        records = result["records"]
+        assert [record.values["monitor/rank_disagreement"] for record in records] == [0.0, 1.0, 1.0]
+        [finding] = result["findings"]
+        assert (finding.step, finding.name, finding.site) == (1, "rank_disagreement", site)
+        assert finding.words.startswith(f"Ranks have different values of parameter {site}, and should have the same.")
+        for step, record in enumerate(records):
+            for name in result["states"][step]:
+                of_ranks = torch.stack([other["states"][step][name].double() for other in by_rank])
+                together = of_ranks if name == site and step else of_ranks[:1]
+                if name == site and step == 1:
+                    together[-1, 0, 0] += 0.25  # which comes after the state was kept
+                assert record.values[f"parameter/{name}/norm"] == pytest.approx(float(together.norm()), rel=1e-6), name
+                assert record.values[f"parameter/{name}/max"] == pytest.approx(float(together.max()), rel=1e-6), name
+                assert record.histograms[f"parameter/{name}/hist"].row.sum() == together.numel(), name
+                assert record.histograms[f"gradient/{name}/hist"].row.sum() == together[0].numel(), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("ranks that differ", "parameters", "gradients")
+def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Local steps: gradients differ from the first step on, parameters from the second; a frozen one never does, and counts once."""
+    by_rank = run_scenarios(num_ranks, "local_steps")
+    for result in by_rank:
+        for step, record in enumerate(result["records"]):
+            assert record.values["monitor/rank_disagreement"] == 3.0
+            assert [(one.step, one.site) for one in record.findings] == ([(0, "0.weight")] if step == 0 else [])
+            for name in result["states"][step]:
+                parameters = torch.stack([other["states"][step][name][0].double() for other in by_rank])
+                together = parameters if step and name != "0.bias" else parameters[:1]
+                assert record.values[f"parameter/{name}/norm"] == pytest.approx(float(together.norm()), rel=1e-6)
+                if name != "0.bias":
+                    gradients = torch.stack([other["states"][step][name][1].double() for other in by_rank])
+                    assert record.values[f"gradient/{name}/norm"] == pytest.approx(float(gradients.norm()), rel=1e-6)
+                    assert record.values[f"gradient/{name}/mean"] == pytest.approx(float(gradients.mean()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("DDP in torch's Join", "activations", "training unchanged")
+def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Collectives of the monitor meet none of DDP's or of ``Join``'s; steps that all ranks have are recorded, and training is the same."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+    x = torch.cat([scenarios.data(rank, num_ranks, micro_batches=1, steps=6)[0][0] for rank in range(num_ranks)]).double()
+    for rank, result in enumerate(run_scenarios(num_ranks, "join")):
+        plain, monitored = result["plain"], result["monitored"]
+        assert all(torch.equal(plain["state"][name], monitored["state"][name]) for name in plain["state"])
+        assert list(monitored["values"]) == [0, 1]
+        assert monitored["values"][0]["activation/_root_/norm"] == pytest.approx(float(model(x).detach().norm()), rel=1e-6)
+        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["said"]]
+        assert ends == [True] * (rank < num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.shows("DDP, an error on one rank", "training unchanged", "nothing left behind")
+def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Whichever collective it leaves, that of a record or of the search for what is not finite: one sentence, and no hook stays."""
+    for result in run_scenarios(num_ranks, "one_rank_leaves"):
+        states = [of_nonfinite["state"] for of_nonfinite in result.values()]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        for of_nonfinite in result.values():
+            assert [record.step for record in of_nonfinite["records"]] == [0, 1]
+            assert sorted(of_nonfinite["states"]) == [0, 1, 2, 3, 4, 5]
+            assert of_nonfinite["hooks"] == 0
+            ends = [message for message in of_nonfinite["said"] if "Monitoring ends" in message or "failed" in message]
+            assert [message.partition(":")[0] for message in ends] == ["Monitoring ends after the record of step 1"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -295,12 +492,15 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
         assert [record.step for record in result["records"]] == [0, 2, 4, 6]
-        # The gradients that the last rank could not take in are the first rank's to count.
         assert [record.values["monitor/errors"] > 0 for record in result["records"]] == [False, True, True, False]
         values = [record.values["activation/model.layers.0/fails"] for record in result["records"]]
         np.testing.assert_array_equal(np.isnan(values), [False, False, True, False])
-        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse", "gradient/model.layers.0.weight/norm"):
+        for key in ("activation/model.layers.0/norm", "activation/model.layers.0/mse"):
             assert all(record.values[key] > 0 for record in result["records"])
+        # The gradients that the last rank could not take in are not known to be those of the others.
+        gradients = [record.values["gradient/model.layers.0.weight/norm"] for record in result["records"]]
+        np.testing.assert_array_equal(np.isnan(gradients), [False, True, False, False])
+        assert all(record.values["monitor/rank_disagreement"] == 0 for record in result["records"])
         assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
     assert not any("on purpose" in message for message in by_rank[0]["said"])
     # Each of them, and the function's.

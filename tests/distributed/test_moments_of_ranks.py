@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import Meeting
+from helpers.ranks import Meeting, ThreadRank
 from helpers.textbook import PLAIN, slack, textbook
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.moments import Reduced, reduce_moments
+from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.transfer import to_host
@@ -86,6 +86,51 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
             assert not torch.stack([result.mean, result.deviations, result.squares, result.magnitude]).isfinite().any()
             assert not (result.maximum.isfinite() & result.minimum.isfinite()).any()
             assert bool(result.maximum.isnan()) == (bad != bad)  # noqa: PLR0124  # NaN
+
+
+def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[list[float]]) -> list[Reduced]:
+    """What ranks have of rows that all of them should have alike; each row is summed over ranks once more, as a number."""
+    things = torch.arange(len(rows_by_rank[0]))
+
+    def work(rank: ThreadRank) -> Reduced:
+        moments = moments_of(rows_by_rank[rank.index])
+        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), things, things)
+        return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
+
+    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
+    reduced = meeting.run(work)
+    assert meeting.calls == ["max", "sum"]
+    return reduced
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_what_all_ranks_have_alike_counts_once_and_what_differs_on_all(scale: float) -> None:
+    """Also where a rank has added it up in another order, has nothing of it, has zeros, or has a part of it that is like another's."""
+    one, other = numbers(1, 5000, scale), numbers(2, 3, scale)
+    changed, zeros = one.clone(), torch.zeros(3, 4, dtype=torch.float64)
+    changed[2000, 1] += 1e-3 * scale
+    first = [[one], [one], [one], [other], [zeros], [zeros], [one]]
+    second = [[one], [*one.split(7)], [changed], [], [zeros], [], [one]]
+    expected = [[one], [one], [one, changed], [other], [zeros], [zeros], [one, one]]
+    parts = [0.0] * 6 + [1.0]
+    for reduced in reduced_replicas([first, second], [parts, parts]):
+        assert reduced.differ.tolist() == [False, False, True, True, False, True, False]
+        for row, tensors in enumerate(expected):
+            together = torch.cat(tensors)
+            assert float(reduced.moments.elements[row]) == float(reduced.summed[row]) == together.numel()
+            assert float(reduced.moments.squares[row]) == pytest.approx(float(together.square().sum()), rel=1e-12)
+            assert float(reduced.moments.mean[row]) == pytest.approx(float(together.mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_replicas_that_are_not_finite_are_compared_too(bad: float) -> None:
+    """Alike where all ranks have the same bad value, and different where one has."""
+    clean, spoiled = numbers(3, 6), numbers(3, 6)
+    spoiled[2, 1] = bad
+    for reduced in reduced_replicas([[[spoiled], [clean]], [[spoiled], [spoiled]]], [[0.0, 0.0]] * 2):
+        assert reduced.differ.tolist() == [False, True]
+        assert reduced.moments.nonfinite.tolist() == [1.0, 1.0]
+        assert reduced.moments.elements.tolist() == [24.0, 48.0]
 
 
 @settings(max_examples=40, deadline=None)

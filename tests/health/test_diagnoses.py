@@ -8,7 +8,7 @@ import pytest
 
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.diagnoses import CAUSES, MAX_DIAGNOSES, NONFINITE, diagnose
-from lightning_module_monitor.record import Finding
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 PAGE = (Path(__file__).parents[2] / "docs" / "health.md").read_text()
 
@@ -77,9 +77,9 @@ def test_there_are_at_most_three() -> None:
 
 def test_every_finding_of_the_model_leads_to_a_diagnosis() -> None:
     """Each detector but those of one batch and of the monitor's own errors, alone; causes name detectors that there are."""
-    for name in (*NONFINITE, *DETECTORS):
+    for name in (*NONFINITE, RANK_DISAGREEMENT, *DETECTORS):
         assert len(names((name, 5))) == (name not in ("what could not be measured", "spikes of the gradient")), name
-    known = {*NONFINITE, *DETECTORS}
+    known = {*NONFINITE, RANK_DISAGREEMENT, *DETECTORS}
     for cause in CAUSES:
         assert {*cause.shown_by, *cause.explains} <= known
         listed = ", ".join(dict.fromkeys(cause.explains)) or "-"

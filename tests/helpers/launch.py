@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 TESTS = Path(__file__).parents[1]
-TIMEOUT = 240
+TIMEOUT = 480
 
 
 def free_port() -> int:

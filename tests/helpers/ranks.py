@@ -76,3 +76,6 @@ class ThreadRank:
 
     def gather(self, one: Any) -> list[Any]:
         return self._meeting.exchange(self.index, "gather", one)
+
+    def close(self) -> None:
+        pass

@@ -1,5 +1,8 @@
 """Rows of moments over several ranks: two collectives, whatever the number of rows and ranks. Copies count once.
 
+Parameters that are not laid out over ranks are *replicas*: every rank has them, and all should have the same. The first collective, a
+maximum, shows whether they do.
+
 Ranks that share their input, as tensor parallel ones do, may have the same of a tensor or different parts of it. They find out by *marks*:
 two small integers for all that is known of a tensor, which all but surely differ where anything of it does.
 """
@@ -30,6 +33,39 @@ class Marks(NamedTuple):
     """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
     of_summed: Tensor
     """The thing that a number to be summed is of, in the same way."""
+
+
+ROUNDING = 1e-12
+"""By so much of its size a number of float64 may differ between ranks that have the same tensor, and added it up in another order."""
+
+
+class Replicas(NamedTuple):
+    """What every rank is expected to have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
+
+    first_rows: Tensor
+    """The row of each thing that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(things,)``."""
+    are_parts: Tensor
+    """Whether what this rank has of a thing is a part that is its own to count, float64, shape ``(things,)``."""
+    of_rows: Tensor
+    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
+    of_summed: Tensor
+    """The thing that a number to be summed is of, in the same way."""
+
+    def checks(self, moments: Moments) -> Tensor:
+        """What the maximum is taken of, to find out whether all ranks have the same: shape ``(7, things)``."""
+        known = torch.stack([moments.elements, moments.mean, moments.squares])[:, self.first_rows]
+        largest = torch.finfo(known.dtype).max
+        known = known.nan_to_num(largest, largest, -largest)
+        return torch.cat([known, -known, self.are_parts.unsqueeze(0)])
+
+    @staticmethod
+    def compared(checks: Tensor) -> tuple[Tensor, Tensor]:
+        """Which things all ranks have alike, and of which ranks have different values, by the maxima of the checks."""
+        largest, smallest, are_parts = checks[:3], -checks[3:6], checks[6] > 0
+        elements, _mean, squares = largest
+        size = torch.stack([elements, (squares / elements.clamp(min=1.0)).sqrt(), squares])
+        is_same = (largest - smallest <= ROUNDING * size).all(0)
+        return is_same & ~are_parts, ~(is_same | are_parts)
 
 
 def marks_of(numbers: Tensor, things: Tensor, num_things: int) -> Tensor:
@@ -65,9 +101,13 @@ class Reduced(NamedTuple):
     summed: Tensor
     are_copies: Tensor
     """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
+    differ: Tensor
+    """Of which of the replicas ranks have different values, boolean, shape ``(things,)``; empty without replicas."""
 
 
-def reduce_moments(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None) -> Reduced:
+def reduce_moments(
+    moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None, *, replicas: Replicas | None = None
+) -> Reduced:
     """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
 
     The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
@@ -80,6 +120,7 @@ def reduce_moments(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ran
         summed: What the sum is wanted of, shape ``(others,)``, float64.
         ranks: Asked twice, on every rank.
         marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
+        replicas: What all ranks are expected to have alike; the maximum shows whether they do.
 
     Returns:
         The moments of the tensors of all ranks together, and the two reduced tensors.
@@ -90,14 +131,20 @@ def reduce_moments(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ran
     own_center = torch.where(has_any & moments.mean.isfinite(), moments.mean, -torch.inf)
     is_nan = extremes.isnan()
     of_rows = torch.cat([extremes.masked_fill(is_nan, -torch.inf), is_nan.double(), own_center.unsqueeze(0)])
-    reduced = ranks.all_reduce(torch.cat([of_rows.flatten(), largest]), "max")
-    of_rows, largest = reduced[: of_rows.numel()].view_as(of_rows), reduced[of_rows.numel() :]
+    checks = of_rows.new_empty(7, 0) if replicas is None else replicas.checks(moments)
+    given = [of_rows, checks, largest]
+    arrived = ranks.all_reduce(torch.cat([one.flatten() for one in given]), "max").split([one.numel() for one in given])
+    of_rows, checks, largest = (one.view_as(part) for one, part in zip(arrived, given, strict=True))
+    are_alike, differ = Replicas.compared(checks)
     maximum, minus_minimum = of_rows[:2].masked_fill(of_rows[2:4] > 0, torch.nan)
     center = torch.where(of_rows[4].isfinite(), of_rows[4], 0.0)
 
     own = moments._replace(mean=torch.where(has_any, moments.mean, center)).about(center)
     added = torch.stack(tuple(own._replace(maximum=own.mean, minimum=own.mean)))
     numbers = torch.cat([added.flatten(), summed])
+    if replicas is not None and ranks.index > 0:
+        is_copy = torch.cat([are_alike, are_alike.new_zeros(1)])
+        numbers = numbers.masked_fill(is_copy[torch.cat([replicas.of_rows.repeat(len(added)), replicas.of_summed])], 0.0)
     if marks is None:
         reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
     else:
@@ -105,7 +152,7 @@ def reduce_moments(moments: Moments, largest: Tensor, summed: Tensor, ranks: Ran
         reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
     together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
-    return Reduced(together, largest, reduced[added.numel() :], are_copies)
+    return Reduced(together, largest, reduced[added.numel() :], are_copies, differ)
 
 
 def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, distributed
+
+from lightning_module_monitor.errors import RanksLostError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,35 +43,62 @@ class Ranks(Protocol):
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks: for what is rare, or the user's own."""
 
+    def close(self) -> None:
+        """Give up what the collectives need; no further call follows."""
+
 
 OPERATIONS = {"max": "MAX", "sum": "SUM"}
 
+TIMEOUT = timedelta(minutes=5)
+"""How long a rank waits for the others, which have finished the same step: less than NCCL's ten minutes, after which the run would end."""
+
 
 class ProcessRanks:
-    """The ranks of the default process group, as :class:`Ranks` describes them.
+    """The ranks of the default process group, as :class:`Ranks` describes them, in a group of their own; made on every rank.
+
+    In the default group a collective of the monitor's would meet others' where ranks are not in the same step: those of DDP, or of torch's
+    ``Join``. The group is one of gloo: a rank that does not take part is then an error, where NCCL ends the process.
 
     Args:
         same_input: The mesh of the ranks that share their input with this one, in tensor parallel training.
+
+    Raises:
+        RanksLostError: If another rank does not make its own in time; so do all methods, if another rank does not take part.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, same_input: DeviceMesh | None = None) -> None:
         self.index: int = distributed.get_rank()
-        backend = distributed.get_backend()
-        # NCCL reduces only what is on the GPU of its rank.
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        with self._others_in_time():
+            self._group = distributed.new_group(timeout=TIMEOUT, backend="gloo")
         self.place: int = 0 if same_input is None else same_input.get_local_rank()
         self.num_sharing: int = 1 if same_input is None else same_input.size()
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         """One collective, in place."""
-        distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]))
+        with self._others_in_time():
+            distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]), group=self._group)
         return tensor
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks."""
         everything: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everything, one)
+        with self._others_in_time():
+            distributed.all_gather_object(everything, one, group=self._group)
         return everything
+
+    def close(self) -> None:
+        """Destroy the group; a second call does no harm."""
+        with suppress(ValueError):  # the default group was destroyed, and this one with it
+            distributed.destroy_process_group(self._group)
+
+    @contextmanager
+    def _others_in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RanksLostError(f"another rank did not take part within {TIMEOUT.total_seconds():g} s ({error})") from error
 
 
 def process_ranks(same_input: DeviceMesh | None = None) -> ProcessRanks | None:

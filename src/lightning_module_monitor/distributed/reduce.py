@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.moments import Marks, Reduced, marks_of, reduce_moments
+from lightning_module_monitor.distributed.moments import Marks, Reduced, Replicas, marks_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.kernels.transfer import transfer
+from lightning_module_monitor.kernels.transfer import to_host, transfer
 from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult
@@ -112,11 +112,15 @@ class DistributedReducer:
         return [spec for spec in self.specs.values() if spec.histograms]
 
     @property
+    def _replicated(self) -> list[MetricSpec]:
+        return [spec for spec in self.specs.values() if spec.is_replicated]
+
+    @property
     def _with_units(self) -> list[MetricSpec]:
         return [spec for spec in self.specs.values() if spec.units]
 
-    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Marks | None]:
-        """What this rank gives: moments, what the maximum and what the sum is taken of, and what distinguishes copies."""
+    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Marks | None, Replicas]:
+        """What this rank gives: moments, what the maximum and what the sum is taken of, and what shows copies and replicas."""
         specs = self.specs.values()
         functions = [(spec.key(function.name), function) for spec, function in self._functions]
         rows = own.moments.rows(self._tensor([row for spec in specs for row in _rows_of(own, spec)], torch.int64))
@@ -144,15 +148,18 @@ class DistributedReducer:
             "weights": results["weights"],
             "errors": self._tensor([own.num_errors]),
         }
-        return rows, largest, summed, None if self.ranks.num_sharing == 1 else self._marks(rows, counts, results)
+        marks = None if self.ranks.num_sharing == 1 else self._marks(rows, counts, results)
+        return rows, largest, summed, marks, self._replicas(own)
 
-    def _reduce(self, moments: Moments, largest: Parts, summed: Parts, marks: Marks | None) -> tuple[Reduced, Parts, Parts]:
+    def _reduce(
+        self, moments: Moments, largest: Parts, summed: Parts, marks: Marks | None, replicas: Replicas
+    ) -> tuple[Reduced, Parts, Parts]:
         """The two collectives and the transfer."""
-        reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, marks)
-        tensors = [torch.stack(reduced.moments), reduced.largest, reduced.summed, reduced.are_copies.double()]
+        reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, marks, replicas=replicas)
+        tensors = [torch.stack(reduced.moments), reduced.largest, reduced.summed, reduced.are_copies.double(), reduced.differ.double()]
         arrived = transfer(_joined(dict(enumerate(tensors))))  # type: ignore[arg-type]
-        rows, of_largest, of_summed, are_copies = arrived.split([one.numel() for one in tensors])
-        on_host = Reduced(Moments(*rows.view_as(tensors[0])), of_largest, of_summed, are_copies > 0)
+        rows, of_largest, of_summed, are_copies, differ = arrived.split([one.numel() for one in tensors])
+        on_host = Reduced(Moments(*rows.view_as(tensors[0])), of_largest, of_summed, are_copies > 0, differ > 0)
         return on_host, _parted(of_largest, largest), _parted(of_summed, summed)
 
     def _unpack(self, reduced: Reduced, largest: Parts, summed: Parts) -> GlobalResult | None:
@@ -178,6 +185,7 @@ class DistributedReducer:
             elif called[number] and not raised[number]:
                 # What has failed on any rank is NaN, whatever others make of theirs, and none of them is asked for it.
                 unfinished.append((spec, function))
+        failed = [*itertools.compress(specs, largest["failed"].tolist())]
         return GlobalResult(
             rows=rows,
             moments=torch.stack(reduced.moments),
@@ -192,7 +200,8 @@ class DistributedReducer:
             values=values,
             copied=frozenset(itertools.compress(self.specs, reduced.are_copies.tolist())),
             unfinished=unfinished,
-            failed=[*itertools.compress(specs, largest["failed"].tolist())],
+            differing=[spec for spec in itertools.compress(self._replicated, reduced.differ.tolist()) if spec not in failed],
+            failed=failed,
             failed_keys=[spec.key(one.name) for (spec, one), has_raised in zip(self._functions, raised, strict=True) if has_raised],
             num_errors=int(summed["errors"]),
             is_lost=bool(largest["lost"]),
@@ -216,7 +225,7 @@ class DistributedReducer:
             self._tensor([-1.0 if one == "min" else 1.0 for one in aggregates]),
         )
         places, weight = self._tensor(index, torch.int64), self._tensor(weights)
-        values = torch.stack([one.to(self.device) for one in scalars]) if scalars else weight
+        values = to_host([], scalars)[1].to(self.device)
         nothing, is_nan = torch.zeros_like(sign), values.isnan()
         least = torch.full_like(nothing, -torch.inf)
         return {
@@ -232,18 +241,31 @@ class DistributedReducer:
         All that is known of it does: parts of a tensor may well have one histogram. Of a parameter, and of a value of the user's own,
         every rank observes what is its own to count: parts of a constant are alike, and no copies.
         """
-        specs = self.specs.values()
-        numbers = {spec.identity: number for number, spec in enumerate(specs) if spec.is_compared}
-        none = len(specs)
-        rows = self._tensor([numbers.get(spec.identity, none) for spec in specs for _row in range(spec.num_rows)], torch.int64)
-        counted = self._tensor([numbers.get(spec.identity, none) for spec in self._counted], torch.int64)
-        called = self._tensor([numbers.get(spec.identity, none) for spec, _function in self._functions], torch.int64)
+        none = len(self.specs)
+        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(self.specs.values()) if spec.is_compared}, none)
         columns = [(torch.stack(moments), rows), (counts.T, counted), (torch.stack([*results.values()]), called)]
         known = torch.cat([values.flatten() for values, _things in columns])
         things = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
-        # The order of the parts that are summed: counts, totals, weights, and the number of errors.
-        of_summed = torch.cat([counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)])
-        return Marks(marks_of(known, things, none), rows, of_summed)
+        return Marks(marks_of(known, things, none), rows, _of_summed(counted, called, none))
+
+    def _replicas(self, own: LocalResult) -> Replicas:
+        """What every rank is expected to have alike, and of what this one has a part."""
+        replicated = self._replicated
+        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(replicated)}, len(replicated))
+        firsts = dict(zip(self.specs, itertools.accumulate((spec.num_rows for spec in self.specs.values()), initial=0), strict=False))
+        return Replicas(
+            first_rows=self._tensor([firsts[spec.identity] for spec in replicated], torch.int64),
+            are_parts=self._tensor([spec.identity in own.parts for spec in replicated]),
+            of_rows=rows,
+            of_summed=_of_summed(counted, called, len(replicated)),
+        )
+
+    def _of_things(self, things: Mapping[MetricSpec, int], none: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The thing that each row, each histogram and each function is of; ``none`` where it is of none."""
+        rows = [things.get(spec, none) for spec in self.specs.values() for _row in range(spec.num_rows)]
+        counted = [things.get(spec, none) for spec in self._counted]
+        called = [things.get(spec, none) for spec, _function in self._functions]
+        return self._tensor(rows, torch.int64), self._tensor(counted, torch.int64), self._tensor(called, torch.int64)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -293,6 +315,11 @@ def _rows_of(own: LocalResult, spec: MetricSpec) -> Sequence[int]:
 
 def _has_failed(own: LocalResult, spec: MetricSpec) -> bool:
     return any(key in own.failed for key in (*spec.statistic_keys, *spec.histogram_keys, *map(spec.key, spec.units)))
+
+
+def _of_summed(counted: Tensor, called: Tensor, none: int) -> Tensor:
+    """The thing that each number is of that is summed, in their order: counts, totals, weights, and the number of errors."""
+    return torch.cat([counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)])
 
 
 def _joined(parts: Parts) -> Tensor:

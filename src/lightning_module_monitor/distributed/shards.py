@@ -1,15 +1,25 @@
-"""Which part of a tensor that several ranks have is this rank's to count, so that every element counts once."""
+"""Which part of a tensor that several ranks have is this rank's to count, so that every element counts once.
+
+Torch lays parameters out over ranks in two ways. FSDP2 and tensor parallel training make DTensors of them. FSDP1 makes views of this rank's
+shard of a flat parameter: plain tensors of one dimension, of which only the wrapper knows.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed, nn
 from torch.nn import Parameter
+
+from lightning_module_monitor.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from lightning_module_monitor.distributed.ranks import Ranks
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -21,22 +31,68 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_part(tensor: Tensor, rank: int) -> Tensor | None:
-    """The elements that a rank counts.
+class FlatShard(NamedTuple):
+    """Of a parameter of FSDP1 what its wrapper knows. On this rank it is a plain tensor of one dimension, which may be empty."""
+
+    shape: torch.Size
+    """Of the whole."""
+    is_copy: bool
+    """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
+
+
+def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Module | None) -> dict[str, FlatShard]:
+    """Which parameters are laid out over ranks by FSDP1.
 
     Args:
-        tensor: A parameter, or its gradient. A plain one is replicated: data parallel training keeps it the same everywhere.
-        rank: This process's.
+        parameters: By name; ``None``: it is gone.
+        wrapper: A module that has FSDP1's wrappers in it, or is one.
+
+    Raises:
+        ConfigError: If a parameter belongs to another wrapper.
+    """
+    flattened = {name: id(one) for name, one in parameters.items() if one is not None and is_flattened(one)}
+    shards = _flat_shards(wrapper) if flattened and wrapper is not None else {}
+    unknown = [name for name, one in flattened.items() if one not in shards]
+    if unknown:
+        expected = "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True"
+        raise ConfigError(f"{shortened(unknown)}: FSDP has it in a unit that is not known here; {expected}.")
+    found = {name: shards[one] for name, one in flattened.items()}
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
+    """The parameters of FSDP1's units in a module, by ``id``; ``None`` for one that is not laid out over ranks (``NO_SHARD``)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    shards: dict[int, FlatShard | None] = {}
+    for unit in () if fsdp is None else fsdp.FullyShardedDataParallel.fsdp_modules(wrapper):
+        handle = unit._handle  # which parameters are in a unit, and of what shape, is in no public interface
+        if handle is not None and handle.flat_param._params is not None:
+            replicas = getattr(unit, "_inter_node_pg", None)
+            is_copy = replicas is not None and distributed.get_rank(replicas) > 0
+            for parameter, shape in zip(handle.flat_param._params, handle.flat_param._shapes, strict=True):
+                shards[id(parameter)] = FlatShard(shape, is_copy) if handle.uses_sharded_strategy else None
+    return shards
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether a parameter belongs to a unit of FSDP1."""
+    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's own mark, by which it leaves out what an inner unit has
+
+
+def is_laid_out(module: nn.Module) -> bool:
+    """Whether any parameter of a module is, or may be, laid out over ranks: such a module cannot be copied."""
+    return any(is_sharded(one) or is_flattened(one) for one in module.parameters())
+
+
+def own_part(tensor: DTensor) -> Tensor | None:
+    """The elements that this rank counts of a tensor that is laid out over ranks.
 
     Returns:
-        All of a plain tensor on rank 0, and nothing on the others. Of one that is laid out over ranks the local shard; where
-        it is also replicated, on the first of the ranks that have it. ``None``: another rank counts them.
+        The local shard; where it is also replicated, on the first of the ranks that have it. ``None``: another rank counts them.
 
     Raises:
         ValueError: If its values are still to be reduced over ranks.
     """
-    if not is_sharded(tensor):
-        return tensor if rank == 0 else None
     _check_reduced(tensor)
     # Of several groups of ranks with the same tensor the one with rank 0 counts it.
     is_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()
@@ -47,6 +103,18 @@ def own_part(tensor: Tensor, rank: int) -> Tensor | None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be laid out over ranks: then by a collective, in which all of them take part."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def whole_of_flat(part: Tensor, shard: FlatShard, ranks: Ranks) -> Tensor:
+    """All of a parameter of FSDP1, or of what belongs to it, by a collective, in which all ranks take part."""
+    parts = ranks.gather(None if shard.is_copy else part.to("cpu"))
+    return torch.cat([one for one in parts if one is not None]).view(shard.shape).to(part.device)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, of which a part without elements has an empty one: FSDP1 leaves that out."""
+    is_empty = parameter.grad is None and parameter.requires_grad and not parameter.numel() and is_flattened(parameter)
+    return torch.empty_like(parameter) if is_empty else parameter.grad
 
 
 def has_parts_of_tokens(tensor: Tensor) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.record import Finding
+from lightning_module_monitor.health.replicas import CURE
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 MAX_DIAGNOSES = 3
 
@@ -90,6 +91,13 @@ CAUSES = (
         (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
         "look at the batch of that step, and drop or clip what is not finite in the data set",
         lambda one: one.cause == "data",
+    ),
+    Cause(
+        RANK_DISAGREEMENT,
+        "Ranks have come apart: copies of one parameter differ",
+        (RANK_DISAGREEMENT,),
+        _GROWTH,
+        CURE,
     ),
     Cause(
         "no_optimizer",

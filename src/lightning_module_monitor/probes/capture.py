@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.distributed.shards import is_sharded
+from lightning_module_monitor.distributed.shards import gradient_of, is_sharded
 from lightning_module_monitor.kernels.elements import in_memory, own_elements, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
@@ -69,9 +69,10 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
-            if parameter.grad is not None:
+            gradient = gradient_of(parameter)
+            if gradient is not None:
                 with self._reporting(kind, site):
-                    self._keep_whole(kind, site, unscaled(parameter.grad, scale))
+                    self._keep_whole(kind, site, unscaled(gradient, scale))
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.distributed.shards import has_parts_of_tokens, own_part
+from lightning_module_monitor.distributed.shards import FlatShard, gradient_of, has_parts_of_tokens, is_sharded, own_part
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
@@ -27,7 +27,7 @@ from lightning_module_monitor.statistics.spec import MetricSpec
 
 @dataclass
 class ParameterProbe(Probe):
-    """Reads parameters at the moments that it is told, under ``torch.no_grad``: of every tensor what is this rank's to count."""
+    """Reads parameters at the moments that it is told, under ``torch.no_grad``: of a tensor that is laid out over ranks its own part."""
 
     watched: Mapping[str, ParametersOfKind]
     """What is watched, by kind."""
@@ -35,8 +35,9 @@ class ParameterProbe(Probe):
     whole_tensors: WholeTensors
     say: Callable[[str], None]
     """Takes a sentence for the user."""
+    flat: Mapping[str, FlatShard]
+    """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None = None
-    rank: int = 0
     _before: Copies = field(default_factory=Copies)
     _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of the parameters that are not real floating ones, by dtype."""
@@ -56,7 +57,7 @@ class ParameterProbe(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        gradients = [None if parameter is None else parameter.grad for parameter in self._there(kind, among)]
+        gradients = [None if parameter is None else gradient_of(parameter) for parameter in self._there(kind, among)]
         if scale is None:
             self._observe_there(kind, gradients)
             return
@@ -109,29 +110,39 @@ class ParameterProbe(Probe):
         self.whole_tensors.give(name_of(spec.kind, spec.site), tensors, call)
 
     def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
-        """What of each tensor this rank counts."""
+        """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
         for spec, tensor in pairs:
-            if type(tensor) in PLAIN:
-                # As nearly all are: the same on every rank, and for the first to count.
-                if self.rank == 0:
-                    parts.append((spec, tensor))
+            if type(tensor) in PLAIN and spec.site not in self.flat:  # as nearly all are
+                parts.append((spec, tensor))
                 continue
-            if (spec.needs | spec.base_needs) & Need.TOKENS and has_parts_of_tokens(tensor):
-                if tensor.dim() == 1:
+            if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
+                if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
                     self.accumulator.count_as_one_token(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
                     self.accumulator.fail(spec, tensor, ValueError(why))
                     continue
-            part = own_part(tensor, self.rank)
+            part = self._own_part(spec, tensor)
             if part is not None:
                 parts.append((spec, part))
         return parts
 
+    def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
+        shard, part = self.flat.get(spec.site), None
+        if shard is not None:
+            part = None if shard.is_copy else tensor
+        elif is_sharded(tensor):
+            part = own_part(tensor)
+        else:
+            return tensor
+        if part is not None:
+            self.accumulator.count_as_part(spec)
+        return part
+
     def _see_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
         with self._failing(spec, parameter):
-            own, of_twin = own_part(parameter.detach(), self.rank), own_part(reference.detach(), self.rank)
+            own, of_twin = self._own_part(spec, parameter.detach()), self._own_part(spec, reference.detach())
             if own is not None and of_twin is not None:
                 self.accumulator.measure_pair(spec, own, of_twin.to(own.device))
             if spec.functions:

@@ -61,6 +61,10 @@ class Reference:
         self.name = name
         # The first name of a shared module counts, for both.
         self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
+        # The owner of a parameter may be within a wrapper (FSDP1), and is then at the same place in a copy.
+        places = dict(module.named_modules(remove_duplicate=False))
+        within = {one: places[name] for name, one in live.named_modules(remove_duplicate=False) if name in places}
+        self._owners: dict[nn.Module, nn.Module] = within | self._siblings
         self.is_running = False
         self.operator_norms: dict[str, Tensor] = {}
         """Of its weights, by the site of a layer; they are computed once."""
@@ -77,7 +81,7 @@ class Reference:
 
     def parameter(self, site: ParameterSite) -> Tensor | None:
         """The sibling of a parameter; ``None`` as for :meth:`sibling`."""
-        sibling = self.sibling(site.owner)
+        sibling = self._owners.get(site.owner)
         return None if sibling is None else sibling._parameters.get(site.attribute)
 
     def device(self) -> torch.device:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.shards import is_sharded, whole
+from lightning_module_monitor.distributed.shards import FlatShard, is_sharded, whole, whole_of_flat
+from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import WatchedParameter, failing_alone
 
 FOR_THE_FILE = "for the file"
@@ -26,12 +27,13 @@ class WholeTensors:
     At the end of the step the ranks exchange which parts they have; tensors of which every rank has its part are assembled.
 
     Args:
-        expected: Names of all tensors that may come, in the same order on every rank. Without any there is no collective.
+        expected: All tensors that may come, by name, in the same order on every rank: those of FSDP1 with their shard. Without any there
+            is no collective.
         ranks: The processes that train together; ``None`` for a single one.
         failed: Gets the name of a tensor that could not be used, and the error.
     """
 
-    def __init__(self, expected: Sequence[str], ranks: Ranks | None, failed: Callable[[str, Exception], None]) -> None:
+    def __init__(self, expected: Mapping[str, FlatShard | None], ranks: Ranks | None, failed: Callable[[str, Exception], None]) -> None:
         self._expected = expected
         self._ranks = ranks
         self._failed = failed
@@ -47,7 +49,7 @@ class WholeTensors:
         """
         if self._ranks is None:
             use(*(whole(tensor) for tensor in tensors))
-        elif any(is_sharded(tensor) for tensor in tensors):
+        elif self._expected.get(name) is not None or any(is_sharded(tensor) for tensor in tensors):
             self._kept[name].append(([tensor.detach().clone() for tensor in tensors], use))
         elif self._ranks.index == 0:
             use(*tensors)
@@ -58,9 +60,9 @@ class WholeTensors:
             return
         counts = torch.tensor([len(self._kept[name]) for name in self._expected], dtype=torch.float64, device=self._ranks.device)
         most, minus_least = self._ranks.all_reduce(torch.cat([counts, -counts]), "max").view(2, -1)
-        for name, has_any in zip(self._expected, ((most > 0) & (most == -minus_least)).tolist(), strict=True):
+        for (name, shard), has_any in zip(self._expected.items(), ((most > 0) & (most == -minus_least)).tolist(), strict=True):
             for parts, use in self._kept.pop(name) if has_any else ():
-                tensors = [whole(part) for part in parts]
+                tensors = [whole(part) if shard is None else whole_of_flat(part, shard, self._ranks) for part in parts]
                 if self._ranks.index == 0:
                     with failing_alone(functools.partial(self._failed, name)):  # the other ranks go on to the next tensor
                         use(*tensors)
@@ -76,13 +78,21 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
     return f"The whole {kind} of {site!r} {purpose}"
 
 
-def expected_names(with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter]) -> list[str]:
-    """Names of the tensors of sharded parameters that functions get, and of those that are captured."""
-    functions = [(one, kind) for one in with_functions if _is_laid_out(one) for kind, spec in one.specs.items() if spec.functions]
-    names = [name_of(kind, one.site.name) for one, kind in functions]
-    return names + [name_of(kind, one.site.name, FOR_THE_FILE) for one in captured if _is_laid_out(one) for kind in one.specs]
+def expected_tensors(
+    with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter], flat: Mapping[str, FlatShard]
+) -> dict[str, FlatShard | None]:
+    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name.
+
+    Args:
+        with_functions: The parameters that functions get.
+        captured: Those that are captured.
+        flat: Those of FSDP1, by site.
+    """
+    named = [(name_of(kind, one.site.name), one.site) for one in with_functions for kind, spec in one.specs.items() if spec.functions]
+    named += [(name_of(kind, one.site.name, FOR_THE_FILE), one.site) for one in captured for kind in one.specs]
+    return {name: flat.get(site.name) for name, site in named if site.name in flat or _is_sharded(site)}
 
 
-def _is_laid_out(watched: WatchedParameter) -> bool:
-    parameter = watched.site.tensor()
+def _is_sharded(site: ParameterSite) -> bool:
+    parameter = site.tensor()
     return parameter is not None and is_sharded(parameter)

@@ -49,12 +49,15 @@ class StepAccumulator:
         self._units: dict[MetricSpec, Tensor] = {}
         """Which units of a site were alive, on their device."""
         self._whole_tokens: set[MetricSpec] = set()
+        self._laid_out: set[MetricSpec] = set()
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
+        self.differing: Sequence[MetricSpec] = ()
+        """Of what ranks have different values, and should have the same, once :meth:`collect` was called."""
         self.histograms: dict[str, Histogram] = {}
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
@@ -218,6 +221,10 @@ class StepAccumulator:
         """Note that a site's tensor is a single token that several ranks have parts of; its norm is that of all elements."""
         self._whole_tokens.add(spec)
 
+    def count_as_part(self, spec: MetricSpec) -> None:
+        """Note that this rank has a part of a site's tensor that no other rank counts."""
+        self._laid_out.add(spec)
+
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
         """Discard the results of some specifications whose keys are those of what was measured.
 
@@ -297,7 +304,7 @@ class StepAccumulator:
         for spec in result.failed:
             self._give_up(spec)
         self._failed.update(result.failed_keys)
-        self.num_errors, self.is_lost = result.num_errors, result.is_lost
+        self.num_errors, self.is_lost, self.differing = result.num_errors, result.is_lost, result.differing
         if not self.is_lost:
             # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
             for key, part in self._reduced_parts(result, reducer):
@@ -307,10 +314,12 @@ class StepAccumulator:
     def _local(self, device: torch.device) -> LocalResult:
         """What this rank has observed, on the device where the ranks meet."""
         num_rows, counted = len(self._state.specs), [(spec, row) for spec, row in self._rows.items() if spec.histograms]
-        moments = Moments(*merged([share.to(device) for share in self._table.collect(num_rows)], num_rows, device))
+        of_counts, units = self._table.collect_counts([row for _spec, row in counted]), [*self._units.values()]
+        shares, others = to_host(self._table.collect(num_rows), of_counts + units)
+        of_shares, of_units = others.to(device).split([len(of_counts) * len(counted) * NUM_COUNTS, sum(map(len, units))])
+        moments = Moments(*merged([share.to(device) for share in shares], num_rows, device))
         counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
-        for share in self._table.collect_counts([row for _spec, row in counted]):
-            counts[:-1] += share.to(device)
+        counts[:-1] += of_shares.view(len(of_counts), len(counted), NUM_COUNTS).sum(0)
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
@@ -319,7 +328,8 @@ class StepAccumulator:
             counts=counts,
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units={spec.identity: units.to(device) for spec, units in self._units.items()},
+            units=dict(zip((spec.identity for spec in self._units), of_units.split([*map(len, units)]), strict=True)),
+            parts=frozenset(spec.identity for spec in self._laid_out),
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,

@@ -71,6 +71,8 @@ class LocalResult:
     """Torchmetrics objects that received tensors, by key."""
     units: Mapping[Identity, Tensor] = field(default_factory=dict)
     """What units did, as :func:`~lightning_module_monitor.statistics.units.is_alive` returns it."""
+    parts: frozenset[Identity] = frozenset()
+    """Those of which this rank has a part that is its own to count."""
     failed: frozenset[str] = frozenset()
     """Keys of what could not be computed."""
     num_errors: int = 0
@@ -102,6 +104,8 @@ class GlobalResult:
     """Of these, ranks that share their input have the same, which is counted once."""
     unfinished: Sequence[tuple[MetricSpec, UserFunction]] = ()
     """Functions with results, on any rank, that an aggregate of the user's or a torchmetrics object makes a value of."""
+    differing: Sequence[MetricSpec] = ()
+    """Those that every rank is expected to have alike, and of which ranks have different values."""
     failed: Sequence[MetricSpec] = ()
     failed_keys: Sequence[str] = ()
     """Keys of functions that failed."""

@@ -36,6 +36,7 @@ class MetricSpec:
         functions: The user's functions by name.
         units: Names of the statistics of units.
         is_compared: Whether ranks that share their input find out whether they have the same of it, which then counts once.
+        is_replicated: Whether every rank is expected to have the same of it, which then counts once.
         layers: Of a kind of the coordinate check what follows the module's name at its sites: ``""``, ``".weight"``, ``".q_proj"``.
         origin: The specification that this one was derived from.
     """
@@ -49,6 +50,7 @@ class MetricSpec:
     functions: Mapping[str, UserFunction] = field(default_factory=dict)
     units: tuple[str, ...] = ()
     is_compared: bool = False
+    is_replicated: bool = False
     layers: tuple[str, ...] = ()
     origin: MetricSpec | None = None
     _derived: dict[object, MetricSpec] = field(default_factory=dict, repr=False)
@@ -64,7 +66,8 @@ class MetricSpec:
         """What its statistics are finished from, bits of ``Need``."""
         needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), Need.HISTOGRAM if self.histograms else 0)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
-        return needs | (Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0)
+        compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
+        return needs | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
     @functools.cached_property
     def base_needs(self) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -18,12 +17,8 @@ from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.base import Say
 
 
-def check_trainer(trainer: Trainer, pl_module: LightningModule, *, at_every_step: bool) -> None:
-    """Refuse a strategy, and a compiled model, whose values would be wrong; ``at_every_step`` non-finite values are searched for."""
-    remedy = "Leave the callback out of this run."
-    if trainer.world_size > 1 and type(trainer.strategy) not in (DDPStrategy, ModelParallelStrategy):
-        expected = "expected strategy ddp (and its kin ddp_spawn, ddp_notebook) or ModelParallelStrategy"
-        raise ConfigError(f"{type(trainer.strategy).__name__} keeps parameters in a way that is not measured; {expected}. {remedy}")
+def check_compiled(pl_module: LightningModule, *, at_every_step: bool) -> None:
+    """Refuse a compiled model whose values would be wrong; ``at_every_step`` non-finite values are searched for."""
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled and at_every_step:
         expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
@@ -32,7 +27,9 @@ def check_trainer(trainer: Trainer, pl_module: LightningModule, *, at_every_step
         )
     if compiled and not hasattr(torch.compiler, "set_stance"):
         why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
-        raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. {remedy} Or do not compile it.")
+        raise ConfigError(
+            f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. Leave the callback out of this run, or do not compile it."
+        )
 
 
 def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, runs_training_step: bool) -> None:

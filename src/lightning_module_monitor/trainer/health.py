@@ -81,13 +81,15 @@ class HealthController:
         is_reported = self.nonfinite is not None and self.nonfinite.is_reported
         return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
 
-    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
+    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool, has_ranks: bool, runs_again: bool) -> None:
         """The model exists.
 
         Args:
             planned_keys: Planned keys of numbers.
             histograms: Planned keys of histograms.
             is_fit: Whether the model is to be trained.
+            has_ranks: Whether several ranks train it.
+            runs_again: Whether a part of a step can be run again.
 
         Raises:
             ConfigError: If an alert can match no key.
@@ -104,7 +106,9 @@ class HealthController:
             rules = tuple(rule for rule in rules if rule.name != DIVERGING)
         self._alerts = Alerts(rules)
         if self.options.nonfinite != IGNORE:
-            self.nonfinite = NonfiniteController(self.options, self._monitor, on_error=self._on_error, messages=self._messages)
+            self.nonfinite = NonfiniteController(
+                self.options, self._monitor, has_ranks=has_ranks, runs_again=runs_again, on_error=self._on_error, messages=self._messages
+            )
         if is_fit:
             self._go_on(self._alerts)
 
@@ -144,7 +148,7 @@ class HealthController:
 
     def examined(self, step: int, record: Record | None, optimizers: Sequence[Optimizer]) -> Record | None:
         """A record with the findings of the alerts on it, and those noted before; ``optimizers`` are the trainer's."""
-        found, self._pending = self._pending, []
+        found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
             self._report_missing_keys(record)

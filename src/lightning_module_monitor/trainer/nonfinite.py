@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_module_monitor.distributed.ranks import process_ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.options import ParsedHealth
@@ -38,8 +37,9 @@ class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
     A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the
-    probe. Two cases have no second run, and the probe observes the step itself: manual optimization, and monitored steps of several ranks.
-    There the flag would cost a collective; the common record shows whether a value is non-finite.
+    probe. Three cases have no second run, and the probe observes the step itself: manual optimization, monitored steps of several ranks,
+    and strategies under which no part of a step can be run again. There the flag would cost a collective; the common
+    record shows whether a value is non-finite.
 
     With ``warn``, steps that are not monitored are looked at *lightly*: the loss and the gradients of biases and gains. Where a read would
     make an accelerator wait, or ranks would have to agree, the flag stays on the device, and the next record has the first step of it.
@@ -47,11 +47,15 @@ class NonfiniteController:
     Args:
         options: The options.
         monitor: The monitor of the model.
+        has_ranks: Whether several ranks train it.
+        runs_again: Whether a micro-batch can be run again, by all ranks together.
         on_error: ``raise``: an error of ours in a hook is raised.
         messages: Logs errors of ours.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger) -> None:
+    def __init__(
+        self, options: ParsedHealth, monitor: ModuleMonitor, *, has_ranks: bool, runs_again: bool, on_error: str, messages: logging.Logger
+    ) -> None:
         self._options = options
         self._monitor = monitor
         self._on_error = on_error
@@ -60,8 +64,9 @@ class NonfiniteController:
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
         self._flag = FiniteStep(self._sites)
         self._rerun = StepRerun()
-        self._is_by_record = not options.is_at_every_step and monitor.distributed is not False
+        self._is_by_record = not options.is_at_every_step and has_ranks
         """Whether the common record shows whether a monitored step is finite."""
+        self._runs_again = runs_again
         self._is_looking = False
         """Whether the step is one to look at."""
         self._is_light = False
@@ -94,7 +99,7 @@ class NonfiniteController:
             self._is_looking = True
             self._is_light = not (is_monitored or self._options.is_at_every_step)
             self._is_deferred = self._is_light and self._is_left_on_device(pl_module)
-            self._is_probed = not self._is_light and (self._is_by_record or not pl_module.automatic_optimization)
+            self._is_probed = not self._is_light and (self._is_by_record or not (self._runs_again and pl_module.automatic_optimization))
             if self._is_probed and not self._probe.is_attached():
                 self._probe.attach()
         if self._is_probed:
@@ -280,18 +285,16 @@ class NonfiniteController:
 
 def _first_of_all(micro_batch: int | None, monitor: ModuleMonitor) -> int | None:
     """The first of all ranks' micro-batches; ``None`` where no rank has one: one collective of one number."""
-    ranks = process_ranks() if monitor.distributed is not False else None
-    if ranks is None:
+    if monitor.ranks is None:
         return micro_batch
-    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=ranks.device)
-    first = -float(transfer(ranks.all_reduce(own, "max"))[0])
+    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=monitor.ranks.device)
+    first = -float(transfer(monitor.ranks.all_reduce(own, "max"))[0])
     return int(first) if math.isfinite(first) else None
 
 
 def _earliest(own: Producer | None, monitor: ModuleMonitor) -> tuple[int, Producer | None]:
     """Of all ranks' producers the one that came first, and its rank: the same on every rank."""
-    ranks = process_ranks() if monitor.distributed is not False else None
-    everyones: list[Producer | None] = [own] if ranks is None else ranks.gather(own)
+    everyones: list[Producer | None] = [own] if monitor.ranks is None else monitor.ranks.gather(own)
     found = [(one.micro_batch, not one.is_forward, one.place, rank) for rank, one in enumerate(everyones) if one is not None]
     rank = min(found)[-1] if found else 0
     return rank, everyones[rank]

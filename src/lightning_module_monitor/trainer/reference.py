@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import share_values_of_first
-from lightning_module_monitor.distributed.shards import is_sharded
+from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.copies import (
@@ -63,6 +63,8 @@ class ReferenceController:
     def begin(self) -> None:
         """Forget the run before, except its module."""
         self._is_resumed = False
+        self._is_laid_out = False
+        """Whether each rank has parts of the reference, as it has of the model."""
         self._saved: Mapping[str, Any] | None = None
         self._initial: Mapping[str, Tensor] | None = None
 
@@ -75,7 +77,7 @@ class ReferenceController:
     def state(self) -> dict[str, Any] | None:
         """The reference in a checkpoint, as tensors only; ``None``: nothing."""
         # Each rank has a part of a sharded one, and one rank writes the checkpoint.
-        if self._module is None or not self._is_saved or any(is_sharded(one) for one in self._module.parameters()):
+        if self._module is None or not self._is_saved or self._is_laid_out:
             return None
         # The path of a file is enough.
         return {"source": self._name, "tensors": tensors_of(self._module) if self._name in (INIT, MODULE) else {}}
@@ -112,7 +114,7 @@ class ReferenceController:
         try:
             if values is not None:
                 set_tensors(reference, values)
-            if trainer.world_size > 1 and not any(is_sharded(one) for one in reference.parameters()):
+            if trainer.world_size > 1 and not self._is_laid_out:
                 # A module of the user's, or a new initialization, may have another seed on each rank.
                 share_values_of_first(tensors_of(reference).values())
             self._monitor.set_reference_module(reference, follows=self._within is not None)
@@ -139,7 +141,8 @@ class ReferenceController:
     def _made(self) -> nn.Module:
         """A new reference."""
         live = self._monitor.planner.index.within
-        if any(is_sharded(one) for one in live.parameters()):
+        self._is_laid_out = is_laid_out(live)
+        if self._is_laid_out:
             return self._made_of_shards(live)
         if isinstance(self._source, nn.Module):
             # It is copied too: the user's module stays as it is.

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.amp import GradScaler
 
@@ -21,13 +20,28 @@ from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import OVERHEAD_FRACTION, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Record
-from lightning_module_monitor.trainer.checks import check_manual_optimization, check_monitored_keys, check_trainer, makes_layers_late
+from lightning_module_monitor.record import (
+    OVERHEAD_FRACTION,
+    RANK_DISAGREEMENT,
+    SECONDS_PER_STEP,
+    STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
+    Record,
+)
+from lightning_module_monitor.trainer.checks import check_compiled, check_manual_optimization, check_monitored_keys, makes_layers_late
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.strategy import (
+    OF_PARAMETERS,
+    can_run_again,
+    check_strategy,
+    has_parameters,
+    left_out_in_words,
+    ranks_of,
+)
 from lightning_module_monitor.trainer.summary import dry_run, summary
 
 # A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
@@ -102,10 +116,11 @@ class RunController:
             return
         runs_training_step = self.reference is not None and self.options.module is None
         check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
-        check_trainer(trainer, pl_module, at_every_step=self.health.options.is_at_every_step)
+        check_strategy(trainer, self.health.options, self.monitor.planner)
+        check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)
         if not makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
-        if self.is_fit and self.reference is not None:
+        if self.is_fit and self.reference is not None and has_parameters(trainer):
             self.reference.begin_fit(pl_module)
 
     def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,9 +128,10 @@ class RunController:
         if not self.options.observes_run("fit"):
             return
         if self.monitor.module is None:
-            check_trainer(trainer, pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
+            check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
             self.set_module(trainer, pl_module)
-        if self.reference is not None:
+        self.monitor.wrapper = trainer.strategy.model
+        if self.reference is not None and has_parameters(trainer):
             self.reference.prepare(trainer, pl_module)
         if not self.options.dry_run:
             self.monitor.agree()
@@ -131,9 +147,10 @@ class RunController:
         Raises:
             ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
         """
-        self.monitor.distributed = trainer.world_size > 1
-        if isinstance(trainer.strategy, ModelParallelStrategy):
-            self.monitor.distributed = trainer.strategy.device_mesh["tensor_parallel"]
+        self.monitor.distributed = ranks_of(trainer)
+        left_out = self.monitor.planner.leave_out(() if has_parameters(trainer) else OF_PARAMETERS)
+        if trainer.is_global_zero and not has_parameters(trainer):
+            self.reporter.log_once(left_out_in_words(trainer, left_out), logging.WARNING)
         self.monitor.set_module(pl_module)
         if trainer.strategy.root_device.type == "cpu":
             numba_kernel.loops()  # compiled here, and not within the first monitored step
@@ -144,11 +161,14 @@ class RunController:
             STEP_SKIPPED: scaler_of(trainer) is not None,
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
             STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            RANK_DISAGREEMENT: self.monitor.distributed is not False and trainer.world_size > 1 and self.is_fit,
             SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
-        self.health.begin(self.sinks.planned_keys(), self.sinks.planned_histograms(), is_fit=self.is_fit)
+        keys, histograms = self.sinks.planned_keys(), self.sinks.planned_histograms()
+        has_ranks, runs_again = trainer.world_size > 1, can_run_again(trainer)
+        self.health.begin(keys, histograms, is_fit=self.is_fit, has_ranks=has_ranks, runs_again=runs_again)
         self._check_keys_of_others(trainer)
         if self.is_fit:
             patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")

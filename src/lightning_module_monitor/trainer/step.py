@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError
+from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
@@ -70,8 +70,10 @@ class StepController:
             self._step = step
             self._run.sinks.note_step(step)
             # An error below must not prevent the end of the step: other ranks wait for it.
-            self.is_idle = not self._run.observes_training
+            self.is_idle = not self._run.observes_training or self._monitor.has_lost_ranks
         if self.is_idle:
+            if self._monitor.has_lost_ranks and self._nonfinite is not None:
+                self._nonfinite.close()
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
@@ -169,7 +171,8 @@ class StepController:
         Raises:
             Exception: The error, if errors are to be raised or it is meant for the user.
         """
-        if isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise":
+        is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise"
+        if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
         self._silence.close()
         while self._ddp_guards:
@@ -177,6 +180,9 @@ class StepController:
         self._close_optimizers()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
+        if isinstance(error, RanksLostError):
+            self._monitor.lose_ranks(error)
+            return
         self._monitor.lose()
         name = type(error).__name__
         message = f"{event} failed ({name}: {error}); this step is not monitored. Said once."
@@ -234,9 +240,8 @@ class StepController:
 
     def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)
-        self._optimizers = OptimizerTracker(
-            self._monitor, pl_module, trainer.optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail
-        )
+        optimizers = [one for one in trainer.optimizers if isinstance(one, Optimizer)]  # a strategy may have objects of its own
+        self._optimizers = OptimizerTracker(self._monitor, pl_module, optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail)
         self._optimizers.attach()
 
     def _close_optimizers(self) -> None:

@@ -1,0 +1,84 @@
+"""Strategies of a Trainer: whose values can be had together under each, and which cannot be had."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+from torch.distributed.fsdp import ShardingStrategy
+
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.record import KINDS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "parameter" or kind.needs_reference)
+"""The kinds that read parameters, or copy them into a reference."""
+
+
+def is_known(trainer: Trainer) -> bool:
+    """Whether it is known how a strategy trains on its ranks; a subclass of one that is known does as that does."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy | XLAStrategy):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
+        return False
+    return trainer.world_size == 1 or isinstance(strategy, DDPStrategy | ModelParallelStrategy | FSDPStrategy)
+
+
+def has_parameters(trainer: Trainer) -> bool:
+    """Whether parameters keep their names, and it is known which elements of them each rank has."""
+    strategy = trainer.strategy
+    return is_known(trainer) and (not isinstance(strategy, FSDPStrategy) or bool(strategy.kwargs.get("use_orig_params")))
+
+
+def ranks_of(trainer: Trainer) -> bool | DeviceMesh:
+    """Which ranks have their values together; see ``distributed`` of :class:`~lightning_module_monitor.monitor.ModuleMonitor`."""
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        mesh: DeviceMesh = trainer.strategy.device_mesh["tensor_parallel"]
+        return mesh
+    return is_known(trainer) and trainer.world_size > 1
+
+
+def can_run_again(trainer: Trainer) -> bool:
+    """Whether all ranks together can run a part of a step again: FSDP1 runs a model only as a whole."""
+    return is_known(trainer) and not isinstance(trainer.strategy, FSDPStrategy)
+
+
+def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> None:
+    """Refuse what cannot be done under a strategy, but is asked for.
+
+    Raises:
+        ConfigError: If under a strategy that is not known a finding of one rank would stop the run, or save a checkpoint, for which all
+            ranks would have to decide together; if under FSDP1 a rule asks for norms of tokens, of which a rank has parts.
+    """
+    name = type(trainer.strategy).__name__
+    if not is_known(trainer) and trainer.world_size > 1:
+        together = [f"{rule.name!r}: then {action!r}" for rule in health.alerts for action in rule.then if action in ("stop", "checkpoint")]
+        if health.nonfinite == STOP:
+            together.insert(0, f"health.nonfinite: {STOP!r}")
+        if together:
+            why = f"under {name} each rank judges its own values, and the others would wait for it"
+            raise ConfigError(f"{together[0]}: {why}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
+    if isinstance(trainer.strategy, FSDPStrategy) and trainer.strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
+        for rule in planner.rules:
+            of_tokens = [one for one, statistic in rule.statistics.items() if statistic.needs & Need.TOKENS]
+            kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
+            if of_tokens and kinds:
+                why = f"under {name} a rank has parts of the tokens of parameters"
+                raise ConfigError(f"{rule.label}.statistics {of_tokens[0]!r}: {why}; expected a rule without {', '.join(kinds)}.")
+
+
+def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
+    """What is not recorded under a strategy that does not show parameters, and whose values the others are."""
+    name = type(trainer.strategy).__name__
+    what = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
+    if is_known(trainer):
+        return f"{name} with use_orig_params=False makes flat parameters without names: {what}. use_orig_params=True gives all kinds."
+    whose = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
+    works = "DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds"
+    return f"{name} keeps parameters in a way that is not known: {what}{whose}. {works}."
