@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.distributed.shards import FlatShard, flat_shards, is_flattened
+from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
@@ -358,7 +358,8 @@ class StepEngine:
         plan, sites = self.planner.plan(due, stage), self.planner.index
         state, reducer = self._lasting(due, stage)
         accumulator = StepAccumulator(self._reporter.of_spec, state)
-        flat = self._flat_shards() if stage == TRAIN else {}
+        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        flat = flat_shards_by_name(parameters, self.wrapper or self._module)
         expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
         whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
         self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
@@ -391,23 +392,6 @@ class StepEngine:
         )
         self._context.attach(attention, probes)
         self._set_open()
-
-    def _flat_shards(self) -> dict[str, FlatShard]:
-        """The parameters of FSDP1 that are laid out over ranks, by site.
-
-        Raises:
-            ConfigError: If one belongs to a wrapper that is not known.
-        """
-        assert self._module is not None
-        parameters = {site.name: site.tensor() for site in self.planner.index.parameters}
-        flattened = {name: id(one) for name, one in parameters.items() if one is not None and is_flattened(one)}
-        shards = flat_shards(self._module if self.wrapper is None else self.wrapper) if flattened else {}
-        unknown = [name for name, one in flattened.items() if one not in shards]
-        if unknown:
-            expected = "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True"
-            raise ConfigError(f"{shortened(unknown)}: FSDP has it in a unit that is not known here; {expected}.")
-        found = {name: shards[one] for name, one in flattened.items()}
-        return {name: shard for name, shard in found.items() if shard is not None}
 
     def _leave_out_what_is_gone(self) -> None:
         gone = self.planner.leave_out_what_is_gone()

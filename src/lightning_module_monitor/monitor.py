@@ -100,7 +100,7 @@ class ModuleMonitor(Described, StepEngine):
             takes less of its memory and more time.
         distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
             those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
-            that share their input.
+            that share their input. A rank that no longer takes part ends the record, and not the training.
 
     Raises:
         ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.

@@ -269,7 +269,7 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
             unknown = [message for message in result["said"] if message.startswith("UnknownStrategy")]
             assert unknown == [
                 "UnknownStrategy keeps parameters in a way that is not known: activation_difference, parameter, gradient are left out; "
-                "values are those of rank 0 alone. DDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
+                "values are those of rank 0 alone. DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
             ] * (rank == 0)
 
 

@@ -159,8 +159,9 @@ SICK: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str, i
     # The model, the run, and what is found: diagnosis, site, its first step, and by which step.
     "a learning rate of 50": (learning_rate_of_50, {}, "learning_rate", "", 50, 100),
     "a learning rate of 50, with BatchNorm": (lambda: Classifier(WithNorm(), torch.optim.SGD, lr=50.0), {}, "learning_rate", "", 50, 100),
+    "Adam with a learning rate a hundred times too high": (lambda: Gpt(lr=0.3), {}, "learning_rate", "", 50, 100),
     "dead from the start": (dead_from_the_start, {}, "dead_from_start", "model.3", 0, 450),
-    "dead by the first updates": (lambda: DiesAtOnce(mlp(depth=3)), {}, "diverging", "", 50, 100),
+    "dead by the first updates": (lambda: DiesAtOnce(mlp(depth=3)), {}, "learning_rate", "", 50, 100),
     "missing normalization": (growing_outputs, {}, "missing_normalization", "", 0, 100),
     "vanishing gradients": (forty_plain_layers, {}, "vanishing", "model.0.weight", 0, 100),
     "saturated attention": (lambda: Classifier(Attention(), torch.optim.SGD, lr=1e-6), {}, "saturation", "model.softmax", 0, 100),
@@ -230,8 +231,9 @@ def resnet() -> nn.Module:
 class Vit(nn.Module):
     """Rows of the image as tokens, a learned position, two pre-norm encoder layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 3e-3) -> None:
         super().__init__()
+        self.lr = lr
         self.embed, self.position = nn.Linear(8, 32), nn.Parameter(torch.randn(8, 32) * 0.02)
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, activation="gelu")
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -255,8 +257,9 @@ class Lstm(nn.Module):
 class Gpt(LightningModule):
     """Next pixel of a row, of 17 values, by a causal transformer with tied embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 3e-3) -> None:
         super().__init__()
+        self.lr = lr
         self.embed, self.position = nn.Embedding(17, 32), nn.Embedding(64, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.1, batch_first=True, norm_first=True, activation="gelu")
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -271,7 +274,7 @@ class Gpt(LightningModule):
         return F.cross_entropy(self.head(h).transpose(1, 2), tokens[:, 1:])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
 class Autoencoder(LightningModule):

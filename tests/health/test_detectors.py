@@ -54,10 +54,11 @@ CASES: dict[str, tuple[Rows, int]] = {
     "dead_units": ({"activation/a/dead_fraction": [0.0] * 12, "activation/b/dead_fraction": [0.1, *[0.6] * 11]}, 100),
     "saturation": ({"activation/b/saturated_fraction": [0.95, math.nan, 0.95, 0.95, ABSENT, 0.95]}, 50),
     "vanishing": (
-        {"gradient/a.weight/rms": FINE, "gradient/b.weight/rms": [1, 1, *[1e-7] * 6], SKIPPED: [0, 0, 0, 1, 0, 0, 0, 0]},
+        {"gradient/b.weight/rms": [1, 1, *[1e-7] * 6], "gradient/a.weight/rms": FINE, SKIPPED: [0, 0, 0, 1, 0, 0, 0, 0]},
         50,
     ),
     "exploding": ({"gradient/a/norm": FINE, "gradient/b/norm": [1, 2, 1, 40, 400, 900, 1, 1]}, 40),
+    "growing_weights": ({"parameter/a/norm": FINE, "parameter/b/norm": [1, 2, 6, 1, 7, 8, 1, 1]}, 50),
     "frozen_updates": (
         {
             "parameter/a/norm": FINE,

@@ -460,12 +460,22 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
 
 
 @pytest.mark.refuses("{row}", "RCC")
-@pytest.mark.parametrize("row", ["FSDP2, 2 ranks", "FSDP2, 3 ranks", "tensor parallel, 2 ranks", "tensor parallel and FSDP2, 4 ranks"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "FSDP2, 2 ranks",
+        "FSDP2, 3 ranks",
+        "tensor parallel, 2 ranks",
+        "tensor parallel and FSDP2, 4 ranks",
+        "FSDP1, FULL_SHARD",
+        "FSDP1, HYBRID_SHARD, 4 ranks",
+    ],
+)
 def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Whatever the layout; that parameters are compared, and how, is among the tests of several ranks."""
-    monkeypatch.setattr(trainer_reference, "is_sharded", lambda _tensor: True)
+    monkeypatch.setattr(trainer_reference, "is_laid_out", lambda _module: True)
     with pytest.raises(ConfigError, match="needs a reference that runs, and the model is laid out over ranks") as error:
         trainer(tmp_path, [ModuleMonitorCallback(1, rcc=True)]).fit(Classifier("mlp"), loader(), loader(8))
     record_property("refusal", str(error.value))

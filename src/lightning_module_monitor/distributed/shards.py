@@ -7,11 +7,14 @@ shard of a flat parameter: plain tensors of one dimension, of which only the wra
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import Parameter
+
+from lightning_module_monitor.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,7 +40,27 @@ class FlatShard(NamedTuple):
     """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
 
 
-def flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
+def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Module | None) -> dict[str, FlatShard]:
+    """Which parameters are laid out over ranks by FSDP1.
+
+    Args:
+        parameters: By name; ``None``: it is gone.
+        wrapper: A module that has FSDP1's wrappers in it, or is one.
+
+    Raises:
+        ConfigError: If a parameter belongs to another wrapper.
+    """
+    flattened = {name: id(one) for name, one in parameters.items() if one is not None and is_flattened(one)}
+    shards = _flat_shards(wrapper) if flattened and wrapper is not None else {}
+    unknown = [name for name, one in flattened.items() if one not in shards]
+    if unknown:
+        expected = "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True"
+        raise ConfigError(f"{shortened(unknown)}: FSDP has it in a unit that is not known here; {expected}.")
+    found = {name: shards[one] for name, one in flattened.items()}
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
     """The parameters of FSDP1's units in a module, by ``id``; ``None`` for one that is not laid out over ranks (``NO_SHARD``)."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     shards: dict[int, FlatShard | None] = {}

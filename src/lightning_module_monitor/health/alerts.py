@@ -84,6 +84,8 @@ class AlertRule:
     """Of how many first records the largest figure is the base of ``relative_to="first"``."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
+    until_step: float = math.inf
+    """Records of later steps do not count."""
     unless_loss_falls: float = math.inf
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
@@ -316,7 +318,8 @@ class Alerts:
         alarms = []
         for course, values in zip(self._courses, of_rules, strict=True):
             rule = course.rule
-            if values and not (rule.needs_step and was_skipped) and not has_fallen(first_loss, loss, rule.unless_loss_falls):
+            is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
+            if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
                 fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
                 # A record has those first of which the same is recorded, and not those that are first in the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
@@ -348,7 +351,16 @@ class Alerts:
 
 def _conditions(rule: AlertRule) -> str:
     """Differs between rules that fire at different times."""
-    conditions = (rule.above, rule.below, rule.relative_to, rule.num_first, rule.changes_by, rule.is_unchanged, rule.for_steps)
+    conditions = (
+        rule.above,
+        rule.below,
+        rule.relative_to,
+        rule.num_first,
+        rule.until_step,
+        rule.changes_by,
+        rule.is_unchanged,
+        rule.for_steps,
+    )
     return repr((rule.name, *conditions))
 
 

@@ -83,19 +83,28 @@ class Detector:
         return "error" if value >= self.limits.get("error", math.inf) else "warning"
 
 
+NUM_BEFORE = 3
+"""So many weights before one, in the order of the model, show whether its gradient alone is small."""
+
+
 @functools.lru_cache(maxsize=64)
 def _is_weight(keys: tuple[str, ...]) -> NDArray[np.bool_]:
     return np.array(["weight" in Key.parse(key).site for key in keys])
 
 
 def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every value of a weight over the largest of them. Zeros are left out: a weight without any gradient has not faded.
+    """Of every weight and the three before it the largest value, over the largest one of all.
 
-    So are biases: in front of BatchNorm one gets no more than what rounding leaves.
+    What reaches a weight reaches those before it: the gradients of queries and keys alone are tiny where attention is still uniform. Zeros
+    are left out, as a weight without any gradient has not faded, and biases: in front of BatchNorm one gets no more than what rounding
+    leaves.
     """
     is_size = _is_weight(keys) & (values > 0) & np.isfinite(values)
-    largest = values[is_size].max(initial=0.0)
-    return Figures(keys, np.divide(values, largest, out=np.zeros(len(values)), where=is_size), keys, is_there=is_size)
+    sizes = values[is_size]
+    nearby = np.concatenate([np.zeros(NUM_BEFORE), sizes])
+    figures = np.zeros(len(values))
+    figures[is_size] = np.max([nearby[place : place + len(sizes)] for place in range(NUM_BEFORE + 1)], axis=0) / sizes.max(initial=0.0)
+    return Figures(keys, figures, keys, is_there=is_size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,11 +115,11 @@ def _of_kinds(keys: tuple[str, ...]) -> dict[str, NDArray[np.intp]]:
 
 
 def totals(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """The norm of all tensors of a kind together, where it is finite, shown by the largest of them."""
+    """The norm of all tensors of a kind together, where it is finite and not 0, shown by the largest of them."""
     places = _of_kinds(keys)
     norms = np.array([math.hypot(*values[own]) for own in places.values()])
     largest = [keys[own[values[own].argmax()]] for own in places.values()]
-    return Figures(tuple(places), norms, largest, is_there=np.isfinite(norms))
+    return Figures(tuple(places), norms, largest, is_there=np.isfinite(norms) & (norms > 0))
 
 
 NEXT_TO_NONE = 1e-4
@@ -188,9 +197,10 @@ DETECTORS = {
         Detector(
             "vanishing",
             [(["gradient"], ["rms", "norm"])],
-            formula="the rms of a weight's gradient over the largest one of all weights; gradients that are exactly zero are left out. "
-            "Of a store without rms, norms",
-            limit="Its gradient was below a millionth of the largest weight gradient's rms in 3 records: it hardly learns.",
+            formula="the rms of the gradient of a weight, or of the largest of the three weights before it, over the largest one of all "
+            "weights; gradients that are exactly zero are left out. Of a store without rms, norms",
+            limit="Its gradient, as those of the weights before it, was below a millionth of the largest weight gradient's rms in 3 "
+            "records: it hardly learns.",
             source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
             "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
             cure="residual connections, normalization layers, an initialization that keeps the scale (He, orthogonal), fewer layers",
@@ -209,6 +219,26 @@ DETECTORS = {
             rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True, unless_loss_falls=0.1, parameters="trained"),
         ),
         Detector(
+            "growing_weights",
+            _OF_PARAMETERS[:1],
+            formula="the norm of all trained parameters together, over that of the first record, within the first 200 steps",
+            limit="All weights together grew to more than 3 times what they were in the first record, within 200 steps; this has most "
+            "of it.",
+            source=_HEURISTIC,
+            cure="a learning rate that is ten times lower, warm-up",
+            rule=_rule(
+                figures=totals,
+                above=3.0,
+                relative_to="first",
+                num_first=1,
+                for_steps=2,
+                until_step=200,
+                needs_step=True,
+                unless_loss_falls=0.5,
+                parameters="trained",
+            ),
+        ),
+        Detector(
             "frozen_updates",
             _OF_PARAMETERS,
             formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the "
@@ -216,8 +246,9 @@ DETECTORS = {
             "none and had one before, as an expert that was not chosen",
             limit="It requires a gradient, an optimizer has it, and it has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
-            cure="look whether a detach() or no_grad() is in its way, whether its learning rate is 0, "
-            "and, in half precision, whether its updates are rounded away",
+            cure="where the model does not use it, as the mask token of a checkpoint, set requires_grad to False; else look whether a "
+            "detach() or no_grad() is in its way, whether its learning rate is 0, and, in half precision, whether its updates are rounded "
+            "away",
             rule=_rule(figures=moved_by_gradients, is_unchanged=True, for_steps=3, needs_step=True, parameters="trained"),
         ),
         Detector(
@@ -258,7 +289,7 @@ DETECTORS = {
             source="S. Zhai and others, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv 2303.06296; "
             "the limit is a heuristic",
             cure="a lower learning rate or longer warm-up, a normalization of queries and keys, a smaller scale of the logits",
-            rule=_rule(below=0.01, for_steps=3),
+            rule=_rule(below=0.01, for_steps=3, unless_loss_falls=0.5),
         ),
         Detector(
             "outputs that are zero",

@@ -74,6 +74,7 @@ _ZERO = ("outputs that are zero", "gradients that are zero")
 _STILL = ("frozen_updates", "weights that do not move")
 _GROWTH = (
     "exploding",
+    "growing_weights",
     "diverging",
     "activations that explode",
     "gradients that explode",
@@ -124,7 +125,7 @@ CAUSES = (
     Cause(
         "learning_rate",
         "The learning rate is too high",
-        ("exploding", "updates that are large", "growing_over_depth", *NONFINITE),
+        ("exploding", "growing_weights", "updates that are large", "growing_over_depth", *NONFINITE),
         (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "growing_over_depth", "dead_units", "skipped steps"),
         "a learning rate that is ten times lower, warm-up, clipping of gradients",
         lambda one: one.name not in NONFINITE or one.cause == "learning_rate",
@@ -186,7 +187,8 @@ CAUSES = (
         "Parameters that are to be trained do not move",
         _STILL,
         _ZERO,
-        "look for a detach() or no_grad() in their way, a learning rate of 0, and, in half precision, updates that are rounded away",
+        "where the model does not use them, as the mask token of a checkpoint, set requires_grad to False; else look for a detach() or "
+        "no_grad() in their way, a learning rate of 0, and, in half precision, updates that are rounded away",
     ),
     Cause(
         "update",

@@ -37,9 +37,10 @@ class Health:
     Attributes:
         nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps, and lightly in all others. ``always``: in
             every step. ``stop``: in every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
-        watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``, ``frozen_updates``,
-            ``no_optimizer``, ``diverging``, ``growing_over_depth``, ``entropy_collapse``; they record what they need. Default: all,
-            as far as what they need is recorded, to which the default rules add what is cheap. ``[]``: none.
+        watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``,
+            ``growing_weights``, ``frozen_updates``, ``no_optimizer``, ``diverging``, ``growing_over_depth``, ``entropy_collapse``; they
+            record what they need. Default: all, as far as what they need is recorded, to which the default rules add what is cheap.
+            ``[]``: none.
         then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
         snapshot: Whether to write a file from which the module that made the first NaN or infinity can be run again by itself.
@@ -154,6 +155,7 @@ def watch_rules(watches: Sequence[str]) -> list[Rule]:
         ],
         "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
         "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
+        "growing_weights": [Rule(kinds="parameter", statistics="norm")],
         "frozen_updates": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
         "no_optimizer": [Rule(kinds="gradient", statistics="norm")],
         DIVERGING: [],

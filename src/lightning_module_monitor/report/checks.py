@@ -69,7 +69,7 @@ def _replayed(detector: Detector, tables: Sequence[Table], skipped_steps: Collec
         values[block], is_recorded[block] = table.values.T, table.is_recorded.T
     found: dict[str, Finding] = {}
     for step, row, is_there in zip(steps.tolist(), values, is_recorded, strict=True):
-        if rule.needs_step and step in skipped_steps:
+        if (rule.needs_step and step in skipped_steps) or step > rule.until_step:
             continue
         own = keys if is_there.all() else tuple(keys[place] for place in where(is_there))
         for one in course.observe(step, own, row[is_there]):

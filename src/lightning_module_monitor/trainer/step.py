@@ -175,8 +175,8 @@ class StepController:
         Raises:
             Exception: The error, if errors are to be raised or it is meant for the user.
         """
-        is_lost = isinstance(error, RanksLostError)
-        if not is_lost and (isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise"):
+        is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.on_error == "raise"
+        if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
         self._silence.close()
         while self._ddp_guards:
@@ -184,7 +184,7 @@ class StepController:
         self._close_optimizers()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
-        if is_lost:
+        if isinstance(error, RanksLostError):
             self._monitor.lose_ranks(error)
             return
         self._monitor.lose()
