@@ -10,7 +10,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-triton check bench bench-gpu dev clean
+.PHONY: help demo rcc test test-triton test-deepspeed check bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -27,6 +27,9 @@ test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_compile.py
+
+test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one process and in two: five minutes, of which its import takes most
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/distributed/test_deepspeed.py
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
 	$(PY) -m ruff format --check .
@@ -66,6 +69,11 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp
 	$(INSTALL) -e '.[triton]'
+	@touch $@
+
+# From source, with the torch that is there, and without its compiled operations.
+$(VENV)/deepspeed.stamp: $(VENV)/dev.stamp
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e '.[deepspeed]'
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/torch.stamp

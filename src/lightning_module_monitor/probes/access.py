@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_module_monitor.distributed.shards import gradient_of
+from lightning_module_monitor.distributed.shards import gradient_of, is_flattened
 
 
 class ParameterAccess:
@@ -20,3 +20,7 @@ class ParameterAccess:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Its gradient, in the same way; ``None`` if there is none."""
         return gradient_of(parameter)
+
+    def is_empty(self, parameter: Tensor) -> bool:
+        """Whether it has no element, on any rank."""
+        return not parameter.numel() and not is_flattened(parameter)

@@ -42,6 +42,10 @@ class DeepSpeedAccess(ParameterAccess):
 
         return deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
 
+    def is_empty(self, parameter: Tensor) -> bool:
+        """Whether it has no element, on any rank: between its uses stage 3 leaves a parameter none."""
+        return not getattr(parameter, "ds_numel", parameter.numel())
+
 
 def clips(trainer: Trainer, strategy: DeepSpeedStrategy) -> bool:
     """Whether DeepSpeed clips gradients, which it does within its step: what the optimizer uses cannot be read."""

@@ -23,6 +23,7 @@ from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
+from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.keys import check_keys
@@ -152,7 +153,7 @@ class HealthController:
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
             self._report_missing_keys(record)
-            self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, optimizers))
+            self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, self._monitor.access, optimizers))
             for alarm in self._alerts.alarms(record):
                 found.append(alarm.finding)
                 self._following += [(action, alarm.finding) for action in alarm.then]
@@ -215,14 +216,14 @@ class HealthController:
             self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
 
 
-def _training(sites: Sequence[ParameterSite], optimizers: Sequence[Optimizer]) -> dict[str, Training]:
+def _training(sites: Sequence[ParameterSite], access: ParameterAccess, optimizers: Sequence[Optimizer]) -> dict[str, Training]:
     """What becomes of each parameter, by the name of its site. Where the optimizers have none, they have copies: all are trained."""
     optimized = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     parameters = {site.name: site.tensor() for site in sites}
     has_copies = not any(id(one) in optimized for one in parameters.values())
 
     def of(one: Tensor | None) -> Training:
-        if one is None or not one.requires_grad or not one.numel() or not optimizers:
+        if one is None or not one.requires_grad or access.is_empty(one) or not optimizers:
             return "frozen"
         return "trained" if has_copies or id(one) in optimized else "untrained"
 
