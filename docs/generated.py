@@ -119,7 +119,8 @@ def _shown(output: dict[str, Any], name: str, pictures: dict[str, bytes]) -> str
         pictures[name] = base64.b64decode(data["image/png"])
         return f"![]({name})"
     if "text/html" in data:
-        return f'<div class="output" markdown="0">{"".join(data["text/html"])}</div>'
+        table = re.sub(r"<style scoped>.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)  # of pandas
+        return f'<div class="output">{table}</div>'
     text = "".join(output.get("text", data.get("text/plain", "")))
     return f"```{{.text .output}}\n{text.rstrip()}\n```" if text.strip() else ""
 
