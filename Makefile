@@ -10,7 +10,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-triton check docs bench bench-gpu dev clean
+.PHONY: help demo rcc test test-triton check docs release bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -39,6 +39,11 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the cod
 docs: $(VENV)/docs.stamp ## build the site into build/site, without a network; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "build/site/index.html; with search: $(PY) -m http.server --directory build/site"
+
+release: $(VENV)/dev.stamp ## build wheel and sdist into dist, and check them
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
 
 bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
