@@ -251,7 +251,7 @@ def _print_summary(arguments: argparse.Namespace) -> int:
 
     store = _open_store(arguments.store)
     run = read_run(store)
-    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
+    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
     if arguments.markdown or arguments.json:
         from lightning_module_monitor.report.markdown import as_json, as_markdown
 

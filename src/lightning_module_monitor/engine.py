@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import SeriesState
 from lightning_module_monitor.statistics.spec import MetricSpec
-from lightning_module_monitor.statistics.units import memory
+from lightning_module_monitor.statistics.units import Recent, memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +74,7 @@ class StepEngine:
         self._module: nn.Module | None = None
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
-        self._units: defaultdict[str, deque[Tensor]] = defaultdict(memory)
+        self._units: defaultdict[str, Recent] = defaultdict(memory)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""

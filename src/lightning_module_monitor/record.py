@@ -420,18 +420,18 @@ class ModuleInfo(NamedTuple):
 
 
 Severity = Literal["warning", "error"]
-"""An ``error`` is a value that is not finite: what follows from it is lost. A ``warning`` may be meant."""
+"""An ``error`` ends a training, as a value that is not finite does, or leaves a part of the model out of it. A ``warning`` may be meant."""
 
 
 @dataclass(frozen=True, repr=False)
 class Finding:
-    """Something that is not well with the model, said once for each cause."""
+    """Something that is not well with the model, reported once for each cause."""
 
     step: int
     """Number of the optimizer step in which it was found."""
 
     name: str
-    """What is wrong: ``nonfinite``, one of the built-in watches (``dead_units``), or the name of an alert."""
+    """What is wrong: ``nonfinite``, the name of a detector (``dead_units``), or that of an alert."""
 
     site: str
     """Name of the module or parameter that it is about; empty where it is about none."""
@@ -443,6 +443,27 @@ class Finding:
     """What was found, in sentences with figures."""
 
     severity: Severity = "warning"
+
+    steps_before: int = 0
+    """For how many steps it was there before it was found: some conditions have to be met for several records."""
+
+    cause: str = ""
+    """The name of the diagnosis that it shows, where the evidence itself shows one, as a batch with NaN does (``data``)."""
+
+    @property
+    def first_step(self) -> int:
+        """The first step that shows it."""
+        return self.step - self.steps_before
+
+    @property
+    def kind(self) -> str:
+        """Prefix, stage and kind of the series that shows it."""
+        return Key.parse(self.key)._replace(site="", statistic="").format().rstrip("/") if self.key else ""
+
+    @property
+    def statistic(self) -> str:
+        """Statistic of the series that shows it."""
+        return Key.parse(self.key).statistic if self.key else ""
 
     def __repr__(self) -> str:
         return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"

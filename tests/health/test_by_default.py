@@ -193,7 +193,7 @@ def test_a_sick_run_gets_the_right_diagnosis_first(case: str, tmp_path: Path) ->
     assert first.advice
     assert f"from step {first_step} on" in str(first)
     run = read_run(load_store(callback.store_path))
-    stored = verdict_on(run.tables, run.figures, run.said, run.watched).diagnoses[0]
+    stored = verdict_on(run.tables, run.figures, run.findings, run.watched).diagnoses[0]
     assert (stored.name, stored.first_step) == (name, first_step)
 
 
@@ -429,6 +429,6 @@ def test_a_healthy_run_has_no_finding(case: str, tmp_path: Path) -> None:
     assert callback.findings == []
     assert callback.diagnose() == []
     run = read_run(load_store(callback.store_path))
-    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
+    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
     assert verdict.diagnoses == []
     assert verdict.level != "sick"

@@ -46,7 +46,7 @@ def on_the_store(rows: Rows) -> list[tuple[str, str, int]]:
     """The same of the verdict on what was stored."""
     figures = tables({key: values for key, values in rows.items() if not Key.parse(key).site})
     sites = tables({key: values for key, values in rows.items() if Key.parse(key).site})
-    return [(one.problem, one.site, one.step) for one in verdict_on(sites, figures).findings if one.problem in BUILT_IN]
+    return [(one.name, one.site, one.step) for one in verdict_on(sites, figures).findings if one.name in BUILT_IN]
 
 
 FINE = [1.0, 1.1, 0.9, 1.2, 0.8, 1.3, 0.7, 1.4]

@@ -24,6 +24,7 @@ from lightning_module_monitor.health.snapshot import Snapshot, load, save
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.random_states import RandomStates
 from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.rerun import StepRerun
@@ -298,6 +299,7 @@ def test_a_flag_keeps_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for step, (loss, gradient) in enumerate([(1.0, 0.0), (1.0, 0.0), (1.0, math.inf), (math.nan, 0.0), (1.0, 0.0)]):
         layer.weight.grad, layer.bias.grad = torch.zeros(2, 3), torch.tensor([gradient, 0.0])
         with monkeypatch.context() as context:
+            context.setattr(magnitudes, "is_on_host", lambda _tensor: False)
             context.setattr(Tensor, "item", refuse)
             context.setattr(Tensor, "__bool__", refuse)
             flag.observe_lightly(torch.tensor(loss), with_gradients=True)

@@ -31,7 +31,7 @@ def findings(folder: Path, model: nn.Module, health: Health, steps: int = 12, **
     store = load_store(callback.store_path)
     assert callback.findings == store.findings()
     stored = read_run(store)
-    judged = {(one.problem, one.site, one.step) for one in verdict_on(stored.tables, stored.figures).findings}
+    judged = {(one.name, one.site, one.step) for one in verdict_on(stored.tables, stored.figures).findings}
     keys = set(store.keys())
     for one in callback.findings:
         # Of a parameter that never had a gradient the store does not tell whether it requires one.

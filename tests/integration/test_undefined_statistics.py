@@ -95,7 +95,7 @@ def test_biases_from_zero_are_healthy(tmp_path: Path) -> None:
         assert not table.is_recorded[row].any()
         assert table.is_recorded[table.sites.index("model.0.weight")].all()
         assert Payload(10, 0).table(table)["data"]
-    verdict = verdict_on(run.tables, run.figures, run.said)
+    verdict = verdict_on(run.tables, run.figures, run.findings)
     assert not [finding for finding in verdict.findings if finding.site == "model.0.bias"]
     rolled = RollUps()(records.records[-1].values)
     assert rolled["update/_max_/ratio"] == max(

@@ -10,7 +10,6 @@ from helpers.operations import no_host_reads
 from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import producer
-from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.probes.finite_step import FiniteStep
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
@@ -18,12 +17,11 @@ from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_magnitude_is_exact(dtype: torch.dtype, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limits of the precision, where sums overflow, in any layout; NaN and infinity stay what they are, wherever they are."""
-    if not has_kernel:
-        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
+    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: is_there)
     largest = torch.finfo(dtype).max
     x = torch.full((7, 1000), -largest, dtype=dtype)
     cases: list[tuple[Tensor, float]] = [(x, largest), (x.T, largest), (x[:, ::3], largest), (torch.zeros(3, dtype=dtype), 0.0)]
@@ -49,7 +47,7 @@ def test_the_largest_magnitude_is_exact(dtype: torch.dtype, has_kernel: bool, mo
 
 def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tensors there were."""
-    monkeypatch.setattr(numba_kernel, "loops", lambda: None)
+    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     transfers: list[int] = []
     original = magnitudes.transfer
 
@@ -65,11 +63,9 @@ def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert transfers == [20]
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_nothing_is_read_in_hooks(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, until somebody asks; then the producer is found."""
-    if not has_kernel:
-        monkeypatch.setattr(numba_kernel, "loops", lambda: None)
+def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a read would make a device wait: forward and backward, until the end; then the producer is found."""
+    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LSTM(4, 4))
     with torch.no_grad():
         model[1][0].weight[0, 0] = 3e38

@@ -55,7 +55,7 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     path = write_store(tmp_path / "monitor.h5", SICK)
     page = printed(capsys, str(path), "--markdown", status=1)
     run = read_run(load_store(path))
-    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
+    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
     assert page == as_markdown(run, verdict, []).rstrip() + "\n"
     assert "## Model" not in page
     assert page.startswith("# Verdict: sick\n")
@@ -65,7 +65,7 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
         assert f"**{one.headline}**, from step {one.first_step} on" in of_diagnosis
         assert all(sentence in of_diagnosis for sentence in one.evidence)
         assert f"Try: {one.advice}." in of_diagnosis
-    assert {row[1] for row in rows(section(page, "Findings"))} == {one.problem for one in verdict.findings}
+    assert {row[1] for row in rows(section(page, "Findings"))} == {one.name for one in verdict.findings}
     values = {row[0]: row[1:] for row in rows(section(page, "Series"))}
     assert values["context/loss"][0] == "1"
     assert values["context/loss"][-1] == "50"
@@ -127,11 +127,11 @@ def test_json_has_the_whole_verdict(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = write_store(tmp_path / "monitor.h5", SICK)
     content = json.loads(printed(capsys, str(path), "--json", status=1))
     run = read_run(load_store(path))
-    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
+    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
     assert (content["level"], content["first_step"], content["last_step"], content["num_steps"]) == ("sick", 0, 10 * NUM - 10, NUM)
     assert [one["name"] for one in content["diagnoses"]] == [one.name for one in verdict.diagnoses]
-    assert [(one["problem"], one["site"], one["evidence"]) for one in content["findings"]] == [
-        (one.problem, one.site, one.evidence) for one in verdict.findings
+    assert [(one["name"], one["site"], one["words"]) for one in content["findings"]] == [
+        (one.name, one.site, one.words) for one in verdict.findings
     ]
     assert [one["num_series"] for one in content["checks"]] == [one.num_series for one in verdict.checks]
     with pytest.raises(SystemExit):

@@ -53,7 +53,7 @@ def test_a_store_is_given_by_path_folder_or_reader(tmp_path: Path, monkeypatch: 
         store.with_suffix(".html").unlink()
     assert write_report([store, str(store)]) == Path("compare.html")
     assert len(payload_of(Path("compare.html").read_text())["runs"]) == 2
-    assert write_report(store.parent, "mine.html") == Path("mine.html")
+    assert write_report(store.parent, "new/folder/mine.html") == Path("new/folder/mine.html")
     with pytest.raises(FileNotFoundError, match="no store at 'nowhere'"):
         write_report("nowhere")
 

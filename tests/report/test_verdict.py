@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from lightning_module_monitor import record
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.record import Finding, Key
 from lightning_module_monitor.report.arrays import early, first_true, growth, late, typical
-from lightning_module_monitor.report.findings import Finding, Verdict
+from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.run import Table
 from lightning_module_monitor.report.verdict import verdict_on
 
@@ -29,7 +28,7 @@ def table(name: str, rows: Mapping[str, Sequence[float]], absent: float = -777.0
 
 def of(problem: str, verdict: Verdict) -> list[Finding]:
     """The findings of a problem."""
-    return [finding for finding in verdict.findings if finding.problem == problem]
+    return [finding for finding in verdict.findings if finding.name == problem]
 
 
 def then(value: float, before: float = 1.0, at: int = 8) -> list[float]:
@@ -130,10 +129,10 @@ def test_a_sick_site_is_found_and_its_neighbours_are_not(case: str) -> None:
     verdict = verdict_on([table(name, {"good": [healthy] * STEPS, "bad": series, "fine": [healthy] * STEPS})])
     (finding,) = of(problem, verdict)
     kind, statistic = name.split("/")
-    assert (finding.site, finding.level, finding.kind, finding.statistic, finding.step) == ("bad", level, kind, statistic, step)
-    assert evidence in finding.evidence
+    assert (finding.site, LEVELS[finding.severity], finding.kind, finding.statistic, finding.step) == ("bad", level, kind, statistic, step)
+    assert evidence in finding.words
     assert {one.site for one in verdict.findings} == {"bad"}
-    assert verdict.is_sick == any(one.level == "sick" for one in verdict.findings)
+    assert verdict.is_sick == any(LEVELS[one.severity] == "sick" for one in verdict.findings)
 
 
 def test_a_healthy_run_is_called_so() -> None:
@@ -149,7 +148,7 @@ def test_a_healthy_run_is_called_so() -> None:
     assert not verdict.is_sick
     assert verdict.beginning is None
     assert verdict.headline == "no check found anything"
-    num_series = {check.problem: check.num_series for check in verdict.checks}
+    num_series = {check.name: check.num_series for check in verdict.checks}
     assert num_series["values that are not finite"] == 3
     assert num_series["updates that are large"] == 1
     assert num_series["entropy_collapse"] == 0
@@ -176,8 +175,8 @@ def test_the_first_that_is_not_finite_is_the_first_in_the_order_of_events() -> N
         ("gradient", "a.weight", 50),
         ("activation", "c", 60),
     ]
-    assert found[0].evidence == "the first: 3 elements at step 50, of 4 series at that step and 5 in all"
-    assert all(one.level == "sick" for one in found)
+    assert found[0].words == "the first: 3 elements at step 50, of 4 series at that step and 5 in all"
+    assert all(LEVELS[one.severity] == "sick" for one in found)
 
 
 def test_what_the_loss_scale_skipped_is_no_sickness() -> None:
@@ -187,9 +186,9 @@ def test_what_the_loss_scale_skipped_is_no_sickness() -> None:
     assert not verdict_on([table("gradient/norm", {"w": overflow})], [skipped]).findings
     assert verdict_on([table("gradient/norm", {"w": overflow})]).is_sick
     (often,) = verdict_on([], [table("monitor/step_skipped", {"": then(1.0, 0.0)})]).findings
-    assert (often.level, often.step, often.evidence) == ("watch", 80, "the loss scale skipped 50% of steps")
+    assert (LEVELS[often.severity], often.step, often.words) == ("watch", 80, "the loss scale skipped 50% of steps")
     (errors,) = verdict_on([], [table("monitor/errors", {"": then(2.0, 0.0, at=15)})]).findings
-    assert (errors.problem, errors.step) == ("what could not be measured", 150)
+    assert (errors.name, errors.step) == ("what could not be measured", 150)
 
 
 def test_what_is_infinite_by_its_formula_is_no_sickness() -> None:
@@ -205,7 +204,7 @@ def test_what_is_infinite_by_its_formula_is_no_sickness() -> None:
 def test_one_record_and_gaps_are_enough() -> None:
     """A run of one record, a site that was recorded once, another that is not recorded at the end."""
     (dead,) = verdict_on([table("activation/rms", {"a": [0.0], "b": [1.0]})]).findings
-    assert (dead.site, dead.step, dead.evidence) == ("a", 0, "every element is zero in all of the run (1 record)")
+    assert (dead.site, dead.step, dead.words) == ("a", 0, "every element is zero in all of the run (1 record)")
     absent = -777.0
     gaps = {"often": FLAT, "once": [0.0, *[absent] * (STEPS - 1)], "late": [*[absent] * (STEPS - 1), 0.0]}
     assert [one.site for one in verdict_on([table("activation/rms", gaps, absent)]).findings] == ["late"]
@@ -223,7 +222,7 @@ def test_the_beginning_is_the_earliest_of_what_is_sick() -> None:
     assert verdict.beginning is not None
     assert (verdict.beginning.site, verdict.beginning.step) == ("w", 60)
     assert verdict.headline == "2 sites sick, 1 site to watch"
-    assert [one.level for one in verdict.findings] == sorted(one.level for one in verdict.findings)
+    assert [LEVELS[one.severity] for one in verdict.findings] == sorted(LEVELS[one.severity] for one in verdict.findings)
 
 
 def test_arrays() -> None:
@@ -239,18 +238,18 @@ def test_arrays() -> None:
 
 def test_what_was_said_in_training_stands_first() -> None:
     """An error is a sickness; those of one name stand together, and where a series shows it, it is that."""
-    said = [
-        record.Finding(30, "nonfinite", "block.2", "", "It made the first value that is not finite.", "error"),
-        record.Finding(10, "dead_units", "relu", "run1/activation/relu/dead_fraction", "0.9 of the units are dead."),
-        record.Finding(20, "loss is large", "", "train_loss", "It is 7."),
-        record.Finding(40, "dead_units", "relu2", "run1/activation/relu2/dead_fraction", "All are dead."),
+    findings = [
+        Finding(30, "nonfinite", "block.2", "", "It made the first value that is not finite.", "error"),
+        Finding(10, "dead_units", "relu", "run1/activation/relu/dead_fraction", "0.9 of the units are dead."),
+        Finding(20, "loss is large", "", "train_loss", "It is 7."),
+        Finding(40, "dead_units", "relu2", "run1/activation/relu2/dead_fraction", "All are dead."),
     ]
-    verdict = verdict_on([table("activation/rms", {"a": [0.0] * STEPS})], said=said)
-    assert [(one.level, one.problem, one.kind, one.site, one.statistic, one.step) for one in verdict.findings] == [
+    verdict = verdict_on([table("activation/rms", {"a": [0.0] * STEPS})], findings=findings)
+    assert [(LEVELS[one.severity], one.name, one.kind, one.site, one.statistic, one.step) for one in verdict.findings] == [
         ("sick", "nonfinite", "", "block.2", "", 30),
         ("sick", "outputs that are zero", "activation", "a", "rms", 0),
         ("watch", "dead_units", "run1/activation", "relu", "dead_fraction", 10),
         ("watch", "dead_units", "run1/activation", "relu2", "dead_fraction", 40),
         ("watch", "loss is large", "", "", "train_loss", 20),
     ]
-    assert verdict.findings[0].evidence == "It made the first value that is not finite."
+    assert verdict.findings[0].words == "It made the first value that is not finite."

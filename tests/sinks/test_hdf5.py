@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -503,3 +504,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     opened = store(folder / "m.h5", Record(0, {RMS: 1.0}))
     assert opened.failed
     assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have neither a first step nor a cause of their own; a run that goes on in such a file, or takes rows out of it, loses none."""
+    path = tmp_path / "m.h5"
+    later = [Finding(step, "dead_units", "fc", RMS, "Units are dead.", "error", steps_before=1, cause="data") for step in (1, 2, 3)]
+    plain = [dataclasses.replace(one, steps_before=0, cause="") for one in later]
+    with monkeypatch.context() as context:
+        context.setattr(schema, "_FINDING", schema._FINDING[["step", "name", "site", "key", "severity", "words"]])
+        store(path, *(Record(one.step, {RMS: 1.0}, findings=[one]) for one in later))
+    assert load_store(path).findings() == plain
+    shutil.copy(path, tmp_path / "added.h5")
+    store(tmp_path / "added.h5", Record(4, {RMS: 2.0}, findings=[later[2]]), resume_from=4)
+    assert load_store(tmp_path / "added.h5").findings() == [*plain, later[2]]
+    store(path, Record(3, {RMS: 2.0}, findings=[later[2]]), resume_from=3)
+    assert load_store(path).findings() == [*plain[:2], later[2]]
+    with h5py.File(path) as file:
+        assert schema.read_findings(file["superseded/1"]) == plain[2:]
+    store(tmp_path / "new.h5", Record(2, {RMS: 1.0}, findings=later[:2]))
+    assert load_store(tmp_path / "new.h5").findings() == later[:2]

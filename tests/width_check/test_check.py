@@ -302,13 +302,14 @@ class Idle(WideMlp):
         (WideMlp(16), {"widths": [16]}, "widths is .* expected at least two"),
         ("WideMlp", {}, "make_module is 'WideMlp'; expected a function"),
         (WideMlp, {"data": iter(gaussian_batches())}, "which can be read once; expected"),
+        (WideMlp, {"data": (torch.ones(8, 128), torch.ones(8))}, r"data is a tuple of 2 tensors, .* expected batches, e.g. \[\(x, y\)\]"),
         (WideMlp, {"data": OneShot()}, "Training at width 64 ended after 0 steps; expected 2: give more batches, which every training can"),
         (Manual, {}, r"make_module\(16\) gave a module of manual optimization; expected automatic"),
         (Idle, {}, "No layer has run at width 16, seed 0; expected training_step to run"),
         (WideMlp, {"parametrization": {"net.9": 0}}, "parametrization 'net.9' matches none of the 3 modules .*; nearest: 'net"),
     ],
     ids=[
-        *("structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "one-shot"),
+        *("structure", "skipped", "same-width", "no-lightning-module", "one-width", "no-function", "iterator", "pair", "one-shot"),
         *("manual", "idle", "pattern"),
     ],
 )

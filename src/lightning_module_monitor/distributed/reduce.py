@@ -27,11 +27,14 @@ from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult
 from lightning_module_monitor.statistics.spec import Identity, MetricSpec
-from lightning_module_monitor.statistics.units import ABSENT, MAX_UNITS
+from lightning_module_monitor.statistics.units import MAX_UNITS
 
 OnError = Callable[[MetricSpec, Exception], None]
 Parts = Mapping[str, Tensor]
 """Tensors by name that are reduced as one."""
+
+ABSENT = -1.0
+"""Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
 
 
 class DistributedReducer:
@@ -119,7 +122,10 @@ class DistributedReducer:
         rows = own.moments.rows(self._tensor([row for spec in specs for row in _rows_of(own, spec)], torch.int64))
         none = len(own.counts) - 1
         counts = own.counts[self._tensor([own.counted.get(spec.identity, none) for spec in self._counted], torch.int64)]
-        absent = torch.full((MAX_UNITS,), ABSENT, dtype=torch.float64, device=self.device)
+        units = torch.full((len(self._with_units), MAX_UNITS), ABSENT, dtype=torch.float64, device=self.device)
+        for of_spec, spec in zip(units, self._with_units, strict=True):
+            if spec.identity in own.units:
+                of_spec[: len(own.units[spec.identity])] = own.units[spec.identity]
         results = self._results(own)
         largest = {
             "seen": self._tensor([spec.identity in own.rows for spec in specs]),
@@ -130,7 +136,7 @@ class DistributedReducer:
             "lost": self._tensor([own.is_lost]),
             "extremes": results["extremes"],
             "nan": results["nan"],
-            "units": torch.stack([own.units.get(spec.identity, absent) for spec in self._with_units]) if self._with_units else absent[:0],
+            "units": units,
         }
         summed = {
             "counts": counts,
@@ -178,7 +184,11 @@ class DistributedReducer:
             counted=[
                 (spec, counts) for spec, counts in zip(self._counted, summed["counts"].long(), strict=True) if spec.identity in measured
             ],
-            units=[(spec, signs) for spec, signs in zip(self._with_units, largest["units"], strict=True) if (signs != ABSENT).any()],
+            units=[
+                (spec, units[units != ABSENT] > 0)
+                for spec, units in zip(self._with_units, largest["units"], strict=True)
+                if (units != ABSENT).any()
+            ],
             values=values,
             copied=frozenset(itertools.compress(self.specs, reduced.are_copies.tolist())),
             unfinished=unfinished,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, Finding, Key, Record, is_context
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, Finding, Key, Record, Severity, is_context
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -38,9 +38,6 @@ MAX_NAMED = 3
 
 
 LOSS_KEY = f"{CONTEXT_KIND}/{LOSS}"
-
-SINCE = "from step"
-"""In the words of a finding, the first record in which its condition was met follows."""
 
 
 class Figures(NamedTuple):
@@ -91,6 +88,7 @@ class AlertRule:
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
     """Of keys of parameters, those that the rule is for; ``None``: all."""
+    severity: Severity = "warning"
     words: str = ""
     """What the condition means, and what to try."""
 
@@ -323,8 +321,9 @@ class Alerts:
                 # A record has those first of which the same is recorded, and not those that are first in the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
-                    words = f"{_named(fired)}{when(rule, min(one.since for one in fired), record.step)}. {rule.words or _condition(rule)}"
-                    finding = Finding(record.step, rule.name, Key.parse(fired[0].key).site, fired[0].key, words)
+                    since, key = min(one.since for one in fired), fired[0].key
+                    words = f"{_named(fired)}{when(rule, since, record.step)}. {rule.words or _condition(rule)}"
+                    finding = Finding(record.step, rule.name, Key.parse(key).site, key, words, rule.severity, record.step - since)
                     alarms.append(Alarm(finding, rule.then))
         return alarms
 
@@ -364,7 +363,7 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
 
 def when(rule: AlertRule, since: int, step: int) -> str:
     """In which records a rule's condition was met, as the end of a sentence."""
-    return f", in {rule.for_steps} records {SINCE} {since} to {step}" if rule.for_steps > 1 else f", in step {step}"
+    return f", in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f", in step {step}"
 
 
 def _named(fired: Sequence[Fired]) -> str:

@@ -10,16 +10,12 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Figures, has_fallen
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key
-
-Level = Literal["sick", "watch"]
-"""``sick`` is what ends a training or leaves a part of the model out of it; ``watch`` is what is unusual, and may be meant."""
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Severity
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 """Statistics that show a non-finite element: the number of such elements, and those that are finite for finite tensors, unlike the ``std``
@@ -41,11 +37,11 @@ class Detector:
     """From where on it fires, in words; ``rule`` or ``limits`` has the number."""
     source: str
     cure: str
-    level: Level = "watch"
+    severity: Severity = "warning"
     """Of a detector with a rule."""
     rule: AlertRule | None = None
     """Without its name, and what it concerns: the rest gives that."""
-    limits: Mapping[Level, float] = field(default_factory=dict)
+    limits: Mapping[Severity, float] = field(default_factory=dict)
     """Of a detector without."""
     unless_loss_falls: float = math.inf
     """Of a detector without: it does not judge a run whose loss has fallen by more than this part of the first one."""
@@ -74,16 +70,17 @@ class Detector:
     def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
         """The detector as a rule on the values that are recorded for it."""
         assert self.rule is not None, f"{self.name} needs the whole run"
-        return replace(self.rule, name=self.name, concerns=self._concerns, then=then, words=f"{self.limit} Try: {self.cure}.")
+        words = f"{self.limit} Try: {self.cure}."
+        return replace(self.rule, name=self.name, concerns=self._concerns, then=then, severity=self.severity, words=words)
 
     def _concerns(self, parts: Key, _key: str) -> bool:
         return parts.stage == TRAIN and any(
             (parts.kind, parts.statistic) == (kinds[0], statistics[0]) for kinds, statistics in self.sources
         )
 
-    def level_of(self, value: float) -> Level:
-        """The level of a value that is at least the limit of ``watch``."""
-        return "sick" if value >= self.limits.get("sick", math.inf) else "watch"
+    def severity_of(self, value: float) -> Severity:
+        """The severity of a value that is at least the limit of a warning."""
+        return "error" if value >= self.limits.get("error", math.inf) else "warning"
 
 
 @functools.lru_cache(maxsize=64)
@@ -208,7 +205,7 @@ DETECTORS = {
             source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
             "the limit is a heuristic",
             cure="a lower learning rate, warm-up, clipping of gradients",
-            level="sick",
+            severity="error",
             rule=_rule(figures=totals, above=100.0, relative_to="first", needs_step=True, unless_loss_falls=0.1, parameters="trained"),
         ),
         Detector(
@@ -230,7 +227,7 @@ DETECTORS = {
             limit="It gets a gradient, and no optimizer has it: it does not learn, and its gradient may accumulate.",
             source="plain arithmetic",
             cure="give its parameters to the optimizer in configure_optimizers, or set requires_grad to False where it is to stay as it is",
-            level="sick",
+            severity="error",
             rule=_rule(above=0.0, parameters="untrained"),
         ),
         Detector(
@@ -250,7 +247,7 @@ DETECTORS = {
             source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
             "the limit is a heuristic",
             cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
-            level="sick",
+            severity="error",
             rule=_rule(figures=over_the_first, above=1e4, for_steps=3, unless_loss_falls=0.5),
         ),
         Detector(
@@ -271,7 +268,7 @@ DETECTORS = {
             limit="99 % of the elements are zero (sick: 99.9 %)",
             source=_HEURISTIC,
             cure="as for dead_units; look whether the module is meant to be idle",
-            limits={"watch": 0.99, "sick": 0.999},
+            limits={"warning": 0.99, "error": 0.999},
             recorded_by="kinds: activation, statistics: zero_fraction",
         ),
         Detector(
@@ -281,7 +278,7 @@ DETECTORS = {
             limit="zero in half of them (sick: in all)",
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, and for dead units behind it",
-            limits={"watch": 0.5, "sick": 1.0},
+            limits={"warning": 0.5, "error": 1.0},
             recorded_by="kinds: [activation_gradient, gradient], statistics: rms",
         ),
         Detector(
@@ -292,7 +289,7 @@ DETECTORS = {
             limit="100 times, as for exploding (sick: 1000 times)",
             source=_HEURISTIC,
             cure="a lower learning rate, a normalization layer, a smaller initialization",
-            limits={"watch": 100.0, "sick": 1000.0},
+            limits={"warning": 100.0, "error": 1000.0},
             unless_loss_falls=0.1,
             recorded_by="kinds: activation, statistics: rms",
         ),
@@ -303,7 +300,7 @@ DETECTORS = {
             limit="100 times, as for exploding (sick: 1000 times)",
             source=_HEURISTIC,
             cure="as for exploding",
-            limits={"watch": 100.0, "sick": 1000.0},
+            limits={"warning": 100.0, "error": 1000.0},
             unless_loss_falls=0.1,
             recorded_by="kinds: activation_gradient, statistics: rms",
         ),
@@ -314,7 +311,7 @@ DETECTORS = {
             limit="100 times",
             source=_HEURISTIC,
             cure="clipping of gradients; look at the batch of that step",
-            limits={"watch": 100.0},
+            limits={"warning": 100.0},
             recorded_by="kinds: gradient, statistics: norm",
         ),
         Detector(
@@ -324,7 +321,7 @@ DETECTORS = {
             limit="0.05 (sick: 0.3); 0.001 is customary",
             source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for what is customary; the limits are a heuristic',
             cure="a lower learning rate",
-            limits={"watch": 0.05, "sick": 0.3},
+            limits={"warning": 0.05, "error": 0.3},
             recorded_by="kinds: update, statistics: ratio",
         ),
         Detector(
@@ -334,7 +331,7 @@ DETECTORS = {
             limit="at most 1e-7, the rounding of float32",
             source="plain arithmetic",
             cure="as for frozen_updates",
-            limits={"watch": 1e-7},
+            limits={"warning": 1e-7},
             recorded_by="kinds: update, statistics: ratio",
         ),
         Detector(
@@ -344,7 +341,7 @@ DETECTORS = {
             limit="10 (sick: 1000)",
             source=_HEURISTIC,
             cure="residual connections, normalization layers, another initialization",
-            limits={"watch": 10.0, "sick": 1000.0},
+            limits={"warning": 10.0, "error": 1000.0},
             recorded_by="the option gradient_flow",
         ),
         Detector(
@@ -354,7 +351,7 @@ DETECTORS = {
             limit="1e3 (sick: 1e4, near which training tends to fail)",
             source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
             cure="a normalization of queries and keys, a lower learning rate",
-            limits={"watch": 1e3, "sick": 1e4},
+            limits={"warning": 1e3, "error": 1e4},
             recorded_by="the option attention",
         ),
         Detector(
@@ -364,7 +361,7 @@ DETECTORS = {
             limit="any",
             source="plain arithmetic",
             cure="the log has each error once",
-            limits={"watch": 0.0},
+            limits={"warning": 0.0},
         ),
         Detector(
             "skipped steps",
@@ -373,7 +370,7 @@ DETECTORS = {
             limit="10 %; a GradScaler tries a larger scale every 2,000 steps, and skips one if it is too large",
             source=_HEURISTIC,
             cure="a lower learning rate, bfloat16",
-            limits={"watch": 0.1},
+            limits={"warning": 0.1},
         ),
     )
 }

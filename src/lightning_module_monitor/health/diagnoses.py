@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.health.alerts import SINCE
+from lightning_module_monitor.record import Finding
 
 MAX_DIAGNOSES = 3
-
-HUGE = 1e5
-"""Magnitudes beyond this, next to a value that is not finite, have grown there."""
-
-HALF_OVERFLOWS = "above 65504 is infinite in float16"
-"""In the words of a finding: the run computes in float16."""
-
-SPOILT_WEIGHTS = "Its weights are not finite"
-"""In the words of a finding: an earlier update has made them so."""
-
-BAD_BATCH = "The batch has"
-"""In the words of a finding: the data is not finite."""
-
-
-class Symptom(NamedTuple):
-    """What diagnoses need of a finding, be it of training or of a stored run."""
-
-    name: str
-    """Of the detector."""
-    step: int
-    site: str
-    words: str
-
-    @property
-    def first_step(self) -> int:
-        """The step at which it began."""
-        since = re.search(rf"{SINCE} (\d+)", self.words)
-        return self.step if since is None else int(since[1])
 
 
 @dataclass(frozen=True)
@@ -53,6 +23,7 @@ class Diagnosis:
         evidence: What was found, in sentences with figures.
         num_consequences: How many other findings it explains.
         advice: What to try.
+        key: The key of the series that shows it first; empty where there is none.
     """
 
     name: str
@@ -62,6 +33,7 @@ class Diagnosis:
     evidence: tuple[str, ...]
     num_consequences: int
     advice: str
+    key: str = ""
 
     def __str__(self) -> str:
         where = f", first at {self.site}" if self.site else ""
@@ -92,13 +64,8 @@ class Cause:
     explains: tuple[str, ...]
     """Names of the findings that may follow from it, where they do not begin earlier."""
     advice: str
-    shows: Callable[[Symptom], bool] = lambda _symptom: True
+    shows: Callable[[Finding], bool] = lambda _finding: True
     """Whether a finding of such a name does show it."""
-
-
-def _largest(words: str) -> float:
-    """The largest magnitude that a finding names."""
-    return max(map(float, re.findall(r"magnitude[^0-9]*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", words)), default=0.0)
 
 
 NONFINITE = ("nonfinite", "values that are not finite")
@@ -121,7 +88,7 @@ CAUSES = (
         NONFINITE,
         (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
         "look at the batch of that step, and drop or clip what is not finite in the data set",
-        lambda one: BAD_BATCH in one.words,
+        lambda one: one.cause == "data",
     ),
     Cause(
         "no_optimizer",
@@ -144,7 +111,7 @@ CAUSES = (
         (*NONFINITE, "skipped steps"),
         (*NONFINITE, "skipped steps"),
         "precision: bf16-mixed, which has the range of float32; or smaller weights, inputs or losses",
-        lambda one: one.name == "skipped steps" or HALF_OVERFLOWS in one.words,
+        lambda one: one.name == "skipped steps" or one.cause == "overflow",
     ),
     Cause(
         "learning_rate",
@@ -152,7 +119,7 @@ CAUSES = (
         ("exploding", "updates that are large", "growing_over_depth", *NONFINITE),
         (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "growing_over_depth", "dead_units", "skipped steps"),
         "a learning rate that is ten times lower, warm-up, clipping of gradients",
-        lambda one: one.name not in NONFINITE or _largest(one.words) > HUGE,
+        lambda one: one.name not in NONFINITE or one.cause == "learning_rate",
     ),
     Cause(
         "diverging",
@@ -219,7 +186,7 @@ CAUSES = (
         NONFINITE,
         (*NONFINITE, *_GROWTH, *_ZERO, *_STILL, *_FLAT),
         "health: {nonfinite: always}, which names the module whose gradient was not finite",
-        lambda one: SPOILT_WEIGHTS in one.words,
+        lambda one: one.cause == "update",
     ),
     Cause(
         "nonfinite",
@@ -246,16 +213,16 @@ CAUSES = (
 """In the order of causality: of two that begin in the same step, the earlier one may explain the later one."""
 
 
-def diagnose(symptoms: Iterable[Symptom]) -> Diagnoses:
+def diagnose(findings: Iterable[Finding]) -> Diagnoses:
     """Order findings into causes and what follows from them.
 
     Args:
-        symptoms: The findings.
+        findings: Those of training, or of the verdict on a stored run.
 
     Returns:
         The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``.
     """
-    rest = sorted(symptoms, key=lambda one: one.first_step)
+    rest = sorted(findings, key=lambda one: one.first_step)
     diagnoses = Diagnoses()
     while rest and len(diagnoses) < MAX_DIAGNOSES:
         candidates = [
@@ -267,13 +234,14 @@ def diagnose(symptoms: Iterable[Symptom]) -> Diagnoses:
         first = found[0].first_step
         explained = [one for one in rest if one in found or (one.name in cause.explains and one.first_step >= first)]
         evidence = tuple(one.words for one in found[:3])
-        diagnoses.append(Diagnosis(cause.name, cause.headline, first, found[0].site, evidence, len(explained) - len(found), cause.advice))
+        num_others = len(explained) - len(found)
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first, found[0].site, evidence, num_others, cause.advice, found[0].key))
         rest = [one for one in rest if one not in explained]
     return diagnoses
 
 
-def _root(candidates: Sequence[tuple[Cause, list[Symptom]]]) -> tuple[Cause, list[Symptom]]:
-    """Of the candidates that no other one explains the one that began first."""
+def _root(candidates: Sequence[tuple[Cause, list[Finding]]]) -> tuple[Cause, list[Finding]]:
+    """Of the candidates that no other one explains the one that began first; of two in the same step, an error."""
 
     def is_explained(place: int) -> bool:
         shown = candidates[place][1][0]
@@ -285,4 +253,4 @@ def _root(candidates: Sequence[tuple[Cause, list[Symptom]]]) -> tuple[Cause, lis
         )
 
     roots = [one for place, one in enumerate(candidates) if not is_explained(place)]
-    return min(roots, key=lambda one: one[1][0].first_step)
+    return min(roots, key=lambda one: (one[1][0].first_step, one[1][0].severity != "error"))

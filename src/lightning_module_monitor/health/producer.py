@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_module_monitor.health.diagnoses import SPOILT_WEIGHTS
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Gradient, Observed
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
@@ -29,6 +29,24 @@ class Producer:
     """Number of the module's call in this micro-batch."""
     is_known: bool = True
     """Whether it was ``site``; else the words give the reason why it is not known."""
+    cause: str = ""
+    """The name of the diagnosis that the evidence itself shows; empty where there is none."""
+
+
+HUGE = 1e5
+"""Magnitudes beyond this, next to a value that is not finite, have grown there."""
+
+
+class _Named(NamedTuple):
+    """A part of the evidence."""
+
+    words: str = ""
+    magnitude: float = 0.0
+    """The magnitude that the words name."""
+
+
+def _cause(*parts: _Named) -> str:
+    return "learning_rate" if any(part.magnitude > HUGE for part in parts) else ""
 
 
 def producer(observed: Observed | None) -> Producer | None:
@@ -121,17 +139,16 @@ def _code_before(observed: Observed, micro_batch: int, place: int, given: int) -
     before = _last_output(observed, calls[:place])
     if call.caller == NO_CALL:
         origin = (
-            f"{name} was given {kind}, and all before it is finite{before}"
+            f"{name} was given {kind}, and all before it is finite{before.words}"
             if place
             else f"The first module of the pass, {name}, was given {kind}"
         )
         words = f"{origin}: the batch has it, or the LightningModule's own code before it."
-        return Producer(ROOT, True, micro_batch, place, words)
+        return Producer(ROOT, True, micro_batch, place, words, cause=_cause(before))
     where = observed.sites[call.caller].name
-    words = f"Code in the forward of {where}, between its modules, has made {kind} of what is finite{before}, and gives it to {name}."
-    return Producer(
-        where, True, micro_batch, place, words + _weights_in_words(observed, where), _calls_before(calls, place, call.caller, observed)
-    )
+    words = f"Code in the forward of {where}, between its modules, has made {kind} of what is finite{before.words}, and gives it to {name}."
+    weights, number = _weights_named(observed, where), _calls_before(calls, place, call.caller, observed)
+    return Producer(where, True, micro_batch, place, words + weights.words, number, cause=_cause(before, weights))
 
 
 def _own(observed: Observed, micro_batch: int, place: int) -> Producer:
@@ -140,17 +157,19 @@ def _own(observed: Observed, micro_batch: int, place: int) -> Producer:
     call, name = calls[place], observed.sites[calls[place].site].name
     kind = kind_of(observed.values[call.output])
     bad = {key: value for key, value in _weights_of(observed, name).items() if not math.isfinite(value)}
+    given = _Named()
     if bad:
         listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-        words = f"{SPOILT_WEIGHTS} ({listed}), so that its output has {kind}: they were so when the step began."
+        words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
     elif call.entered != NO_CALL:
-        words = f"Its own code, after its modules, has made {kind} of what is finite{_last_output(observed, calls[:place])}."
+        given = _last_output(observed, calls[:place])
+        words = f"Its own code, after its modules, has made {kind} of what is finite{given.words}."
     else:
-        got = f" (the largest magnitude is {observed.values[call.input]:.4g})" if call.input != UNKNOWN else ""
-        words = f"Its input is finite{got}, and its output has {kind}."
-    return Producer(
-        name, True, micro_batch, place, words + _weights_in_words(observed, name), _calls_before(calls, place, call.site, observed)
-    )
+        given = _largest_magnitude(observed, call.input, "") if call.input != UNKNOWN else given
+        words = f"Its input is finite{given.words}, and its output has {kind}."
+    weights, number = _weights_named(observed, name), _calls_before(calls, place, call.site, observed)
+    cause = _cause(given, weights) or ("update" if bad else "")
+    return Producer(name, True, micro_batch, place, words + weights.words, number, cause=cause)
 
 
 def _calls_before(calls: Sequence[Call], place: int, site: int, observed: Observed) -> int:
@@ -160,13 +179,17 @@ def _calls_before(calls: Sequence[Call], place: int, site: int, observed: Observ
     return max(len(starts) - 1, 0)
 
 
-def _last_output(observed: Observed, calls: Sequence[Call]) -> str:
+def _last_output(observed: Observed, calls: Sequence[Call]) -> _Named:
     last = next((call for call in reversed(calls) if call.output != UNKNOWN), None)
-    return (
-        f" (last the output of {observed.sites[last.site].name}, its largest magnitude {observed.values[last.output]:.4g})"
-        if last is not None
-        else ""
-    )
+    if last is None:
+        return _Named()
+    magnitude = observed.values[last.output]
+    return _Named(f" (last the output of {observed.sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
+
+
+def _largest_magnitude(observed: Observed, place: int, where: str) -> _Named:
+    magnitude = observed.values[place]
+    return _Named(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)
 
 
 # Backward
@@ -183,11 +206,10 @@ def _backward(observed: Observed, micro_batch: int) -> Producer | None:
     behind = first.call if first.of_input else _user_of(calls, first.call)
     if behind is not None:
         name = observed.sites[calls[behind].site].name
-        words = (
-            f"The gradient that arrives at its output is finite, and that at its input has {kind}{_arrived(observed, gradients, behind)}."
-        )
+        arrived, weights = _arrived(observed, gradients, behind), _weights_named(observed, name)
+        words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}.{weights.words}"
         number = _calls_before(calls, behind, calls[behind].site, observed)
-        return Producer(name, False, micro_batch, place, words + _weights_in_words(observed, name), number)
+        return Producer(name, False, micro_batch, place, words, number, cause=_cause(arrived, weights))
     after = next((one for one in calls[first.call + 1 :] if one.is_new or one.entered != NO_CALL), None)
     if after is None:
         words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
@@ -195,7 +217,8 @@ def _backward(observed: Observed, micro_batch: int) -> Producer | None:
     owner = after.site if after.entered != NO_CALL else after.caller
     where = ROOT if owner == NO_CALL else observed.sites[owner].name
     words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
-    return Producer(where, False, micro_batch, place, words + _weights_in_words(observed, where))
+    weights = _weights_named(observed, where)
+    return Producer(where, False, micro_batch, place, words + weights.words, cause=_cause(weights))
 
 
 def _user_of(calls: Sequence[Call], place: int) -> int | None:
@@ -204,9 +227,9 @@ def _user_of(calls: Sequence[Call], place: int) -> int | None:
     return next(users, None)
 
 
-def _arrived(observed: Observed, gradients: Sequence[Gradient], place: int) -> str:
+def _arrived(observed: Observed, gradients: Sequence[Gradient], place: int) -> _Named:
     at_output = next((one for one in gradients if one.call == place and not one.of_input), None)
-    return f" (the largest magnitude at the output is {observed.values[at_output.place]:.4g})" if at_output is not None else ""
+    return _Named() if at_output is None else _largest_magnitude(observed, at_output.place, " at the output")
 
 
 # Words
@@ -217,9 +240,9 @@ def _weights_of(observed: Observed, name: str) -> dict[str, float]:
     return {key: value for key, value in observed.weights.items() if name != ROOT and key.startswith(f"{name}.")}
 
 
-def _weights_in_words(observed: Observed, name: str) -> str:
-    finite = {key: value for key, value in _weights_of(observed, name).items() if math.isfinite(value)}
-    return f" The largest magnitude of its weights is {max(finite.values()):.4g}." if finite else ""
+def _weights_named(observed: Observed, name: str) -> _Named:
+    largest = max((value for value in _weights_of(observed, name).values() if math.isfinite(value)), default=None)
+    return _Named() if largest is None else _Named(f" The largest magnitude of its weights is {largest:.4g}.", largest)
 
 
 def kind_of(value: float) -> str:

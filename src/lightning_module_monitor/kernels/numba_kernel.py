@@ -62,8 +62,6 @@ def _compile(numba_loops: ModuleType) -> None:
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
     numba_loops.count(wide.view(np.uint32), np.zeros(1024, np.int64), np.zeros(NUM_COUNTS, np.int64))
-    numba_loops.largest_magnitude(wide.view(np.int32), np.int32(1))
-    numba_loops.largest_magnitude(halves.view(np.int16), np.int16(1))
 
 
 def takes(tensor: Tensor) -> bool:

@@ -265,12 +265,3 @@ def count(bits: Any, place_of_code: Any, counts: Any) -> None:  # noqa: ANN401
     for i in range(bits.size):
         has_mantissa = np.uint32(512) if bits[i] & np.uint32(0x7FFFFF) else np.uint32(0)
         counts[place_of_code[has_mantissa | (bits[i] >> np.uint32(23))]] += 1
-
-
-@njit(cache=True)
-def largest_magnitude(bits: Any, mask: Any) -> int:  # noqa: ANN401
-    """The largest magnitude of elements, as bits; ``mask`` has all bits but the sign. Bits of infinity and NaN are the largest."""
-    largest = mask ^ mask
-    for i in range(bits.size):
-        largest = max(largest, bits[i] & mask)
-    return int(largest)

@@ -40,4 +40,9 @@ def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Te
 
 def transfer(tensor: Tensor) -> Tensor:
     """The one place where a value leaves its device."""
-    return tensor if tensor.is_cpu else tensor.to("cpu")
+    return tensor if is_on_host(tensor) else tensor.to("cpu")
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a value is read without a transfer."""
+    return tensor.is_cpu

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import Course, when
-from lightning_module_monitor.health.detectors import Detector, Level
-from lightning_module_monitor.record import STEP_SKIPPED, Key
+from lightning_module_monitor.health.detectors import Detector
+from lightning_module_monitor.record import STEP_SKIPPED, Finding, Key, Severity
 from lightning_module_monitor.report.arrays import growth, late, typical, where
-from lightning_module_monitor.report.findings import Check, Checked, Finding
+from lightning_module_monitor.report.findings import Check, Checked
 from lightning_module_monitor.report.run import Table, of_training
 
 
@@ -21,9 +21,9 @@ class _Sick(NamedTuple):
     """A row of a table that is not as it should be."""
 
     row: int
-    level: Level
+    severity: Severity
     step: int
-    evidence: str
+    words: str
 
 
 def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int], *, is_known: bool = False) -> Checked:
@@ -49,9 +49,7 @@ def look(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[
         return check, _replayed(detector, seen, skipped_steps)
     judge = _WHOLE_RUN[detector.name]
     return check, [
-        Finding(one.level, detector.name, table.kind, table.sites[one.row], table.statistic, one.step, one.evidence)
-        for table in seen
-        for one in judge(table, detector)
+        table.finding(one.row, detector.name, one.step, one.words, one.severity) for table in seen for one in judge(table, detector)
     ]
 
 
@@ -76,9 +74,8 @@ def _replayed(detector: Detector, tables: Sequence[Table], skipped_steps: Collec
         own = keys if is_there.all() else tuple(keys[place] for place in where(is_there))
         for one in course.observe(step, own, row[is_there]):
             parts = Key.parse(one.key)
-            kind = parts._replace(site="", statistic="").format().rstrip("/")
-            evidence = f"{parts.statistic} {one.words}{when(rule, one.since, step)}. {rule.words}"
-            found.setdefault(one.key, Finding(detector.level, detector.name, kind, parts.site, parts.statistic, step, evidence))
+            words = f"{parts.statistic} {one.words}{when(rule, one.since, step)}. {rule.words}"
+            found.setdefault(one.key, Finding(step, detector.name, parts.site, one.key, words, detector.severity, step - one.since))
     if rule.is_unchanged:
         # A store does not hold which parameters require a gradient: those that never had one may be frozen on purpose.
         trained = {site for table in tables if table.name.kind == "gradient" for site in table.sites}
@@ -93,36 +90,36 @@ def _zero_output(table: Table, detector: Detector) -> Iterator[_Sick]:
     is_fraction = table.statistic == "zero_fraction"
     is_zero = _late_share(table, table.values == (1.0 if is_fraction else 0.0)) == 1
     for row in where(is_zero):
-        yield _Sick(row, "sick", *_since(table, row, "every element is zero"))
-    share, least = typical(late(table.values)), detector.limits["watch"]
+        yield _Sick(row, "error", *_since(table, row, "every element is zero"))
+    share, least = typical(late(table.values)), detector.limits["warning"]
     for row in where((share >= least) & ~is_zero) if is_fraction else ():
         part = f"{share[row]:.3%} of the elements are zero" if share[row] < 1 else "every element is zero in half of the records or more"
-        yield _Sick(row, detector.level_of(share[row]), _first(table, table.values[row] >= least), f"{part}{_late_steps(table)}")
+        yield _Sick(row, detector.severity_of(share[row]), _first(table, table.values[row] >= least), f"{part}{_late_steps(table)}")
 
 
 def _zero_gradient(table: Table, detector: Detector) -> Iterator[_Sick]:
     share = _late_share(table, table.values == 0)
-    for row in where(share >= detector.limits["watch"]):
-        level = detector.level_of(share[row])
-        if level == "sick":
-            yield _Sick(row, level, *_since(table, row, f"{table.statistic} is 0"))
+    for row in where(share >= detector.limits["warning"]):
+        severity = detector.severity_of(share[row])
+        if severity == "error":
+            yield _Sick(row, severity, *_since(table, row, f"{table.statistic} is 0"))
         else:
             evidence = f"{table.statistic} is 0 in half of the records or more{_late_steps(table)}"
-            yield _Sick(row, level, _first(table, table.values[row] == 0), evidence)
+            yield _Sick(row, severity, _first(table, table.values[row] == 0), evidence)
 
 
 def _growing(table: Table, detector: Detector) -> Iterator[_Sick]:
     if table.values.shape[1] < 4:
         return
-    least, magnitudes = detector.limits["watch"], np.abs(table.values)
+    least, magnitudes = detector.limits["warning"], np.abs(table.values)
     after = typical(late(magnitudes))
     slowly, at_once = growth(table.values), _growth_at_once(magnitudes, after, least)
-    for row in where((slowly >= least) | (at_once >= detector.limits["sick"])):
+    for row in where((slowly >= least) | (at_once >= detector.limits["error"])):
         factor = float(np.nanmax([slowly[row], at_once[row]]))
         before = after[row] / factor
         step = _first(table, magnitudes[row] >= least * before)
         evidence = f"{table.statistic} grew {factor:.2g} times from step {step} on, from {before:.2g} to {after[row]:.2g}"
-        yield _Sick(row, detector.level_of(factor), step, evidence)
+        yield _Sick(row, detector.severity_of(factor), step, evidence)
 
 
 def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64], least: float) -> NDArray[np.float64]:
@@ -138,7 +135,7 @@ def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64],
 
 
 def _spiking(table: Table, detector: Detector) -> Iterator[_Sick]:
-    least = detector.limits["watch"]
+    least = detector.limits["warning"]
     magnitudes = np.where(np.isfinite(table.values), np.abs(table.values), 0.0)
     usual, largest, grown = typical(np.abs(table.values)), magnitudes.max(axis=1), growth(table.values)
     for row in where((largest >= least * usual) & (usual > 0) & ~(grown >= least)):
@@ -148,16 +145,16 @@ def _spiking(table: Table, detector: Detector) -> Iterator[_Sick]:
             continue  # those beside it are as large: gradients fall as a run converges
         step = int(table.steps[magnitudes[row].argmax()])
         evidence = f"{table.statistic} {largest[row]:.2g} at step {step}; its median over the run is {usual[row]:.2g}"
-        yield _Sick(row, "watch", step, evidence)
+        yield _Sick(row, "warning", step, evidence)
 
 
 def _above(
     table: Table, detector: Detector, usual: NDArray[np.float64], values: NDArray[np.float64], tell: Callable[[float, int], str]
 ) -> Iterator[_Sick]:
     """Rows whose late median ``usual`` is at least the limit; ``tell`` gives the evidence, of the median and the row."""
-    least = detector.limits["watch"]
+    least = detector.limits["warning"]
     for row in where(usual >= least):
-        yield _Sick(row, detector.level_of(usual[row]), _first(table, values[row] >= least), tell(usual[row], row))
+        yield _Sick(row, detector.severity_of(usual[row]), _first(table, values[row] >= least), tell(usual[row], row))
 
 
 def _large_update(table: Table, detector: Detector) -> Iterator[_Sick]:
@@ -186,24 +183,24 @@ def _gain(table: Table, detector: Detector) -> Iterator[_Sick]:
 
 
 def _small_update(table: Table, detector: Detector) -> Iterator[_Sick]:
-    ratio, most = typical(late(table.values)), detector.limits["watch"]
+    ratio, most = typical(late(table.values)), detector.limits["warning"]
     never = ((table.values == 0) | ~table.is_recorded).all(axis=1)
     for row in where(ratio <= most):
         evidence = "it has never moved" if never[row] else f"a step moves it by {ratio[row]:.2g} of its norm{_late_steps(table)}"
-        yield _Sick(row, "sick" if never[row] else "watch", _first(table, table.values[row] <= most), evidence)
+        yield _Sick(row, "error" if never[row] else "warning", _first(table, table.values[row] <= most), evidence)
 
 
 def _often(table: Table, detector: Detector) -> Iterator[_Sick]:
     happened = table.values[0] > 0
     share = float(happened.mean())
-    if share > detector.limits["watch"]:
+    if share > detector.limits["warning"]:
         is_skipped = table.statistic == STEP_SKIPPED
         evidence = (
             f"the loss scale skipped {share:.0%} of steps"
             if is_skipped
             else f"{np.nansum(table.values):.0f} errors, at {share:.0%} of steps"
         )
-        yield _Sick(0, "watch", _first(table, happened), evidence)
+        yield _Sick(0, "warning", _first(table, happened), evidence)
 
 
 _WHOLE_RUN: dict[str, Callable[[Table, Detector], Iterator[_Sick]]] = {

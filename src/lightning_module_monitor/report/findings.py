@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.health.detectors import Level
-from lightning_module_monitor.health.diagnoses import Diagnoses, Symptom, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
+from lightning_module_monitor.record import Finding, Severity
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A site with a problem."""
-
-    level: Level
-    problem: str
-    """Name of the detector: findings of one problem are shown together."""
-    kind: str
-    site: str
-    statistic: str
-    """The series that shows it."""
-    step: int
-    """The monitored step at which it began, or is at its worst."""
-    evidence: str
-    """The evidence in a sentence, with figures."""
+LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
+"""The verdict on a site in a word, by the severity of its finding."""
 
 
 @dataclass(frozen=True)
 class Check:
     """A problem that was looked for."""
 
-    problem: str
+    name: str
+    """Of the detector."""
     num_series: int
     """Number of series that were looked at; 0 if none was recorded."""
     needs: str
@@ -47,13 +34,13 @@ class Verdict:
     """The findings of a run, and the checks."""
 
     findings: Sequence[Finding]
-    """The sick ones first; then in the order of checks, steps and model."""
+    """The errors first; then in the order of checks, steps and model."""
     checks: Sequence[Check]
 
     @property
     def is_sick(self) -> bool:
         """Whether any finding is sick."""
-        return any(finding.level == "sick" for finding in self.findings)
+        return any(finding.severity == "error" for finding in self.findings)
 
     @property
     def level(self) -> str:
@@ -70,19 +57,21 @@ class Verdict:
     @property
     def diagnoses(self) -> Diagnoses:
         """The causes that the findings show."""
-        return diagnose(Symptom(one.problem, one.step, one.site, one.evidence) for one in self.findings)
+        return diagnose(self.findings)
 
     @property
     def headline(self) -> str:
         """The verdict in a line."""
         if self.level == "not looked at":
             return f"not enough was recorded to judge: {self.num_checked} of {len(self.checks)} checks had values to look at"
-        sick = {finding.site for finding in self.findings if finding.level == "sick"}
+        sick = {finding.site for finding in self.findings if finding.severity == "error"}
         others = {finding.site for finding in self.findings} - sick
         levels = [f"{counted(num, 'site')} {level}" for level, num in (("sick", len(sick)), ("to watch", len(others))) if num]
         return ", ".join(levels) or "no check found anything"
 
     @property
     def beginning(self) -> Finding | None:
-        """The sick finding with the earliest step: where to look first. ``None`` if nothing is sick."""
-        return min((finding for finding in self.findings if finding.level == "sick"), key=lambda finding: finding.step, default=None)
+        """Where to look first: the first finding on the series of the first diagnosis, else the first error; ``None`` without either."""
+        key = self.diagnoses[0].key if self.diagnoses else ""
+        candidates = [one for one in self.findings if (one.key == key if key else one.severity == "error")]
+        return min(candidates, key=lambda one: one.first_step, default=None)

@@ -11,13 +11,13 @@ import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, Finding, ModuleInfo
 from lightning_module_monitor.report.arrays import early, late, typical
-from lightning_module_monitor.report.findings import Finding, Verdict
+from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.run import Run, Table
 
 MAX_FINDINGS = 5
-"""Limit of the findings that are shown of one problem."""
+"""Limit of the findings that are shown of one name."""
 MAX_SERIES = 12
 """Limit of the series whose values are shown."""
 MAX_MODULES = 50
@@ -73,7 +73,7 @@ def as_json(run: Run, verdict: Verdict) -> str:
         "level": verdict.level,
         "headline": verdict.headline,
         "diagnoses": [dataclasses.asdict(one) for one in verdict.diagnoses],
-        "findings": [dataclasses.asdict(one) for one in verdict.findings],
+        "findings": [{"level": LEVELS[one.severity], **dataclasses.asdict(one)} for one in verdict.findings],
         "checks": [dataclasses.asdict(one) for one in verdict.checks],
     }
     return json.dumps(content, indent=2)
@@ -97,15 +97,15 @@ def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> st
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
     if verdict.findings:
-        parts += ["## Findings", _table(["level", "problem", "kind", "site", "step", "evidence"], _findings(verdict.findings))]
+        parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict.findings))]
     shown = list(islice(_series(run, verdict), MAX_SERIES))
     if shown:
         places = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
         at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
         rows = [(key, *(_value_at(table, row, step) for step in at)) for key, table, row in shown]
         parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
-    checks = [(one.problem, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
-    parts += ["## Checks", _table(["problem", "series looked at", "recorded by"], checks)]
+    checks = [(one.name, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
+    parts += ["## Checks", _table(["name", "series looked at", "recorded by"], checks)]
     if modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
         parts += [f"## Model: {counted(len(modules), 'module')}", _table(header, _rows_of(modules))]
@@ -128,12 +128,12 @@ def _diagnoses(verdict: Verdict) -> list[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[Sequence[str]]:
-    for (level, problem), group in groupby(findings, key=lambda one: (one.level, one.problem)):
-        of_problem = list(group)
-        for one in of_problem[:MAX_FINDINGS]:
-            yield level, problem, one.kind, one.site, str(one.step), one.evidence
-        if len(of_problem) > MAX_FINDINGS:
-            yield level, problem, "", f"and {len(of_problem) - MAX_FINDINGS} more", "", ""
+    for (severity, name), group in groupby(findings, key=lambda one: (one.severity, one.name)):
+        of_name = list(group)
+        for one in of_name[:MAX_FINDINGS]:
+            yield LEVELS[severity], name, one.kind, one.site, str(one.step), one.words
+        if len(of_name) > MAX_FINDINGS:
+            yield LEVELS[severity], name, "", f"and {len(of_name) - MAX_FINDINGS} more", "", ""
 
 
 def _series(run: Run, verdict: Verdict) -> Iterator[tuple[str, Table, int]]:

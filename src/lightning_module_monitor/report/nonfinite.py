@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
+from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.arrays import first_true
-from lightning_module_monitor.report.findings import Check, Checked, Finding
+from lightning_module_monitor.report.findings import Check, Checked
 from lightning_module_monitor.report.run import Table, of_training
 
-_PROBLEM = "values that are not finite"
+_NAME = "values that are not finite"
 # Within a step what comes first is the cause of what comes later; backward it is the last module that comes first.
 _ORDER = ("parameter", "activation", "activation_gradient", "gradient_before_clip", "gradient", "update")
 _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
@@ -37,9 +38,9 @@ def look_for_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int], 
     if findings:
         first = findings[0]
         at_once = sum(finding.step == first.step for finding in findings)
-        evidence = f"the first: {first.evidence}, of {counted(at_once, 'series')} at that step and {len(findings)} in all"
-        findings[0] = dataclasses.replace(first, evidence=evidence)
-    return Check(_PROBLEM, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings
+        words = f"the first: {first.words}, of {counted(at_once, 'series')} at that step and {len(findings)} in all"
+        findings[0] = dataclasses.replace(first, words=words)
+    return Check(_NAME, sum(len(table.sites) for table in seen), "statistics: nonfinite_count"), findings
 
 
 def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tuple[int, int, int], Table, int, int]]:
@@ -57,7 +58,7 @@ def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tupl
 def _finding(table: Table, row: int, column: int) -> Finding:
     value, step = table.values[row, column], int(table.steps[column])
     what = f"{value:.0f} elements" if table.statistic == "nonfinite_count" else f"{table.statistic} {value}"
-    return Finding("sick", _PROBLEM, table.kind, table.sites[row], table.statistic, step, f"{what} at step {step}")
+    return table.finding(row, _NAME, step, f"{what} at step {step}", "error")
 
 
 def nonfinite(table: Table) -> NDArray[np.bool_]:

@@ -18,9 +18,9 @@ import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import require
-from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, ModuleInfo
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.findings import Finding, Verdict
+from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, Table, read_run
 from lightning_module_monitor.report.verdict import verdict_on
@@ -52,8 +52,8 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
 
     Args:
         stores: The run's store, or several; the runs may be going on. Differences are to the first.
-        path: The HTML file; what is there is replaced, once the page is whole. Default: beside the store, as ``monitor.html``; of
-            several runs ``compare.html`` in the current folder.
+        path: The HTML file; missing folders are made, and what is there is replaced once the page is whole. Default: beside the store,
+            as ``monitor.html``; of several runs ``compare.html`` in the current folder.
 
     Returns:
         The path of the HTML file.
@@ -87,6 +87,7 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
         payload=safe(_json_in_html(payload)),
         policy=_policy(scripts),
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(html, encoding="utf-8", newline="\n")
@@ -200,8 +201,8 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
-    verdict = verdict_on(run.tables, run.figures, run.said, run.watched)
-    found = {finding.problem for finding in verdict.findings}
+    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
+    found = {finding.name for finding in verdict.findings}
     return {
         "name": name,
         "path": run.path,
@@ -210,7 +211,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "level": verdict.level,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": _problems(verdict),
-        "passed": [check for check in verdict.checks if check.num_series and check.problem not in found],
+        "passed": [check for check in verdict.checks if check.num_series and check.name not in found],
         "blind": [check for check in verdict.checks if not check.num_series],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
@@ -223,11 +224,11 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
 
 
 def _problems(verdict: Verdict) -> list[dict[str, Any]]:
-    """The findings, grouped by problem."""
-    grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem))
+    """The findings, those of one name together."""
+    grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.severity, finding.name))
     return [
-        {"level": level, "name": problem, "findings": [{**vars(finding), "series": _series(finding)} for finding in findings]}
-        for (level, problem), findings in grouped
+        {"level": LEVELS[severity], "name": name, "findings": [(finding, _series(finding)) for finding in findings]}
+        for (severity, name), findings in grouped
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, is_undefined
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo, Severity, is_undefined
 from lightning_module_monitor.sinks.store.matrices import Matrix
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
@@ -39,6 +39,11 @@ class Table:
         """Name of the statistic."""
         return self.name.statistic
 
+    def finding(self, row: int, name: str, step: int, words: str, severity: Severity) -> Finding:
+        """A finding that a row shows."""
+        site = self.sites[row]
+        return Finding(step, name, site, self.name._replace(site=site).format(), words, severity)
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -51,7 +56,7 @@ class Run:
     """Of sites, kind by kind."""
     figures: list[Table]
     """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
-    said: list[Finding]
+    findings: list[Finding]
     """The findings of training."""
     watched: frozenset[str]
     """The detectors that the training judged, by name."""

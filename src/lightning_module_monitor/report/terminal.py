@@ -11,7 +11,8 @@ from rich.table import Table
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.report.findings import Finding, Verdict
+from lightning_module_monitor.record import Finding
+from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.run import Run
 
 MAX_SITES = 12
@@ -36,7 +37,7 @@ def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) ->
     console.print(_table(verdict))
     word = {"watch": "to watch", "ok": "healthy"}.get(verdict.level, verdict.level)
     first = verdict.beginning
-    begins = f"; it begins at step {first.step}: {first.problem}, {_place(first)}" if first else ""
+    begins = f"; it begins at step {first.first_step}: {first.name}, {_place(first)}" if first else ""
     console.print(f"[{STYLES[verdict.level]}]{word}[/]: {_text(verdict.headline)}{_text(begins)}", highlight=False, soft_wrap=True)
 
 
@@ -44,20 +45,21 @@ def _table(verdict: Verdict) -> Table:
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in ("verdict", "problem", "site", "evidence"):
         table.add_column(column, overflow="fold")
-    for (level, problem), group in groupby(verdict.findings, key=lambda finding: (finding.level, finding.problem)):
+    for (severity, name), group in groupby(verdict.findings, key=lambda finding: (finding.severity, finding.name)):
+        level = LEVELS[severity]
         findings = list(group)
         for number, finding in enumerate(findings[:MAX_SITES]):
-            heading = (f"[{STYLES[level]}]{level}", _text(problem)) if number == 0 else ("", "")
-            table.add_row(*heading, _text(_place(finding)), _text(finding.evidence))
+            heading = (f"[{STYLES[level]}]{level}", _text(name)) if number == 0 else ("", "")
+            table.add_row(*heading, _text(_place(finding)), _text(finding.words))
         if len(findings) > MAX_SITES:
             table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
-    found = {finding.problem for finding in verdict.findings}
+    found = {finding.name for finding in verdict.findings}
     for check in verdict.checks:
-        if check.problem not in found and check.num_series:
-            table.add_row(f"[{STYLES['ok']}]ok", check.problem, "", f"none in {check.num_series} series")
+        if check.name not in found and check.num_series:
+            table.add_row(f"[{STYLES['ok']}]ok", check.name, "", f"none in {check.num_series} series")
     for check in verdict.checks:
         if not check.num_series:
-            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.problem, "", _text(f"not recorded; needs {check.needs}"))
+            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(f"not recorded; needs {check.needs}"))
     return table
 
 

@@ -24,7 +24,7 @@ from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
-from lightning_module_monitor.statistics.units import MAX_UNITS, dead_fraction, signs_of_life
+from lightning_module_monitor.statistics.units import dead_fraction, in_either, is_alive
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
 """Receives what could not be computed: specification, statistic or function, of what, cause."""
@@ -47,7 +47,7 @@ class StepAccumulator:
         self._results: dict[str, tuple[MetricSpec, str, Results]] = {}
         self._metrics: dict[str, tuple[MetricSpec, str, Metric]] = {}
         self._units: dict[MetricSpec, Tensor] = {}
-        """What the units of a site did, on their device."""
+        """Which units of a site were alive, on their device."""
         self._whole_tokens: set[MetricSpec] = set()
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
@@ -72,8 +72,8 @@ class StepAccumulator:
             if spec.needs:
                 self._table.add((self._row(spec),), tensor, spec.needs)
             if spec.units and tensor.numel():
-                signs = signs_of_life(strided(tensor).detach())
-                self._units[spec] = torch.maximum(self._units[spec], signs) if spec in self._units else signs
+                units = is_alive(strided(tensor).detach())
+                self._units[spec] = in_either(self._units[spec], units) if spec in self._units else units
             if spec.functions:
                 self.call_functions(spec, tensor)
         except MonitorError:
@@ -258,8 +258,8 @@ class StepAccumulator:
         whole_tokens = {row for spec, row in result.rows if spec in self._whole_tokens} if self._whole_tokens else ()
         values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail_to_finish)
         values.update(result.values)
-        for spec, signs in result.units:
-            values.update({spec.key(name): self._dead_fraction(spec.key(name), signs) for name in spec.units})
+        for spec, units in result.units:
+            values.update({spec.key(name): self._dead_fraction(spec.key(name), units) for name in spec.units})
         by_key = {key: Histogram(row.numpy()) for spec, row in result.counted for key in spec.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
         values.update(dict.fromkeys(self._failed, float("nan")))
@@ -274,7 +274,7 @@ class StepAccumulator:
         scalars = [value for _key, part in parts for value in part.values]
         units = [*self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
-        sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, len(units) * MAX_UNITS]
+        sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, sum(map(len, units))]
         # Each operation of torch counts at the end of a step, and nearly always there is nothing but moments.
         of_parts, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
         of_rows = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0).long() if counted else []
@@ -283,7 +283,7 @@ class StepAccumulator:
             rows=rows,
             moments=merged(shares, num_rows, torch.device("cpu")),
             counted=[(self._state.specs[row], of_row) for row, of_row in zip(counted, of_rows, strict=True)],
-            units=[*zip(self._units, of_units.view(-1, MAX_UNITS), strict=True)] if units else [],
+            units=[*zip(self._units, (of_units > 0).split([*map(len, units)]), strict=True)] if units else [],
             values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
         )
 
@@ -319,7 +319,7 @@ class StepAccumulator:
             counts=counts,
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units={spec.identity: signs.to(device).double() for spec, signs in self._units.items()},
+            units={spec.identity: units.to(device) for spec, units in self._units.items()},
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
@@ -348,9 +348,9 @@ class StepAccumulator:
             self._metrics[key] = (spec, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
-    def _dead_fraction(self, key: str, signs: Tensor) -> float:
+    def _dead_fraction(self, key: str, units: Tensor) -> float:
         recent = self._state.units[key]
-        recent.append(signs.clone())  # a copy: what arrived with it is large
+        recent.append(units.numpy())
         return dead_fraction(recent)
 
     def _finished_parts(self) -> list[tuple[str, Results]]:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.kernels.transfer import transfer
-
-INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80}
-"""The bits of infinity; those of NaN are larger."""
-
-BITS = {torch.float32: np.int32, torch.bfloat16: np.int16}
-"""Integers as long as the floats."""
-
-_WITHOUT_SIGN = {dtype: whole(np.iinfo(whole).max) for dtype, whole in BITS.items()}
+from lightning_module_monitor.kernels.transfer import is_on_host, transfer
 
 UNKNOWN = -1
 """The place of a number that does not exist."""
@@ -27,12 +18,12 @@ UNKNOWN = -1
 class Magnitudes:
     """Numbers one after the other, each at a place of its own, on the devices of their tensors until they are read.
 
-    In a CPU's memory the compiled kernel reads a tensor where it lies. Elsewhere, and without the kernel, smallest and largest element are
-    taken by one operation: unlike a sum neither overflows, so that what is not finite is in the tensor.
+    Smallest and largest element are taken by one operation: unlike a sum neither overflows, so that what is not finite is in the tensor. On
+    a CPU the number is there at once.
     """
 
     def __init__(self) -> None:
-        self._numbers: list[tuple[torch.dtype, int] | tuple[Tensor, Tensor]] = []
+        self._numbers: list[float | tuple[Tensor, Tensor]] = []
         self._has_tensors = False
         self._has_nonfinite = False
 
@@ -49,30 +40,25 @@ class Magnitudes:
             tensor = _plain(tensor)
         if not tensor.numel():
             return UNKNOWN
-        loops = numba_kernel.loops() if numba_kernel.takes(tensor) else None
-        if loops is not None:
-            array = numba_kernel.array_of(in_memory(tensor))
-            dtype = torch.float32 if array.dtype == np.float32 else torch.bfloat16
-            bits = loops.largest_magnitude(array.view(BITS[dtype]), _WITHOUT_SIGN[dtype])
-            self._has_nonfinite |= bits >= INFINITY[dtype]
-            self._numbers.append((dtype, bits))
+        least, largest = torch.aminmax(in_memory(tensor).detach())
+        if is_on_host(tensor):
+            number = max(-least.item(), largest.item())  # NaN, if one element is: then both are
+            self._has_nonfinite |= not math.isfinite(number)
+            self._numbers.append(number)
         else:
-            least, largest = torch.aminmax(in_memory(tensor).detach())
             self._has_tensors = True
             self._numbers.append((least, largest))
         return len(self._numbers) - 1
 
     def read(self) -> list[float]:
         """All numbers, by one transfer from each device: the largest magnitudes; NaN and infinity stay what they are."""
-        found = [0.0] * len(self._numbers)
+        found = [math.nan if isinstance(one, tuple) else one for one in self._numbers]
         of_devices: defaultdict[torch.device, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
-        for place, (one, other) in enumerate(self._numbers):
-            if isinstance(one, Tensor) and isinstance(other, Tensor):
-                of_devices[one.device].append((place, one, other))
-            elif isinstance(one, torch.dtype):
-                found[place] = _float_of(one, int(other))
+        for place, one in enumerate(self._numbers):
+            if isinstance(one, tuple):
+                of_devices[one[0].device].append((place, *one))
         for members in of_devices.values():
-            both = torch.stack([torch.stack([-one.double(), other.double()]) for _place, one, other in members])
+            both = torch.stack([torch.stack([-least.double(), largest.double()]) for _place, least, largest in members])
             for (place, *_tensors), value in zip(members, transfer(both.amax(1)).tolist(), strict=True):
                 found[place] = value
         return found
@@ -83,7 +69,7 @@ class Magnitudes:
 
     def nonfinite(self) -> Tensor:
         """Whether an element is not finite: shape ``()``, bool, on the device of the first number that is on one; nothing is read."""
-        extremes = [one for pair in self._numbers for one in pair if isinstance(one, Tensor)]
+        extremes = [extreme for one in self._numbers if isinstance(one, tuple) for extreme in one]
         found = torch.full((), self._has_nonfinite, device=extremes[0].device if extremes else "cpu")
         for one in extremes:
             found = found | ~one.isfinite().to(found.device)
@@ -100,8 +86,3 @@ def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-
-
-def _float_of(dtype: torch.dtype, bits: int) -> float:
-    whole = torch.int32 if dtype is torch.float32 else torch.int16
-    return torch.tensor(bits, dtype=whole, device="cpu").view(dtype).item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +16,7 @@ from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import Results, UserFunction
 from lightning_module_monitor.statistics.layout import Layout
 from lightning_module_monitor.statistics.spec import Identity, MetricSpec
-from lightning_module_monitor.statistics.units import memory
+from lightning_module_monitor.statistics.units import Recent, memory
 
 
 class SeriesState:
@@ -26,12 +26,12 @@ class SeriesState:
         units: What units did, where that is kept for several states.
     """
 
-    def __init__(self, units: defaultdict[str, deque[Tensor]] | None = None) -> None:
+    def __init__(self, units: defaultdict[str, Recent] | None = None) -> None:
         self.specs: list[MetricSpec] = []
         """Whose each row is."""
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
-        self.units: defaultdict[str, deque[Tensor]] = defaultdict(memory) if units is None else units
+        self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
         """What units did in the last monitored steps, by key."""
         self._first: dict[MetricSpec, int] = {}
         self._layout: tuple[Sequence[tuple[MetricSpec, int]], Layout] = (), Layout(())
@@ -70,7 +70,7 @@ class LocalResult:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
     units: Mapping[Identity, Tensor] = field(default_factory=dict)
-    """What units did, as :func:`~lightning_module_monitor.statistics.units.signs_of_life` returns it."""
+    """What units did, as :func:`~lightning_module_monitor.statistics.units.is_alive` returns it."""
     failed: frozenset[str] = frozenset()
     """Keys of what could not be computed."""
     num_errors: int = 0

@@ -18,7 +18,7 @@ from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING
-from lightning_module_monitor.health.diagnoses import Diagnoses, Symptom, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -135,7 +135,7 @@ class HealthController:
 
     def diagnoses(self) -> Diagnoses:
         """The causes that the findings of the run show."""
-        return diagnose(Symptom(one.name, one.step, one.site, one.words) for one in self.findings)
+        return diagnose(self.findings)
 
     def note(self, finding: Finding | None) -> None:
         """Add a finding to the next record."""

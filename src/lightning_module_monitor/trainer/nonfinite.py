@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import process_ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
-from lightning_module_monitor.health.diagnoses import HALF_OVERFLOWS
 from lightning_module_monitor.health.options import ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
@@ -259,9 +258,8 @@ class NonfiniteController:
             except Exception as error:
                 self._messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
         if str(trainer.precision).startswith("16"):
-            found = replace(
-                found, words=f"{found.words} The run computes in float16 (precision: {trainer.precision}): what is {HALF_OVERFLOWS}."
-            )
+            words = f"The run computes in float16 (precision: {trainer.precision}): what is above 65504 is infinite in it."
+            found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         return self._finding(step, rank, found, snapshot)
 
     def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:
@@ -271,7 +269,7 @@ class NonfiniteController:
         words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
-        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error")
+        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error", cause=found.cause)
 
     def _hook_failed(self, error: Exception) -> None:
         message = f"Looking for values that are not finite failed ({type(error).__name__}: {error})"

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
-from lightning_module_monitor.health.diagnoses import BAD_BATCH
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
@@ -132,13 +131,15 @@ class StepRerun:
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
         found = producer(self._observed(trainer, pl_module, sites, kept, is_scaled=is_scaled))
         if found is not None and found.site == ROOT and found.is_forward:
-            found = replace(found, words=f"{found.words} {_in_words(kept.batch)}")
+            kinds = _nonfinite_in(kept.batch)
+            batch = f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
+            found = replace(found, words=f"{found.words} {batch}", cause="data" if kinds else found.cause)
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
         # Of two ranks with the same micro-batch, one that knows more comes first.
-        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False)
+        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
 
     def _observed(
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
@@ -265,14 +266,13 @@ def _versions(batch: object) -> list[tuple[object, int, int]]:
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
 
 
-def _in_words(batch: object) -> str:
-    """Whether a batch is finite: it tells the batch from the LightningModule's own code, where it was one of them."""
+def _nonfinite_in(batch: object) -> list[str]:
+    """What a batch has of NaN and infinity: it is the cause then, and not the LightningModule's own code."""
     numbers = Magnitudes()
     for _path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
             numbers.add(local_part(tensor))
-    kinds = sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
-    return f"{BAD_BATCH} {' and '.join(kinds)}." if kinds else "The batch is finite."
+    return sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

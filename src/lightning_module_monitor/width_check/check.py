@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
@@ -93,6 +94,8 @@ def coordinate_check(
     if isinstance(data, Iterator):
         kind = type(data).__name__
         raise ConfigError(f"data is a {kind}, which can be read once; expected what every training can read, e.g. a DataLoader.")
+    if isinstance(data, tuple) and data and all(isinstance(one, Tensor) for one in data):
+        raise ConfigError(f"data is a tuple of {len(data)} tensors, each of which would be a batch; expected batches, e.g. [(x, y)].")
 
     check_width_is_used(make_module, settings)
     data = Batches.of(data)

@@ -21,13 +21,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import EDGES, LABELS, Finding, Key, ModuleInfo, Severity
+from lightning_module_monitor.record import EDGES, LABELS, Finding, Key, ModuleInfo
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""
@@ -51,7 +51,8 @@ MODULES = "module table"
 
 _RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
-_FINDING = np.dtype([("step", "<i8"), ("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600")])
+_TEXTS_OF_FINDING = [("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600"), ("cause", "S40")]
+_FINDING = np.dtype([("step", "<i8"), *_TEXTS_OF_FINDING, ("steps_before", "<i8")])
 _FINDINGS_PER_CHUNK = 4
 _MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
 _CALL = ".call_"
@@ -209,9 +210,12 @@ def read_findings(group: h5py.Group) -> list[Finding]:
     if FINDINGS not in group:
         return []
     # A row without a name was not written whole: a kill came in between.
-    rows = (row.tolist() for row in group[FINDINGS][...] if row["name"])
-    texts = ((step, *(text.decode() for text in fields)) for step, *fields in rows)
-    return [Finding(step, name, site, key, words, cast("Severity", severity)) for step, name, site, key, severity, words in texts]
+    rows = group[FINDINGS][...]
+    return [Finding(**_fields_of(row, rows.dtype.names)) for row in rows if row["name"]]
+
+
+def _fields_of(row: np.void, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in zip(names, row.tolist(), strict=True)}
 
 
 def read_modules(file: h5py.File) -> list[ModuleInfo]:
@@ -289,9 +293,10 @@ def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
 
 def finding_rows(findings: Sequence[Finding]) -> NDArray[np.void]:
     """Findings as rows of the dataset; texts that are too long are cut between characters."""
-    texts = [(one.step, one.name, one.site, one.key, one.severity, one.words) for one in findings]
-    sizes = [_FINDING[name].itemsize for name in _FINDING.names or ()]
-    return np.array([(step, *map(_fitting, row, sizes[1:])) for step, *row in texts], dtype=_FINDING)
+    sizes = {name: _FINDING[name].itemsize for name in _FINDING.names or ()}
+    values = [{name: getattr(one, name) for name in sizes} for one in findings]
+    rows = [tuple(_fitting(value, sizes[name]) if isinstance(value, str) else value for name, value in one.items()) for one in values]
+    return np.array(rows, dtype=_FINDING)
 
 
 def module_rows(modules: Sequence[ModuleInfo]) -> NDArray[np.void]:
