@@ -10,7 +10,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-triton test-deepspeed check bench bench-gpu dev clean
+.PHONY: help demo rcc test test-triton test-deepspeed check docs release bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -39,6 +39,15 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the cod
 	$(PY) -m codespell_lib
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_docs.py
 
+docs: $(VENV)/docs.stamp ## build the site into build/site, without a network; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(PY) -m http.server --directory build/site"
+
+release: $(VENV)/dev.stamp ## build wheel and sdist into dist, and check them
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+
 bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/scaling.py
@@ -61,6 +70,10 @@ $(VENV)/torch.stamp: $(REQUIREMENTS)
 
 $(VENV)/examples.stamp: $(VENV)/torch.stamp
 	$(INSTALL) -e '.[examples]'
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/torch.stamp
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-WIDTH, HEIGHT = 1200, 1010
+WIDTH, HEIGHT = 1200, 1345
 
 
 def main() -> None:

@@ -232,10 +232,10 @@ def test_coordinate_check_tells_sp_from_mup(tmp_path: Path) -> None:
     printed = run_example("coordinate_check.py", "--output check/curves.png", tmp_path)
     standard, maximal = printed.split("mup: Adam, learning rates by layer")
     assert "offending: head, second" in standard
-    # The README shows these rows; their second decimal may differ from machine to machine.
+    # The page shows these rows; their second decimal may differ from machine to machine.
     shown, rows = (
         [(*line.split()[:3], line.split()[-1]) for line in text.splitlines() if line.startswith(("first ", "second ", "head "))]
-        for text in ((ROOT / "README.md").read_text(), standard)
+        for text in ((ROOT / "docs" / "how_to" / "width.md").read_text(), standard)
     )
     assert shown == rows
     assert re.search(r"^second +hidden +effective_update +\+(0\.[89]|1\.[01]).* grows *$", standard, re.MULTILINE)

@@ -23,14 +23,11 @@ NOTHING_YET = (
 
 
 class GradientGainMonitor:
-    r"""Measures how the gradient grows and shrinks from block to block, for one backward pass.
+    """Measures how the gradient grows and shrinks from block to block, for one backward pass.
 
-    The gain of the transition from block i - 1 to block i, with :math:`h_i` the output of block i, is
-
-    .. math:: \gamma_i = \lVert \partial L / \partial h_{i-1} \rVert \; / \; \lVert \partial L / \partial h_i \rVert
-
-    the factor by which block i changes the gradient on its way back. In an output that is a mapping or an object, ``hidden_states``
-    or ``last_hidden_state`` is :math:`h`; otherwise the first floating tensor is, as in a tuple.
+    The gain of the transition from block ``i - 1`` to block ``i``, with ``h[i]`` the output of block ``i`` and ``L`` the loss, is
+    ``norm(dL/dh[i-1]) / norm(dL/dh[i])``: the factor by which block ``i`` changes the gradient on its way back. In an output that is a
+    mapping or an object, ``hidden_states`` or ``last_hidden_state`` is ``h``; otherwise the first floating tensor is, as in a tuple.
 
     Hooks stay registered until :meth:`close`, or to the end of a ``with`` block. No value is copied to the host before a result
     is requested.
