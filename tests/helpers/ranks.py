@@ -65,7 +65,7 @@ class ThreadRank:
 
     def __init__(self, meeting: Meeting[Any], index: int) -> None:
         self.index = index
-        self.device = torch.device("cpu")
+        self.group = None
         self.place = index % meeting.num_sharing
         self.num_sharing = meeting.num_sharing
         self._meeting = meeting

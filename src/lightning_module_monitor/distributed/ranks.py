@@ -22,8 +22,8 @@ class Ranks(Protocol):
 
     index: int
     """Which of them this is."""
-    device: torch.device
-    """Where tensors are reduced."""
+    group: distributed.ProcessGroup | None
+    """The process group in which they meet, of the host; ``None``: the default one."""
     place: int
     """Which this is of the ranks that share their input, as tensor parallel ones do; 0 where each has its own."""
     num_sharing: int
@@ -66,32 +66,30 @@ class ProcessRanks:
         RanksLostError: If another rank does not make its own in time; so do all methods, if another rank does not take part.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self, same_input: DeviceMesh | None = None) -> None:
         self.index: int = distributed.get_rank()
         with self._others_in_time():
-            self._group = distributed.new_group(timeout=TIMEOUT, backend="gloo")
+            self.group = distributed.new_group(timeout=TIMEOUT, backend="gloo")
         self.place: int = 0 if same_input is None else same_input.get_local_rank()
         self.num_sharing: int = 1 if same_input is None else same_input.size()
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
         """One collective, in place."""
         with self._others_in_time():
-            distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]), group=self._group)
+            distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]), group=self.group)
         return tensor
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """What every rank gives, in the order of the ranks."""
         everything: list[Any] = [None] * distributed.get_world_size()
         with self._others_in_time():
-            distributed.all_gather_object(everything, one, group=self._group)
+            distributed.all_gather_object(everything, one, group=self.group)
         return everything
 
     def close(self) -> None:
         """Destroy the group; a second call does no harm."""
         with suppress(ValueError):  # the default group was destroyed, and this one with it
-            distributed.destroy_process_group(self._group)
+            distributed.destroy_process_group(self.group)
 
     @contextmanager
     def _others_in_time(self) -> Iterator[None]:

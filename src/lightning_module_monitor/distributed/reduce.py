@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.moments import Marks, Reduced, Replicas, marks_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.kernels.transfer import to_host, transfer
+from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult
@@ -47,7 +47,7 @@ class DistributedReducer:
 
     def __init__(self, ranks: Ranks, specs: Iterable[MetricSpec]) -> None:
         self.ranks = ranks
-        self.device = ranks.device
+        self.group = ranks.group
         self.is_first_sharing = ranks.place == 0
         self.specs: dict[Identity, MetricSpec] = {}
         """What is reduced, in an order that every rank has alike."""
@@ -62,7 +62,7 @@ class DistributedReducer:
                 they know: they wait for this one.
             on_error: Receives a specification that cannot be sent to other ranks.
         """
-        nothing = LocalResult.of_lost_step(self.device)
+        nothing = LocalResult.of_lost_step()
         own, error = _unless_it_fails(local, nothing)
         unsent: set[Identity] = set()
         while True:
@@ -126,7 +126,7 @@ class DistributedReducer:
         rows = own.moments.rows(self._tensor([row for spec in specs for row in _rows_of(own, spec)], torch.int64))
         none = len(own.counts) - 1
         counts = own.counts[self._tensor([own.counted.get(spec.identity, none) for spec in self._counted], torch.int64)]
-        units = torch.full((len(self._with_units), MAX_UNITS), ABSENT, dtype=torch.float64, device=self.device)
+        units = torch.full((len(self._with_units), MAX_UNITS), ABSENT, dtype=torch.float64, device="cpu")
         for of_spec, spec in zip(units, self._with_units, strict=True):
             if spec.identity in own.units:
                 of_spec[: len(own.units[spec.identity])] = own.units[spec.identity]
@@ -154,13 +154,9 @@ class DistributedReducer:
     def _reduce(
         self, moments: Moments, largest: Parts, summed: Parts, marks: Marks | None, replicas: Replicas
     ) -> tuple[Reduced, Parts, Parts]:
-        """The two collectives and the transfer."""
+        """The two collectives."""
         reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, marks, replicas=replicas)
-        tensors = [torch.stack(reduced.moments), reduced.largest, reduced.summed, reduced.are_copies.double(), reduced.differ.double()]
-        arrived = transfer(_joined(dict(enumerate(tensors))))  # type: ignore[arg-type]
-        rows, of_largest, of_summed, are_copies, differ = arrived.split([one.numel() for one in tensors])
-        on_host = Reduced(Moments(*rows.view_as(tensors[0])), of_largest, of_summed, are_copies > 0, differ > 0)
-        return on_host, _parted(of_largest, largest), _parted(of_summed, summed)
+        return reduced, _parted(reduced.largest, largest), _parted(reduced.summed, summed)
 
     def _unpack(self, reduced: Reduced, largest: Parts, summed: Parts) -> GlobalResult | None:
         """The inverse of :meth:`_pack`, on the host; ``None`` if any rank has more than all know."""
@@ -225,7 +221,7 @@ class DistributedReducer:
             self._tensor([-1.0 if one == "min" else 1.0 for one in aggregates]),
         )
         places, weight = self._tensor(index, torch.int64), self._tensor(weights)
-        values = to_host([], scalars)[1].to(self.device)
+        values = to_host([], scalars)[1]
         nothing, is_nan = torch.zeros_like(sign), values.isnan()
         least = torch.full_like(nothing, -torch.inf)
         return {
@@ -268,7 +264,7 @@ class DistributedReducer:
         return self._tensor(rows, torch.int64), self._tensor(counted, torch.int64), self._tensor(called, torch.int64)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def message_of(specs: Sequence[MetricSpec], on_error: OnError) -> bytes:

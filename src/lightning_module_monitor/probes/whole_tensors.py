@@ -58,7 +58,7 @@ class WholeTensors:
         """Assemble the tensors at the end of the step, on every rank."""
         if self._ranks is None or not self._expected:
             return
-        counts = torch.tensor([len(self._kept[name]) for name in self._expected], dtype=torch.float64, device=self._ranks.device)
+        counts = torch.tensor([len(self._kept[name]) for name in self._expected], dtype=torch.float64, device="cpu")
         most, minus_least = self._ranks.all_reduce(torch.cat([counts, -counts]), "max").view(2, -1)
         for (name, shard), has_any in zip(self._expected.items(), ((most > 0) & (most == -minus_least)).tolist(), strict=True):
             for parts, use in self._kept.pop(name) if has_any else ():

@@ -297,7 +297,7 @@ class StepAccumulator:
     def _reduced(self, reducer: Reducer) -> GlobalResult:
         """What all ranks have observed."""
         try:
-            result = reducer.reduce(functools.partial(self._local, reducer.device), self._cannot_send)
+            result = reducer.reduce(self._local, self._cannot_send)
         except Exception:
             self.is_lost = True
             raise
@@ -311,19 +311,19 @@ class StepAccumulator:
                 result.values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
         return result
 
-    def _local(self, device: torch.device) -> LocalResult:
-        """What this rank has observed, on the device where the ranks meet."""
+    def _local(self) -> LocalResult:
+        """What this rank has observed, on the host."""
         num_rows, counted = len(self._state.specs), [(spec, row) for spec, row in self._rows.items() if spec.histograms]
         of_counts, units = self._table.collect_counts([row for _spec, row in counted]), [*self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), of_counts + units)
-        of_shares, of_units = others.to(device).split([len(of_counts) * len(counted) * NUM_COUNTS, sum(map(len, units))])
-        moments = Moments(*merged([share.to(device) for share in shares], num_rows, device))
-        counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device=device)
+        of_shares, of_units = others.split([len(of_counts) * len(counted) * NUM_COUNTS, sum(map(len, units))])
+        moments = Moments(*merged(shares, num_rows, torch.device("cpu")))
+        counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device="cpu")
         counts[:-1] += of_shares.view(len(of_counts), len(counted), NUM_COUNTS).sum(0)
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
-            moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1).to(device), strict=True))),
+            moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1), strict=True))),
             counted={spec.identity: place for place, (spec, _row) in enumerate(counted)},
             counts=counts,
             results={key: results for key, (_spec, _name, results) in self._results.items()},
@@ -351,10 +351,10 @@ class StepAccumulator:
     def _update_metric(self, spec: MetricSpec, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
         key = spec.key(name)
         if key not in self._state.metrics:
-            self._state.metrics[key] = metric.clone().to(tensors[0].device)
+            self._state.metrics[key] = metric.clone()
         own = self._state.metrics[key]
         if key not in self._metrics:
-            own.reset()
+            own.to(tensors[0].device).reset()
             self._metrics[key] = (spec, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
@@ -380,7 +380,9 @@ class StepAccumulator:
         for spec, function in result.unfinished:
             name, key = function.name, spec.key(function.name)
             if isinstance(function.function, Metric):
-                metric = self._metrics[key][2] if key in self._metrics else function.function.clone().to(reducer.device)
+                metric = self._metrics[key][2] if key in self._metrics else function.function.clone()
+                metric.process_group = reducer.group  # where its collectives meet none of training's
+                metric.to("cpu")  # the group is one of the host
                 parts += self._parts(spec, name, functools.partial(_computed, name, metric))
             else:
                 results = Results(function.aggregate, [values[key] for values in gathered if key in values])

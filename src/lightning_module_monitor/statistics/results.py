@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.moments import Moments
@@ -80,10 +80,10 @@ class LocalResult:
     """Whether an error has ended the monitoring of this step."""
 
     @classmethod
-    def of_lost_step(cls, device: torch.device) -> LocalResult:
+    def of_lost_step(cls) -> LocalResult:
         """What a rank contributes that has nothing: the other ranks wait for it."""
-        counts = torch.zeros(1, NUM_COUNTS, dtype=torch.float64, device=device)
-        return cls([], {}, Moments.of_nothing(1).to(device), {}, counts, is_lost=True)
+        counts = torch.zeros(1, NUM_COUNTS, dtype=torch.float64, device="cpu")
+        return cls([], {}, Moments.of_nothing(1), {}, counts, is_lost=True)
 
 
 @dataclass
@@ -116,8 +116,8 @@ class GlobalResult:
 class Reducer(Protocol):
     """Reduces what each rank has observed; see :class:`~lightning_module_monitor.distributed.reduce.DistributedReducer`."""
 
-    device: torch.device
-    """Where the ranks meet."""
+    group: distributed.ProcessGroup | None
+    """The process group in which the ranks meet; ``None``: the default one."""
     is_first_sharing: bool
     """Whether this is the first of the ranks that share their input."""
 

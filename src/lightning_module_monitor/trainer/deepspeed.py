@@ -102,4 +102,4 @@ class EngineTracker:
         is_monitoring = self._monitor.is_monitoring()
         if ranks is None:
             return is_monitoring
-        return bool(ranks.all_reduce(torch.tensor([-float(is_monitoring)], dtype=torch.float64, device=ranks.device), "max") < 0)
+        return bool(ranks.all_reduce(torch.tensor([-float(is_monitoring)], dtype=torch.float64, device="cpu"), "max") < 0)

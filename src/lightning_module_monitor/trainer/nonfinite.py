@@ -17,7 +17,6 @@ from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.options import ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
-from lightning_module_monitor.kernels.transfer import transfer
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.finite_step import FiniteStep
@@ -287,8 +286,8 @@ def _first_of_all(micro_batch: int | None, monitor: ModuleMonitor) -> int | None
     """The first of all ranks' micro-batches; ``None`` where no rank has one: one collective of one number."""
     if monitor.ranks is None:
         return micro_batch
-    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device=monitor.ranks.device)
-    first = -float(transfer(monitor.ranks.all_reduce(own, "max"))[0])
+    own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device="cpu")
+    first = -float(monitor.ranks.all_reduce(own, "max")[0])
     return int(first) if math.isfinite(first) else None
 
 
