@@ -69,8 +69,8 @@ def test_every_statistic_of_every_tensor(name: str, sizes: tuple[int, ...], capl
             record = run_step(model, monitor, batches(*sizes))
     assert_record_equals(record, raw)
     assert record.values["monitor/errors"] == 0
-    said = [message for message in caplog.messages if "is not watched" in message]
-    assert len(said) == (3 if name == "outputs" else 0)  # int64 and bool of one module, complex of another: once each
+    logged = [message for message in caplog.messages if "are not watched" in message]
+    assert len(logged) == (3 if name == "outputs" else 0)  # int64, bool, complex
 
 
 def test_values_of_a_linear_layer_by_hand() -> None:

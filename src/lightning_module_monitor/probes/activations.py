@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, WatchedModule, elements_of
+from lightning_module_monitor.probes.base import GradientHook, GradientProbe, PassedOver, WatchedModule, elements_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -42,13 +42,14 @@ class ActivationProbe(GradientProbe[_Target]):
         self._accumulator = accumulator
         self._output_name = output_name
         self._say = say
+        self._passed_over = PassedOver("outputs")
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
         site, activation, gradient = target
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
             if not tensor.is_floating_point():
-                self._say(f"{site}: its output of dtype {tensor.dtype} is not watched; only real floating outputs are.")
+                self._passed_over.add(site, tensor)
                 continue
             of_output, of_gradient = activation, gradient
             if path and not is_first(path):
@@ -59,6 +60,10 @@ class ActivationProbe(GradientProbe[_Target]):
             # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
             if of_gradient is not None and (differentiated := in_graph(tensor)).requires_grad:
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
+
+    def finish(self) -> None:
+        """Report which outputs were passed over."""
+        self._passed_over.report(self._say)
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""

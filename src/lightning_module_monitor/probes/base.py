@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
-from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.errors import MonitorError, shortened
 from lightning_module_monitor.model.hooks import ForwardHook, HookSet, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
@@ -90,6 +91,27 @@ class failing_alone:  # noqa: N801  # used like a function
             return False
         self._report(error)
         return True
+
+
+class PassedOver:
+    """Names what is not watched, as it is no real floating tensor, in one line for each dtype.
+
+    Args:
+        what: What it is, in the plural.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._names: defaultdict[torch.dtype, list[str]] = defaultdict(list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Note one."""
+        self._names[tensor.dtype].append(name)
+
+    def report(self, log_once: Callable[[str], None]) -> None:
+        """Log all of them."""
+        for dtype, names in self._names.items():
+            log_once(f"{shortened(names)}: {self._what} of dtype {dtype} are not watched; only real floating ones are.")
 
 
 class Probe:

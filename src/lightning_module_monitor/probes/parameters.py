@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import FlatShard, has_parts_of_tokens, is_sharded, own_part
-from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
 from lightning_module_monitor.probes.access import ParameterAccess
-from lightning_module_monitor.probes.base import NO_PARAMETERS, Among, ParametersOfKind, Probe, failing_alone
+from lightning_module_monitor.probes.base import NO_PARAMETERS, Among, ParametersOfKind, PassedOver, Probe, failing_alone
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
@@ -41,8 +38,7 @@ class ParameterProbe(Probe):
     """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None = None
     _before: Copies = field(default_factory=Copies)
-    _passed_over: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Names of the parameters that are not real floating ones, by dtype."""
+    _passed_over: PassedOver = field(default_factory=lambda: PassedOver("parameters"))
 
     def observe_parameters(self, among: Among = None) -> None:
         """Take in parameters, and keep a copy of those whose update is asked for."""
@@ -81,8 +77,7 @@ class ParameterProbe(Probe):
 
     def finish(self) -> None:
         """Report which parameters were passed over."""
-        for dtype, names in self._passed_over.items():
-            self.say(f"{shortened(names)}: parameters of dtype {dtype} are not watched; only real floating ones are.")
+        self._passed_over.report(self.say)
 
     def close(self) -> None:
         """Forget the copies."""
@@ -169,7 +164,7 @@ class ParameterProbe(Probe):
 
     def _pass_over(self, site: str, tensor: Tensor) -> bool:
         """Note a parameter that is no real floating one."""
-        self._passed_over[tensor.dtype].append(site)
+        self._passed_over.add(site, tensor)
         return False
 
 
