@@ -156,11 +156,12 @@ def test_a_host_read_is_caught() -> None:
         torch.ones(3).sum().item()
 
 
-@pytest.mark.parametrize(("nonfinite", "num_more"), [("ignore", 0), ("warn", 1), ("always", 1)])
+@pytest.mark.parametrize(("nonfinite", "num_more"), [("ignore", 0), ("warn", 9), ("always", 9)])
 def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(nonfinite: str, num_more: int, tmp_path: Path) -> None:
     """Promise 3: hooks exist in monitored steps only; the others call exactly the operations that they call without the callback.
 
-    To look at every step puts all small gradients together, and nothing else.
+    To look at every step puts all small gradients together, takes their extremes and those of the loss, and nothing else: on a CPU nine
+    operations, four of which read a value where it lies.
     """
 
     class CountSteps(Classifier):

@@ -154,7 +154,7 @@ def test_a_healthy_run_is_called_so() -> None:
     assert num_series["entropy_collapse"] == 0
     assert (verdict_on([]).level, verdict_on([]).headline) == (
         "not looked at",
-        "not enough was recorded to judge: 0 of 18 checks had values to look at",
+        "not enough was recorded to judge: 0 of 19 checks had values to look at",
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
-from lightning_module_monitor.statistics.spec import MetricSpec
+
+if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
+    from lightning_module_monitor.statistics.spec import MetricSpec
 
 CURE = "look for what moves it on one rank alone, e.g. a parameter that the reduction of gradients leaves out"
 
