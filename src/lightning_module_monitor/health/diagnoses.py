@@ -134,7 +134,7 @@ CAUSES = (
         "diverging",
         "The training loss has grown: if it is meant to fall, the learning rate is too high",
         ("diverging",),
-        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "dead_units"),
+        (*NONFINITE, *_GROWTH, *_FLAT, *_ZERO, *_STILL, "growing_over_depth", "dead_units"),
         "a learning rate that is ten times lower, warm-up, clipping of gradients; look at the data of the first step",
     ),
     Cause(
