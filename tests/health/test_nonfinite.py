@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -475,3 +476,17 @@ def test_a_compiled_model_is_refused_at_every_step(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"))
     with pytest.raises(ConfigError, match="nonfinite: warn"):
         trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+
+
+def test_replay_of_a_class_of_the_script_that_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path helps: the class has to be in a module of its own."""
+    path, script = tmp_path / "one.pt", types.ModuleType("__main__")
+    with monkeypatch.context() as changed:
+        changed.setitem(sys.modules, "__main__", script)
+        script.Own = type("Own", (nn.Linear,), {"__module__": "__main__"})  # type: ignore[attr-defined]
+        states = RandomStates.now(torch.device("cpu"))
+        save(Snapshot(0, "fc", "words", True, None, states, script.Own(2, 2), (torch.ones(1, 2),), {}, states, None), path)
+    assert main(["replay", "--trust", str(path)]) == 2
+    assert "expected it in a module of its own, from which the script imports it" in capsys.readouterr().err

@@ -82,6 +82,8 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Snapshot:
         content = torch.load(path, map_location="cpu", weights_only=not trust)
     except (ImportError, AttributeError) as error:
         remedy = "expected to be run where the modules of its classes can be imported, with PYTHONPATH set to where they are"
+        if "__main__" in str(error):
+            remedy = "it was defined in the script that trained; expected it in a module of its own, from which the script imports it"
         raise ConfigError(f"{str(path)!r} has a class that is not found here ({error}); {remedy}.") from error
     except Exception as error:  # pickle does not document what other files raise
         if isinstance(error, UnpicklingError) and not trust and zipfile.is_zipfile(path):
