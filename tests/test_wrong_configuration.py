@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -534,3 +535,12 @@ def test_a_right_configuration_is_not_refused(tmp_path: Path) -> None:
         *(f"activation/model.{i}/{statistic}" for i in (0, 2) for statistic in ("rms", "size")),
         "monitor/errors",
     }
+
+
+def test_a_pattern_of_several_that_matches_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """With what may be meant: the others are recorded; the names of modules and parameters count alike."""
+    model = nn.ModuleDict({"stem": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    monitor = ModuleMonitor(rules=[Rule(kinds=["activation", "gradient"], sites=["stem", "haed", "head.weight"], statistics="rms")])
+    with caplog.at_level(logging.WARNING):
+        monitor.set_module(model)
+    assert caplog.messages == ["rules[0].sites 'haed' matches none of 7 names; nearest: 'head'"]

@@ -21,7 +21,7 @@ from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, 
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, is_picked, matching
+from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, idle_patterns, is_picked, matching
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.schedule import MinutesSchedule, ParsedSchedule
@@ -397,6 +397,8 @@ class Planner:
         check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):
             self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+        for pattern in () if rule.is_optional else idle_patterns(rule, index):
+            self._say(f"{rule.label}.sites {pattern}", logging.WARNING)
         if rcc_layers.OUTPUT not in rule.kinds:
             return
         unchecked = rcc_layers.unchecked_modules(index.within)

@@ -55,6 +55,13 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
 
+def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
+    """The patterns of a rule's sites that match no name, beside others that do, each with what may be meant, as the end of a sentence."""
+    sites: list[ModuleSite | ParameterSite] = [*index.modules, *index.parameters]
+    idle = [one for one in rule.sites if not any(matches(site.aliases, (one,)) for site in sites)]
+    return [f"{one.pattern!r} matches none of {len(sites)} names{nearest_pattern(one.pattern, names_of(sites))}" for one in idle]
+
+
 def can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
     return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
