@@ -444,7 +444,7 @@ class StepEngine:
     def _finish(self) -> Record | None:
         """Close the context and finish what it saw; ``None`` if an error has spoiled that, on any rank, or another rank has left."""
         if self.has_lost_ranks:
-            self._context = None  # it was closed, and nobody waits for its end
+            self._context = None  # it was closed, and no rank waits for its end
             return None
         try:
             return self._finished()

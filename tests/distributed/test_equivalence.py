@@ -130,7 +130,7 @@ def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: 
     for result in by_rank:
         assert_same(whole, result, num_ranks)
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
-        # In the first step ranks tell each other of what the module logs, and in the first two functions or the file want whole tensors.
+        # In the first step ranks exchange what the module logs, and in the first two functions or the file want whole tensors.
         assert result["collectives"][2] == ["all_reduce"] * 2
         for record, truth in zip(result["records"], result["truth"], strict=True):
             for key, (norm, mean) in truth.items():
@@ -145,7 +145,7 @@ def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: 
 
 
 def test_a_loop_with_flat_parameters(run_scenarios: RunScenarios, tmp_path: Path) -> None:
-    """The wrapper that FSDP1 returns is the module; of what is within it alone nobody knows the layout, which is an error that says so."""
+    """The wrapper that FSDP1 returns is the module to set; the module within it does not show its layout, and is refused."""
     whole = scenarios.flat_loop(tmp_path)
     for result in run_scenarios(2, "flat_loop"):
         assert_same(whole, result, 2)
@@ -245,7 +245,7 @@ def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: R
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.shows("a strategy that is not known", "activations", "activation gradients")
 def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """Activations, their gradients and the loss of the rank's own batches, without a collective; what is left out is said in one line."""
+    """Activations, their gradients and the loss of the rank's own batches, without a collective; one line names what is left out."""
     for rank, by_health in enumerate(run_scenarios(num_ranks, "of_an_unknown_strategy")):
         for result in by_health.values():
             assert [record.step for record in result["records"]] == [0, 2]
@@ -311,7 +311,7 @@ def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenar
     by_rank = run_scenarios(num_ranks, "corrupted")
     site = "model.blocks.1.weight"
     for result in by_rank:
-        assert result["collectives"][1:] == [["all_reduce"] * 2] * 2  # in the first step ranks tell each other of what the module logs
+        assert result["collectives"][1:] == [["all_reduce"] * 2] * 2  # in the first step ranks exchange what the module logs
         records = result["records"]
         assert [record.values["monitor/rank_disagreement"] for record in records] == [0.0, 1.0, 1.0]
         [finding] = result["findings"]

@@ -25,7 +25,7 @@ from lightning_module_monitor.statistics.spec import MetricSpec
 
 @dataclass
 class ParameterProbe(Probe):
-    """Reads parameters at the moments that it is told, under ``torch.no_grad``: of a tensor that is laid out over ranks its own part."""
+    """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
 
     watched: Mapping[str, ParametersOfKind]
     """What is watched, by kind."""
