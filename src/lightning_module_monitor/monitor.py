@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import (
-    Capture,
-    GradientFlow,
-    Rule,
-    as_tuple,
-    default_rules,
-    parse_patterns,
-)
+from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, default_rules, parse_patterns
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.engine import StepEngine
+from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
@@ -29,22 +21,9 @@ from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled
 from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    OVERHEAD_FRACTION,
-    OWN_KIND,
-    STAGES,
-    STEP_SKIPPED,
-    STEPS_SINCE_NONFINITE,
-    TRAIN,
-    Histogram,
-    Key,
-    Record,
-    check_prefix,
-)
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Record
 from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
-from lightning_module_monitor.statistics.functions import UserFunction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,14 +31,13 @@ if TYPE_CHECKING:
 Function = Callable[[Tensor], Any]
 PairFunction = Callable[[Tensor, Tensor], Any]
 
-_monitors: weakref.WeakValueDictionary[int, ModuleMonitor] = weakref.WeakValueDictionary()
+_monitors: list[weakref.ref[ModuleMonitor]] = []
 """Every monitor that has a module, the newest last."""
-_numbers = itertools.count()
 
 
 def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     """The monitor that a module is watched by; of several one that observes now, else the one that was set last."""
-    watching = [monitor for _number, monitor in sorted(_monitors.items(), reverse=True) if monitor.watches(module)]
+    watching = [monitor for ref in reversed(_monitors) if (monitor := ref()) is not None and monitor.watches(module)]
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
@@ -132,10 +110,6 @@ class ModuleMonitor(Described, StepEngine):
         if excluded_modules_regex is not None:
             excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
         self._within = module
-        self._prefix = check_prefix(prefix)
-        if not {*prefix.split("/")}.isdisjoint(STAGES):
-            expected = f"expected none of {', '.join(STAGES)}, which keys have already"
-            raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._cpu_offload = cpu_offload
         self._metrics: set[tuple[str, str]] = set()
         reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
@@ -154,8 +128,6 @@ class ModuleMonitor(Described, StepEngine):
 
     def _forget_module(self) -> None:
         super()._forget_module()
-        self._number = -1
-        """Its place among the monitors that have a module."""
         self._watched: frozenset[nn.Module] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,10 +172,9 @@ class ModuleMonitor(Described, StepEngine):
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
-        self._module, self._watched, self._modules = module, sites.with_wrapped(module), ModuleTable(sites.modules)
-        self._number = next(_numbers)
-        _monitors[self._number] = self
-        self._report_renamed()
+        self._module, self._watched = module, sites.with_wrapped(module)
+        self._opener.modules = ModuleTable(sites.modules)
+        _monitors.append(weakref.ref(self, _monitors.remove))
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -329,11 +300,9 @@ class ModuleMonitor(Described, StepEngine):
             ConfigError: If one is wrong, or matches nothing in the module.
         """
         self._has_agreed = False
-        self._states.clear()
+        self._opener.forget_plans()
         for rule in as_tuple(rules):
             self.planner.add(rule, label, is_optional=are_optional)
-        if self._module is not None:
-            self._report_renamed()
 
     def watches(self, module: nn.Module) -> bool:
         """Whether a module is, or is in, the one to monitor, and is not excluded."""
@@ -349,11 +318,12 @@ class ModuleMonitor(Described, StepEngine):
         """
         if not is_tracing():
             value = (is_skipped != 0).float() if isinstance(is_skipped, Tensor) else float(is_skipped)
-            self._take_in(OWN_KIND, "", STEP_SKIPPED, value, "max")
+            self.monitor_figure(STEP_SKIPPED, value)
 
-    def monitor_overhead(self, fraction: float) -> None:
-        """Take in the share of the time that monitoring takes on this rank: ``monitor/overhead_fraction`` is the largest of all ranks."""
-        self._take_in(OWN_KIND, "", OVERHEAD_FRACTION, fraction, "max")
+    def monitor_figure(self, name: str, value: Tensor | float) -> None:
+        """Take in one of the monitor's own figures in this step: ``monitor/<name>`` is the largest of all ranks."""
+        if self._context is not None and not is_tracing():
+            self.logged.add(self._context, OWN_KIND, name, value, "max")
 
     def monitor_context(self, name: str, value: Tensor | float, aggregate: str = "mean") -> None:
         """Take in what training is like in this step, e.g. ``monitor.monitor_context("loss", loss)``: its key is ``context/<name>``.
@@ -363,71 +333,52 @@ class ModuleMonitor(Described, StepEngine):
             value: A number, or a tensor of one element on any device, which is not read before the step ends.
             aggregate: How several values of this step and of all ranks are joined: ``mean``, ``sum``, ``min`` or ``max``.
         """
-        if self.is_monitoring():
-            self._take_in(CONTEXT_KIND, "", name, value, aggregate)
+        if self._context is not None and self.is_monitoring():
+            self.logged.add(self._context, CONTEXT_KIND, name, value, aggregate)
 
-    def expect_context(self, aggregates: Mapping[str, str]) -> None:
-        """Announce what :meth:`monitor_context` will take in, on all ranks the same: without this its first step takes further collectives.
-
-        Args:
-            aggregates: The aggregate of each name.
-        """
-        specs = ((self._own_spec(CONTEXT_KIND, "", name, TRAIN), UserFunction(name, float, one)) for name, one in aggregates.items())
-        self._expected = [spec.with_function(function) for spec, function in specs]
-
-    def monitor_nonfinite_steps(self, steps_since: Tensor) -> None:
-        """Take in how many steps ago this rank's loss or gradient was not finite: ``monitor/steps_since_nonfinite`` is the largest."""
-        self._take_in(OWN_KIND, "", STEPS_SINCE_NONFINITE, steps_since, "max")
-
-    def monitor_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
+    def monitor_attention(
+        self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False
+    ) -> None:
         """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
 
         Args:
             module: The module that it belongs to, or a name of it.
             arguments: The arguments of ``F.scaled_dot_product_attention``, by name.
             output: What it returned.
+            is_reference: Whether the module is one of the reference's, which runs under :meth:`no_monitor`.
 
         Raises:
-            ValueError: If the model has no such module.
+            ValueError: If there is no such module, or no reference that it could belong to.
         """
-        if self._context is None or self._module is None or not self.is_monitoring():
-            return
-        sites = self.planner.index
-        site, attention = sites.module_site(module), self._context.attention
-        if site is not None and attention is not None:
-            watched = self.planner.attention_by_hand(attention.watched(site), self._context.stage)
-            attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
-        elif all(module is not one for one in self._module.modules()):
-            raise ValueError(_none_of(module, "that are watched", [one.name for one in sites.modules]))
-
-    def monitor_reference_attention(self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None) -> None:
-        """Take in a call of the reference's, to compare the model's own with; like :meth:`monitor_attention`.
-
-        Under :meth:`no_monitor` too, which the reference runs under.
-
-        Raises:
-            ValueError: If there is no reference, or it has no such module.
-        """
-        if self._reference is None:
+        if is_reference and self._reference is None:
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
-        if self._context is None:
+        if self._context is None or self._module is None or not (is_reference or self.is_monitoring()):
             return
-        sites = self.planner.index
-        live = module if isinstance(module, str) else self._reference.model_of(module)
-        site, attention = None if live is None else sites.module_site(live), self._context.attention
-        if site is not None and attention is not None:
-            call = RawCall((), arguments, output)
-            watched = attention.watched(site)
-            attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
-        elif not isinstance(live, nn.Module):
-            raise ValueError(_none_of(module, "of the reference", [one.name for one in sites.modules]))
+        of_reference = self._reference if is_reference else None
+        live = module if of_reference is None or isinstance(module, str) else of_reference.model_of(module)
+        site, attention = None if live is None else self.planner.index.module_site(live), self._context.attention
+        if site is None and all(live is not one for one in self._module.modules()):
+            what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
+            names = [one.name for one in self.planner.index.modules]
+            which = "of the reference" if is_reference else "that are watched"
+            raise ValueError(
+                f"{what} is none of the {len(names)} modules {which}{nearest(module, names) if isinstance(module, str) else ''}"
+            )
+        if site is None or attention is None:  # it is excluded, or an error has ended the step
+            return
+        watched, call = attention.watched(site), RawCall((), arguments, output)
+        if of_reference is not None:
+            attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=of_reference.cpu_offload)
+        else:
+            watched = self.planner.attention_by_hand(watched, self._context.stage)
+            attention.see(watched, read_scaled_dot_product_attention, call, by_hand=True)
 
     def close(self) -> None:
         """Take every hook off and let the module go. May be called at any time, also twice."""
         self.abandon()
         if self.ranks is not None:
             self.ranks.close()
-        _monitors.pop(self._number, None)
+        _monitors[:] = [ref for ref in _monitors if ref() is not self]
         self._forget_module()
         self.planner.forget_names()
         self._reporter.forget()
@@ -438,7 +389,7 @@ class ModuleMonitor(Described, StepEngine):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # Values of the user's own, and what was recorded
+    # Values of the user's own
 
     def log_scalar(self, key: str, value: float | Tensor, aggregation_fn: Function | None = None, force: bool = False) -> None:
         """Record a value of your own in this step. Several of one key are joined as those of a metric are.
@@ -454,16 +405,17 @@ class ModuleMonitor(Described, StepEngine):
         """
         parts = Key.of_user(key)
         stage = TRAIN if self._context is None else self._context.stage
-        whole = parts._replace(stage=stage, prefix=self._prefix).format()
+        whole = parts._replace(stage=stage, prefix=self.planner.prefix).format()
         if self._module is not None and self.planner.is_taken(whole, stage):
             expected = f"expected one of your own, e.g. 'own/{parts.statistic}'"
             raise ValueError(f"key {whole!r} is one that the monitor records itself; {expected}.")
         if self._context is not None and self.is_monitoring():
-            self._take_in(parts.kind, parts.site, parts.statistic, value, aggregation_fn or "mean")
+            aggregate = aggregation_fn or "mean"
+            self.logged.add(self._context, parts.kind, parts.statistic, value, aggregate, site=parts.site)
         elif force:
             last = self.storage.last_step()
             number = float(value)
-            self.storage.add(Record(0 if last is None else last, {parts._replace(prefix=self._prefix).format(): number}))
+            self.storage.add(Record(0 if last is None else last, {parts._replace(prefix=self.planner.prefix).format(): number}))
 
     def log_scalars(self, monitor_dict: Mapping[str, float | Tensor], force: bool = False) -> None:
         """Record several values; see :meth:`log_scalar`."""
@@ -473,19 +425,6 @@ class ModuleMonitor(Described, StepEngine):
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: Function | None = None) -> None:
         """Record the mean of a tensor's elements, or what a function makes of those of the whole step; see :meth:`log_scalar`."""
         self.log_scalar(key, tensor.clone(), aggregation_fn)
-
-    def get_step_metrics(self) -> dict[str, float]:
-        """The values of the step that ended last, by key."""
-        last = self.storage.last_step()
-        return {} if last is None else self.storage.get_step_metrics(last)
-
-    def get_step_histograms(self) -> dict[str, Histogram]:
-        """The histograms of the step that ended last, by key; those of earlier steps are in a store, if there is one."""
-        return self.storage.last_histograms()
-
-    def get_all_metrics(self) -> dict[int, dict[str, float]]:
-        """The values by key of every step that is still in memory, by step."""
-        return self.storage.get_all_metrics()
 
     # Inside
 
@@ -499,28 +438,7 @@ class ModuleMonitor(Described, StepEngine):
         self.add_rules(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
 
-    def _report_renamed(self) -> None:
-        """Report, in one line, the names in keys that are not those of the model."""
-        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.planner.renamed().items()]
-        if changed:
-            differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
-            fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
-
-    def _take_in(self, kind: str, site: str, name: str, value: Tensor | float, aggregate: str | Function) -> None:
-        """Take in a value that no probe takes, also where the monitor is silenced."""
-        if self._context is not None and not is_tracing():
-            spec, function = self._own_spec(kind, site, name, self._context.stage), UserFunction(name, float, aggregate)
-            value, size = (value.detach(), value.numel()) if isinstance(value, Tensor) else (value, 1)
-            self._context.accumulator.add_result(spec, function, value, size)
-
 
 def _beginning_with(regex: str) -> str:
     """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
     return f"(?:{regex})(?s:.*)"
-
-
-def _none_of(module: nn.Module | str, which: str, names: Sequence[str]) -> str:
-    """What is said of a module that is not there."""
-    what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
-    return f"{what} is none of the {len(names)} modules {which}{nearest(str(module), names) if isinstance(module, str) else ''}"

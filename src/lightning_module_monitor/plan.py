@@ -23,7 +23,18 @@ from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedMod
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
 from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, idle_patterns, is_picked, matching
 from lightning_module_monitor.probes.planned import Plan
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    KINDS,
+    OWN_FIGURES,
+    OWN_KIND,
+    RCC_SKIPPED_CALLS,
+    STAGES,
+    TRAIN,
+    Key,
+    check_prefix,
+    is_context,
+)
 from lightning_module_monitor.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -75,7 +86,10 @@ class Planner:
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
         self._captures = [] if capture is None else [parse_capture(capture)]
         self._within, self._exclude, self._format_name = within, exclude, format_name
-        self.prefix = prefix
+        self.prefix = check_prefix(prefix)
+        if not {*prefix.split("/")}.isdisjoint(STAGES):
+            expected = f"expected none of {', '.join(STAGES)}, which keys have already"
+            raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
         self._say = say
         self._has_ranks = False
         """Whether values are those of several ranks together."""
@@ -128,6 +142,7 @@ class Planner:
         except ConfigError:
             self.forget_names()
             raise
+        self._report_renamed()
         return index
 
     def forget_names(self) -> None:
@@ -144,9 +159,9 @@ class Planner:
         copied.forget_names()
         return vars(copied)
 
-    def leave_out_what_is_gone(self) -> list[str]:
+    def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer in the model, and what was planned with them; returns their names."""
-        gone = self.index.leave_out_what_is_gone()
+        gone = self.index.forget_removed_modules()
         if gone:
             self._forget_plans()
         return gone
@@ -183,7 +198,7 @@ class Planner:
         self._forget_plans()
         try:
             if self._index is not None:
-                self.plan()
+                self._report_renamed()
         except ConfigError:
             self.rules.pop()
             self._forget_plans()
@@ -349,15 +364,6 @@ class Planner:
 
     # Keys
 
-    def renamed(self) -> dict[str, str]:
-        """New name by old name of what is watched, where loggers would not take the old one."""
-        changed = self.index.renamed
-        if not changed:
-            return {}
-        plan = self.plan()
-        used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
-        return {old: new for old, new in changed.items() if new in used}
-
     def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = (), context: Sequence[str] = ()) -> list[str]:
         """Every key of a number that is known before the first step, those of all rules together.
 
@@ -407,6 +413,16 @@ class Planner:
         if left_out:
             shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
             self._say(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
+
+    def _report_renamed(self) -> None:
+        """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
+        plan = self.plan()
+        used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.index.renamed.items() if new in used]
+        if changed:
+            differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
+            fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
+            self._say(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
 
 def _path(spec: MetricSpec) -> str:

@@ -34,7 +34,7 @@ from lightning_module_monitor.sinks.files import RunFiles
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (
     "probes/step_context.py",
-    "engine.py",
+    "engine/phases.py",
     "probes/reporting.py",
     "model/eager_mode.py",
     "model/hooks.py",

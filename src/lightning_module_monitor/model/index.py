@@ -52,7 +52,7 @@ class ModelIndex:
         """New name by old name, of what loggers would not have taken."""
         return self.namer.changed
 
-    def leave_out_what_is_gone(self) -> list[str]:
+    def forget_removed_modules(self) -> list[str]:
         """Forget modules that were taken out of the model since its names were read, and their parameters.
 
         Returns:

@@ -89,6 +89,22 @@ class ErrorReporter:
             self._reported.add(once or message)
             self._logger.warning("%s Said once; monitor/errors counts them.", message)
 
+    def count(self, what: str, once: str, error: Exception, accumulator: StepAccumulator) -> None:
+        """Report and count an error that costs some values of a step.
+
+        Args:
+            what: Begin of a sentence, e.g. "The reference could not run".
+            once: Of what, together with the type of the error, one is reported.
+            error: The error.
+            accumulator: Of the step.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        accumulator.num_errors += 1
+        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
+        self.report(f"{what} ({name}: {cause}).", error, f"{once} {name}")
+
     def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
         """Log a fact once; one that is no problem is logged by one of several ranks.
 

@@ -27,6 +27,8 @@ class StepContext:
         reducer: Reduces over all ranks; ``None`` where there is one.
         whole_tensors: Puts together what is laid out over ranks.
         reporter: Reports errors.
+        attention: The probe that the model can report attention to by hand.
+        probes: All others.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class StepContext:
         *,
         whole_tensors: WholeTensors,
         reporter: ErrorReporter,
+        attention: AttentionProbe,
+        probes: Sequence[Probe],
     ) -> None:
         self.step = step
         self.stage = stage
@@ -45,17 +49,15 @@ class StepContext:
         self.reducer = reducer
         self.whole_tensors = whole_tensors
         self._reporter = reporter
-        self.attention: AttentionProbe | None = None
-        """The probe that the model can report attention to by hand."""
-        self.probes: Sequence[Probe] = ()
+        self.attention: AttentionProbe | None = attention
+        """``None`` in a step that was lost."""
+        self.probes: Sequence[Probe] = (*probes, attention)
         self._uncompiled = Uncompiled()
         self._num_unobserved = Unobserved.number
 
-    def attach(self, attention: AttentionProbe, others: Sequence[Probe]) -> None:
-        """Put the probes on."""
+    def attach(self) -> None:
+        """Attach the probes."""
         self._uncompiled.begin()
-        self.attention = attention
-        self.probes = (*others, attention)
         for probe in self.probes:
             probe.attach()
 

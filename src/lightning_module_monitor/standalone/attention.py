@@ -54,5 +54,4 @@ def monitor_scaled_dot_product_attention(  # noqa: PLR0917  # torch's own argume
     if activation is not None and activation.dim() == 3:
         activation = activation.unsqueeze(0)
     options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    report = monitor.monitor_reference_attention if is_reference else monitor.monitor_attention
-    report(module, {"query": query, "key": key, "value": value, **options}, activation)
+    monitor.monitor_attention(module, {"query": query, "key": key, "value": value, **options}, activation, is_reference=is_reference)

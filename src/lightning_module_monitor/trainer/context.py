@@ -32,7 +32,7 @@ class ContextController:
         self._monitor = monitor
         rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-        monitor.expect_context(expected)
+        monitor.logged.expect_context(expected)
         self._namer = Namer()
         for name in expected:
             self._namer.name(name)

@@ -168,7 +168,7 @@ class NonfiniteController:
         """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
         self._steps_since = self._flag.steps_since(step)
         if self._steps_since is not None:
-            self._monitor.monitor_nonfinite_steps(self._steps_since)
+            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, self._steps_since)
 
     def end_micro_batch(self) -> None:
         """It is over."""

@@ -293,4 +293,4 @@ class StepController:
                 self._context.end_step(trainer)
         fraction = None if self._overhead is None else self._overhead.fraction()
         if fraction is not None:
-            self._monitor.monitor_overhead(fraction)
+            self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -14,45 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
-from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.distributed.shards import flat_shards_by_name
-from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
+from lightning_module_monitor.engine.logged import LoggedValues
+from lightning_module_monitor.engine.opening import StepOpener
+from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.access import ParameterAccess
-from lightning_module_monitor.probes.activations import ActivationProbe
-from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
-from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
-from lightning_module_monitor.probes.differences import DifferenceProbe
-from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.modules import ModuleTable
-from lightning_module_monitor.probes.parameters import ParameterProbe
-from lightning_module_monitor.probes.planned import Plan
-from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
+from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    OWN_KIND,
-    RANK_DISAGREEMENT,
-    RCC_SKIPPED_CALLS,
-    SECONDS_PER_STEP,
-    TRAIN,
-    Finding,
-    Record,
-    Values,
-)
+from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Histogram, Record, Values
 from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.results import SeriesState
-from lightning_module_monitor.statistics.spec import MetricSpec
-from lightning_module_monitor.statistics.units import Recent, memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,10 +62,9 @@ class StepEngine:
         self._module: nn.Module | None = None
         self.wrapper: nn.Module | None = None
         """What wraps the module, where a strategy has wrapped it."""
-        self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
-        """What lives from step to step, by the plan that says what may be observed."""
-        self._units: defaultdict[str, Recent] = defaultdict(memory)
-        """What units did in the last monitored steps, by key, whatever else was due in them."""
+        self.logged = LoggedValues(self.planner.prefix)
+        """Values that no probe observes."""
+        self._opener = StepOpener(self.planner, self._reporter, self.logged)
         self._has_agreed = False
         """Whether all ranks are known to watch the same."""
         self.ranks: Ranks | None = None
@@ -111,10 +83,6 @@ class StepEngine:
         """One for each block in which nothing is observed."""
         self._awaits_attention = True
         """Whether no step has ended yet in which attention was due."""
-        self._own_specs: dict[tuple[str, str, str, str], MetricSpec] = {}
-        self._modules = ModuleTable(())
-        self._expected: list[MetricSpec] = []
-        """What is known to come in training besides what rules record."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -154,7 +122,7 @@ class StepEngine:
         self._begun = step
         due, self._clock = self._due(step), self.planner.clock(step)
         if due is not None:
-            self._open(due, step, TRAIN, self.planner.capture_plan(step))
+            self._open(due, step, TRAIN)
         return self._context is not None
 
     def begin_backward(self, scale: Tensor | float | None = None) -> None:
@@ -288,6 +256,21 @@ class StepEngine:
             self._silences.discard(silence)
             self._set_open()
 
+    # What was recorded
+
+    def get_step_metrics(self) -> dict[str, float]:
+        """The values of the step that ended last, by key."""
+        last = self.storage.last_step()
+        return {} if last is None else self.storage.get_step_metrics(last)
+
+    def get_step_histograms(self) -> dict[str, Histogram]:
+        """The histograms of the step that ended last, by key; those of earlier steps are in a store, if there is one."""
+        return self.storage.last_histograms()
+
+    def get_all_metrics(self) -> dict[int, dict[str, float]]:
+        """The values by key of every step that is still in memory, by step."""
+        return self.storage.get_all_metrics()
+
     # Inside
 
     def agree(self) -> None:
@@ -350,92 +333,18 @@ class StepEngine:
             self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
             return ActiveRules((), gradient_flow=False) if self.planner.is_captured(step) else None
 
-    def _open(self, due: ActiveRules, step: int, stage: str, captured: Plan | None = None) -> None:
+    def _open(self, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()
-        if self.has_lost_ranks:
+        if self.has_lost_ranks or self._module is None:
             return
-        self._leave_out_what_is_gone()
-        plan, sites = self.planner.plan(due, stage), self.planner.index
-        state, reducer = self._lasting(due, stage)
-        accumulator = StepAccumulator(self._reporter.of_spec, state)
-        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
-        flat = flat_shards_by_name(parameters, self.wrapper or self._module)
-        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
-        whole_tensors = WholeTensors(expected, None if reducer is None else reducer.ranks, self._not_captured)
-        self._context = StepContext(step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=self._reporter)
-        probes: list[Probe] = [
-            ParameterProbe(
-                plan.parameters_by_kind, accumulator, whole_tensors, self._reporter.log_once, self.access, flat, self._reference
-            ),
-            ActivationProbe(plan.outputs, accumulator, sites.further_name, self._reporter.log_once),
-        ]
-        shapes = self._modules.probe() if stage == TRAIN else None
-        if shapes is not None:
-            probes.append(shapes)
-        if plan.chain is not None:
-            probes.append(GradientFlowProbe(plan.chain, accumulator))
-        if captured is not None:
-            probes.append(
-                CaptureProbe(
-                    captured.modules, captured.parameters, sites.further_name, self._not_captured, whole_tensors, access=self.access
-                )
-            )
-        if self._reference is not None:
-            probes += self._reference_probes(plan, accumulator, self._reference)
-        attention = AttentionProbe(
-            plan.modules,
-            plan.modules_with_heads,
-            accumulator,
-            sites.head_name,
-            self._reporter.log_once,
-            is_asked_for=self.planner.asks_for_attention(due),
-        )
-        self._context.attach(attention, probes)
+        model = self.wrapper or self._module
+        self._context = self._opener.open(due, step, stage, model=model, access=self.access, reference=self._reference, ranks=self.ranks)
+        self._context.attach()
         self._set_open()
-
-    def _leave_out_what_is_gone(self) -> None:
-        gone = self.planner.leave_out_what_is_gone()
-        if gone:
-            self._states.clear()
-            why = "what took its place is not watched, and there are no more values of it before the next fit"
-            self._reporter.log_once(f"{shortened(gone)} was taken out of the model while it trains: {why}.", logging.WARNING)
-
-    def _lasting(self, due: ActiveRules, stage: str) -> tuple[SeriesState, DistributedReducer | None]:
-        """What lives from step to step of one plan, and what reduces over ranks; ``None`` where this is the only one."""
-        if (stage, due) not in self._states:
-            expected = self._expected if stage == TRAIN else []
-            specs = [*self.planner.plan(due, stage).all_specs(), *expected]
-            reducer = None if self.ranks is None else DistributedReducer(self.ranks, specs)
-            self._states[stage, due] = SeriesState(self._units), reducer
-        return self._states[stage, due]
-
-    def _reference_probes(self, plan: Plan, accumulator: StepAccumulator, reference: Reference) -> list[Probe]:
-        """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
-        name, say = self.planner.index.further_name, self._reporter.log_once
-        reference_calls = ReferenceProbe(reference, functools.partial(self._failed, "The reference could not run", "reference"), say)
-        probes: list[Probe] = [
-            DifferenceProbe(plan.modules, accumulator, reference_calls, name),
-            CoordinateCheckProbe(
-                plan.modules, accumulator, reference_calls, self._own_spec(OWN_KIND, "", RCC_SKIPPED_CALLS, TRAIN), name, say
-            ),
-        ]
-        # The last to be attached: by then it is known what is wanted of it.
-        return [*probes, reference_calls] if reference_calls.is_needed() else []
 
     def _notify(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
         if self._context is not None and self.is_monitoring():
             self._context.notify(what, moment, *args, **kwargs)
-
-    def _failed(self, what: str, once: str, error: Exception) -> None:
-        """Report and count an error that costs some values of the open step.
-
-        Raises:
-            MonitorError: If errors are to be raised.
-        """
-        if self._context is not None:
-            self._context.accumulator.num_errors += 1
-        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
-        self._reporter.report(f"{what} ({name}: {cause}).", error, f"{once} {name}")
 
     def _set_open(self) -> None:
         if self._context is not None:
@@ -467,8 +376,7 @@ class StepEngine:
             self._reporter.log_once(Unobserved.message, logging.WARNING)
         values: Values | dict[str, float] = Values()
         # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
-        by_users = [spec for spec in self._own_specs.values() if spec.kind not in (OWN_KIND, CONTEXT_KIND)]
-        for key in context.accumulator.drop_overwriting(by_users):
+        for key in context.accumulator.drop_overwriting(self.logged.of_users()):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
             values = collected = context.accumulator.collect(context.reducer)
@@ -485,7 +393,7 @@ class StepEngine:
             differing = context.accumulator.differing
             values[self.planner.own_key(RANK_DISAGREEMENT)] = float(len({spec.site for spec in differing}))
             findings = self._replicas.examine(context.step, differing)
-        record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._modules.modules())
+        record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._opener.modules.modules())
         self.storage.add(record)
         return record
 
@@ -493,19 +401,11 @@ class StepEngine:
         """Finish a step that the clock picked, and choose the next one: by the time that all ranks have in their record."""
         seconds = clock.seconds_per_step(context.step)
         if seconds is not None:
-            spec, function = self._own_spec(OWN_KIND, "", SECONDS_PER_STEP, TRAIN), UserFunction(SECONDS_PER_STEP, float, "max")
-            context.accumulator.add_result(spec, function, seconds, 1)
+            self.logged.add(context, OWN_KIND, SECONDS_PER_STEP, seconds, "max")
         record = self._finish()
         values: Mapping[str, float] = {} if record is None else record.values
         clock.decide(context.step, values.get(self.planner.own_key(SECONDS_PER_STEP), math.nan))
         return record
-
-    def _own_spec(self, kind: str, site: str, name: str, stage: str) -> MetricSpec:
-        """What stands for a value that no probe takes: always the same for the same key, on every rank, whatever else there is."""
-        return self._own_specs.setdefault((kind, site, name, stage), MetricSpec(kind, site, stage, self.planner.prefix))
-
-    def _not_captured(self, what: str, error: Exception) -> None:
-        self._failed(f"{what} could not be captured", "capture", error)
 
     def _speaks_for_all(self) -> bool:
         return self.distributed is False or is_first_process()

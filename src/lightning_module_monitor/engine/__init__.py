@@ -1,0 +1,1 @@
+"""The steps of a module that is monitored, in any loop: no Lightning."""

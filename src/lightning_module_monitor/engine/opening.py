@@ -1,0 +1,147 @@
+"""Opens a step: makes the probes of what is due in it, and keeps what lives from one step to the next."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+
+from torch import nn
+
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.reduce import DistributedReducer
+from lightning_module_monitor.distributed.shards import flat_shards_by_name
+from lightning_module_monitor.engine.logged import LoggedValues
+from lightning_module_monitor.errors import shortened
+from lightning_module_monitor.plan import ActiveRules, Planner
+from lightning_module_monitor.probes.access import ParameterAccess
+from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.attention import AttentionProbe
+from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
+from lightning_module_monitor.probes.differences import DifferenceProbe
+from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
+from lightning_module_monitor.probes.modules import ModuleTable
+from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.probes.planned import Plan
+from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
+from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.step_context import StepContext
+from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
+from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.results import SeriesState
+from lightning_module_monitor.statistics.units import Recent, memory
+
+
+class StepOpener:
+    """Opens the steps of one module.
+
+    Args:
+        planner: What is recorded, when and where.
+        reporter: Reports errors.
+        logged: Values that no probe observes.
+
+    Attributes:
+        modules: What is known of the modules of the model.
+    """
+
+    def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues) -> None:
+        self._planner = planner
+        self._reporter = reporter
+        self._logged = logged
+        self.modules = ModuleTable(())
+        self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
+        """What lives from step to step, by the plan that says what may be observed."""
+        self._units: defaultdict[str, Recent] = defaultdict(memory)
+        """What units did in the last monitored steps, by key, whatever else was due in them."""
+
+    def forget_plans(self) -> None:
+        """What is recorded has changed."""
+        self._states.clear()
+
+    def open(
+        self,
+        due: ActiveRules,
+        step: int,
+        stage: str,
+        *,
+        model: nn.Module,
+        access: ParameterAccess,
+        reference: Reference | None,
+        ranks: Ranks | None,
+    ) -> StepContext:
+        """Open a step; its probes are not attached yet.
+
+        Args:
+            due: What is due in it.
+            step: Its number.
+            stage: ``train``, ``validation``, ``test`` or ``predict``.
+            model: The module, or what a strategy has wrapped it in.
+            access: Reads parameters and their gradients.
+            reference: What the module is compared with.
+            ranks: The processes that train together; ``None`` for a single one.
+        """
+        self._forget_removed_modules()
+        plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
+        state, reducer = self._lasting(due, stage, ranks)
+        accumulator = StepAccumulator(reporter.of_spec, state)
+        captured = self._planner.capture_plan(step) if stage == TRAIN else None
+        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        flat = flat_shards_by_name(parameters, model)
+        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
+
+        def not_captured(what: str, error: Exception) -> None:
+            reporter.count(f"{what} could not be captured", "capture", error, accumulator)
+
+        whole_tensors = WholeTensors(expected, ranks, not_captured)
+        probes: list[Probe] = [
+            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, reporter.log_once, access, flat, reference),
+            ActivationProbe(plan.outputs, accumulator, sites.further_name, reporter.log_once),
+        ]
+        shapes = self.modules.probe() if stage == TRAIN else None
+        if shapes is not None:
+            probes.append(shapes)
+        if plan.chain is not None:
+            probes.append(GradientFlowProbe(plan.chain, accumulator))
+        if captured is not None:
+            probes.append(
+                CaptureProbe(captured.modules, captured.parameters, sites.further_name, not_captured, whole_tensors, access=access)
+            )
+        if reference is not None:
+            probes += self._reference_probes(plan, accumulator, reference)
+        is_asked_for = self._planner.asks_for_attention(due)
+        attention = AttentionProbe(
+            plan.modules, plan.modules_with_heads, accumulator, sites.head_name, reporter.log_once, is_asked_for=is_asked_for
+        )
+        return StepContext(
+            step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=reporter, attention=attention, probes=probes
+        )
+
+    def _forget_removed_modules(self) -> None:
+        removed = self._planner.forget_removed_modules()
+        if removed:
+            self.forget_plans()
+            why = "what took its place is not watched, and there are no more values of it before the next fit"
+            self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
+
+    def _lasting(self, due: ActiveRules, stage: str, ranks: Ranks | None) -> tuple[SeriesState, DistributedReducer | None]:
+        """What lives from step to step of one plan, and what reduces over ranks."""
+        if (stage, due) not in self._states:
+            specs = [*self._planner.plan(due, stage).all_specs(), *(self._logged.expected if stage == TRAIN else ())]
+            self._states[stage, due] = SeriesState(self._units), None if ranks is None else DistributedReducer(ranks, specs)
+        return self._states[stage, due]
+
+    def _reference_probes(self, plan: Plan, accumulator: StepAccumulator, reference: Reference) -> list[Probe]:
+        """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
+        name, say = self._planner.index.further_name, self._reporter.log_once
+        failed = functools.partial(self._reporter.count, "The reference could not run", "reference", accumulator=accumulator)
+        calls = ReferenceProbe(reference, failed, say)
+        skipped = self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)
+        probes: list[Probe] = [
+            DifferenceProbe(plan.modules, accumulator, calls, name),
+            CoordinateCheckProbe(plan.modules, accumulator, calls, skipped, name, say),
+        ]
+        # The last to be attached: by then it is known what is wanted of it.
+        return [*probes, calls] if calls.is_needed() else []
