@@ -349,13 +349,14 @@ def test_yaml_names_the_callback_in_full() -> None:
             assert short is None, f"{name}: {line}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/getting_started.md"])
 def test_installing_into_an_environment_pins_nothing(document: str) -> None:
     """Neither the command nor what the package asks for takes another torch or numpy than a recent one that is there."""
-    (command,) = [line for line in commands(document) if "pip install" in line]
-    assert re.fullmatch(r"pip install '\.\[[\w,]+\]'", command)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked_for = set(re.findall(r"\w+", command.partition("[")[2]))
+    (command,) = [line for line in commands(document) if "pip install" in line]
+    url = re.escape(project["urls"]["Homepage"])
+    assert re.fullmatch(rf"pip install '(\.\[[\w,]+\]|lightning-module-monitor\[[\w,]+\] @ git\+{url})'", command)
+    asked_for = set(re.findall(r"\w+", command.partition("[")[2].partition("]")[0]))
     requirements = [*project["dependencies"], *(one for extra in asked_for for one in project["optional-dependencies"][extra])]
     assert all(re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+", one) for one in requirements)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.documents import snippets
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_module_monitor"
@@ -34,18 +35,38 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+def copy_of_source(folder: Path) -> None:
+    """Copy what git knows of this repository, or would take in."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, run(listed, ROOT).split("\0")):
+        if (ROOT / name).is_file():  # else it was deleted, and that is not committed yet
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that is made of the sdist; of a copy, because a build writes into its tree."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in filter(None, run(listed, ROOT).split("\0")):
-        if (ROOT / name).is_file():  # deleted, and not committed yet
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
+    copy_of_source(source)
     # Without isolation: an isolated build fetches setuptools, and a test runs without a network.
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), "."], source)
     return folder
+
+
+def test_it_installs_from_a_git_repository_as_the_readme_says(tmp_path: Path) -> None:
+    """Pip takes the command, clones the repository, and finds the package; git gets it from this machine in place of its address."""
+    repository = tmp_path / "repository"
+    copy_of_source(repository)
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for arguments in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "--message", "all"]):
+        run(["git", *arguments], repository)
+    [command] = [line for line in snippets("sh", "README.md")[0].splitlines() if "git+" in line]
+    address = command.partition("git+")[2].rstrip("'")
+    instead = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf", "GIT_CONFIG_VALUE_0": address}
+    options = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
+    printed = run([sys.executable, "-m", *shlex.split(command), *options], tmp_path, **instead)
+    assert "Would install lightning-module-monitor-" in printed
 
 
 @pytest.fixture(scope="module")
