@@ -274,27 +274,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a number >= 1")),
 }
 
-THROUGH_THE_CLI = [  # one of each sort that YAML can hold and jsonargparse lets through
-    *("sites as for a search", "sites as a glob", "name of a class that is not in the model"),
-    *("kind", "second rule", "statistic in a list", "neither statistics nor functions", "ratio of an activation"),
-    *("sites match no module", "sites match no parameter", "sites are no pattern", "exclude is no pattern", "exclude leaves nothing"),
-    *(
-        "type that is not there",
-        "type that is no module",
-        "type of which there is none",
-        "aggregate",
-        "name of a function",
-        "name used twice",
-    ),
-    "leaf_modules is no boolean",
-    *("cadence of a rule", "every 0 steps", "no steps", "stage", "prefix with a blank", "module", "callback_metrics match no key"),
-    *("progress_bar alone", "max_logged_keys", "max_overhead in percent"),
-    *("gradient_flow of blocks that are not there", "gradient_flow of what is no container", "gradient_flow of a list with a wrong name"),
-    *("norm of gradient_flow", "thresholds of gradient_flow"),
-    *("option of a rule", "function that is not there", "option of gradient_flow", "option of capture"),
-    "capture at a step that is none",
-    *("capture of a kind", "capture of a site", "capture at no step", "capture at a negative step", "capture without a store"),
-    "report without a store",
+THROUGH_THE_CLI = [  # one of each place where a value is checked: options, dataclasses within them, names in the model, functions by path
+    *("second rule", "option of a rule", "sites as a glob", "type that is not there", "function that is not there", "cadence of a rule"),
+    *("every 0 steps", "module", "callback_metrics match no key", "max_overhead in percent", "report without a store"),
+    *("gradient_flow of blocks that are not there", "option of gradient_flow", "capture at a step that is none", "option of capture"),
     # of types that the annotations exclude
     *("every 0 minutes", "every 'five' minutes", "every hour", "cadence of a rule by the clock"),
     *("every True steps", "every 1.5 steps", "prefix that is no text", "max_logged_keys is no number"),

@@ -198,8 +198,8 @@ def test_an_interrupt_at_any_line_of_the_end_of_a_step_leaves_nothing() -> None:
     loop.step(lambda end: end())
     loop.step(whole.run)
     keys = loop.keys
-    points = moments(whole.lines, EVERY_LINE_OF_MONITOR, num_others=60)
-    assert len(points) > 150
+    points = moments(whole.lines, EVERY_LINE_OF_MONITOR, num_others=30)
+    assert len(points) > 120
     for point in points:
         with pytest.raises(KeyboardInterrupt):
             loop.step(Interrupted(point).run)
@@ -228,7 +228,7 @@ def test_an_interrupt_at_each_removal_of_a_handle_leaves_nothing(is_removed: boo
     loop.step(lambda end: end())
     num_calls = len(calls)
     assert num_calls > 30
-    for call in range(1, num_calls + 1):
+    for call in range(1, num_calls + 1, 3):
         calls.clear()
         interrupted_calls.add(call)
         with pytest.raises(KeyboardInterrupt):
@@ -268,8 +268,8 @@ def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) 
     whole.run(lambda: use_a_store(tmp_path / "now", "m.h5"))
     places = {line: place for place, line in enumerate(whole.lines)}
     inner = [place for (path, _line), place in places.items() if path.endswith(FILES_THAT_READ)]
-    points = inner + [place for place in places.values() if place not in inner][::10]
-    assert len(points) > 130
+    points = inner + [place for place in places.values() if place not in inner][::20]
+    assert len(points) > 80
     for point in points:
         with pytest.raises(KeyboardInterrupt):
             interrupted(point).run(lambda: use_a_store(tmp_path / "now", "m.h5"))
@@ -313,7 +313,7 @@ class Attacks(Callback):
             whole.run(end)
             assert self.callback.last_record is not None
             self.keys.append({*self.callback.last_record.values})
-            self.points = moments(whole.lines, EVERY_LINE_OF_CALLBACK, num_others=30)
+            self.points = moments(whole.lines, EVERY_LINE_OF_CALLBACK, num_others=15)
             trainer.should_stop = len(self.keys) == 3
         else:
             with pytest.raises(KeyboardInterrupt) as interrupt:
@@ -348,5 +348,5 @@ def test_an_interrupt_at_the_end_of_a_step_of_the_callback_leaves_nothing(tmp_pa
     seed()
     run = trainer(tmp_path, [attacks, callback], max_epochs=-1, limit_val_batches=0)
     run.fit(Classifier("transformer"), loader(), loader(8))
-    assert attacks.num_attacks > 60
+    assert attacks.num_attacks > 50
     assert attacks.keys[1] == attacks.keys[2]

@@ -68,8 +68,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "gpt", "shared"])
 @pytest.mark.shows("{way}", "training unchanged")
 def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Path) -> None:
-    """Promise 1: losses, weights, buffers and random states are bit-identical over 30 steps, with all there is switched on."""
-    steps = 30
+    """Promise 1: losses, weights, buffers and random states are bit-identical over 15 steps, with all there is switched on."""
+    steps = 15
     runs = []
     for monitored in (False, True):
         seed()
@@ -93,7 +93,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
             )
     (one, weights), (other, monitored_weights) = runs
     # Of 10 batches an epoch, accumulation makes 4 steps: of 3, 3, 3 and, at the end, of 1.
-    assert len(one.losses) == (76 if "accumulate_grad_batches" in WAYS[way] else steps)
+    assert len(one.losses) == (39 if "accumulate_grad_batches" in WAYS[way] else steps)
     assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
     assert one.random_states == other.random_states
     assert weights.keys() == monitored_weights.keys()
@@ -314,8 +314,8 @@ def test_the_model_is_garbage_after_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
-    """A tiny model, every step monitored and stored: the process and its Python objects stay as they were after 2,000 steps."""
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """A tiny model, every step monitored and stored: the process and its Python objects stay as they were after 500 steps."""
 
     class Measure(Callback):
         def __init__(self) -> None:
@@ -323,7 +323,7 @@ def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
             self.resident_bytes: list[int] = []
 
         def on_train_batch_end(self, trainer: Trainer, *_args: Any) -> None:
-            if trainer.global_step in (2000, 10_000):
+            if trainer.global_step in (500, 3000):
                 gc.collect()
                 self.objects.append(len(gc.get_objects()))
                 self.resident_bytes.append(resident_bytes())
@@ -331,12 +331,12 @@ def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
     measure = Measure()
     module = Classifier(nn.Linear(6, 3))
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=["activation", "parameter", "update"], statistics=["rms", "std"])])
-    run = trainer(tmp_path, [callback, measure], max_steps=10_000, max_epochs=-1)
+    run = trainer(tmp_path, [callback, measure], max_steps=3000, max_epochs=-1)
     run.fit(module, loader(400), loader(8))
-    assert measure.objects[1] - measure.objects[0] < 1000
-    assert measure.resident_bytes[1] - measure.resident_bytes[0] < 10e6
+    assert measure.objects[1] - measure.objects[0] < 300
+    assert measure.resident_bytes[1] - measure.resident_bytes[0] < 3e6
     steps, _values = load_store(callback.store_path).series("update/model.weight/rms")
-    assert list(steps) == list(range(10_000))
+    assert list(steps) == list(range(3000))
 
 
 def resident_bytes() -> int:
