@@ -986,6 +986,11 @@ class WholeParameters(Callback):
         self.truth.append(of_step)
 
 
+def wrapping(module: Flat) -> dict[str, Any]:
+    """Options of FSDP1: a unit for each linear layer, and what it leaves alone."""
+    return {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "ignored_modules": [module.ignored]}
+
+
 def hybrid_groups() -> tuple[Any, Any]:
     """The group of ranks that share parameters out, and that of the ranks with the same part; of four."""
     inner = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
@@ -993,7 +998,7 @@ def hybrid_groups() -> tuple[Any, Any]:
     return inner[RANK // 2], outer[RANK % 2]
 
 
-def flat(way: str, precision: str = "32-true", **options: Any) -> Callable[[Path], dict[str, Any]]:
+def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None = None, **options: Any) -> Callable[[Path], dict[str, Any]]:
     """FSDP1: all kinds that need no running reference, with functions of whole parameters in steps 0 and 1."""
 
     def scenario(folder: Path) -> dict[str, Any]:
@@ -1010,20 +1015,47 @@ def flat(way: str, precision: str = "32-true", **options: Any) -> Callable[[Path
         capture = Capture(sites="model.*", kinds=["activation", *kinds], steps=[1])
         callback = ModuleMonitorCallback(every_n_steps=1, reference="init", rules=rules, capture=capture, on_error="raise")
         module, truth, counts = Flat(), WholeParameters(), collectives_of_steps(callback)
-        settings: dict[str, Any] = {"limit_val_batches": 0, "strategy": "auto", "precision": precision}
+        settings: dict[str, Any] = {"limit_val_batches": 0, "strategy": "auto", "precision": precision} | (training or {})
+        num_batches = 3 * settings.get("accumulate_grad_batches", 1)
         more: list[Callback] = []
         if WORLD > 1:
             groups = {"process_group": hybrid_groups()} if way.startswith("HYBRID") else {}
-            wrapping = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "ignored_modules": [module.ignored]}
-            settings["strategy"], more = (
-                OwnFSDPStrategy(sharding_strategy=way, **wrapping, **groups, **options),
-                [truth] * options.get("use_orig_params", True),
-            )
+            settings["strategy"] = OwnFSDPStrategy(sharding_strategy=way, **wrapping(module), **groups, **options)
+            more = [truth] * options.get("use_orig_params", True)
         with fsdp_on_a_cpu():
-            result = fit(folder, module, callback, even_data(RANK, WORLD), more=more, **settings)
+            result = fit(folder, module, callback, even_data(RANK, WORLD, num_batches), more=more, **settings)
         return {name: result[name] for name in ("folder", "records", "said", "files")} | {"truth": truth.truth, "collectives": counts}
 
     return scenario
+
+
+class WholeWeights(Callback):
+    """The weights at the end, as FSDP puts them together."""
+
+    weights: dict[str, Tensor]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with FullyShardedDataParallel.summon_full_params(trainer.strategy.model):
+            self.weights = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+
+
+def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
+    """The weights that training by FSDP1 ends with, without the callback and with it: whole tensors are put together in every step."""
+    found = []
+    for monitored in (False, True):
+        rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
+        rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
+        rules.append(Rule(kinds="parameter_difference", statistics="norm"))
+        capture = Capture(sites="model.*", kinds=["parameter", "update"], steps=[1])
+        callback = ModuleMonitorCallback(1, rules=rules, reference="init", capture=capture, on_error="raise")
+        module, end = Flat(), WholeWeights()
+        options: dict[str, Any] = {"devices": WORLD, "use_distributed_sampler": False, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+        options["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapping(module))
+        micro_batches: DataLoader[Any] = DataLoader(even_data(RANK, WORLD, steps=6), batch_size=None)
+        with fsdp_on_a_cpu():
+            trainer(folder, [callback, end] if monitored else [end], **options).fit(module, micro_batches)
+        found.append(end.weights | {"random": torch.get_rng_state()})
+    return found
 
 
 def flat_loop(folder: Path) -> dict[str, Any]:
@@ -1117,11 +1149,15 @@ def second_to_last(x: Tensor) -> Tensor:
     return x.flatten()[-1] - 2 * x.flatten()[-min(2, x.numel())]
 
 
+CLIPPED = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+"""Lightning clips no norms under FSDP1."""
+
 FLAT = {
     "flat_full": flat("FULL_SHARD"),
     "flat_grad_op": flat("SHARD_GRAD_OP"),
     "flat_not": flat("NO_SHARD"),
     "flat_offloaded": flat("FULL_SHARD", cpu_offload=True),
+    "flat_accumulated": flat("FULL_SHARD", training={"accumulate_grad_batches": 2} | CLIPPED),
     "flat_mixed": flat("FULL_SHARD", precision="bf16-mixed"),
     "flat_hybrid": flat("HYBRID_SHARD"),
     "flat_without_names": flat("FULL_SHARD", use_orig_params=False),
@@ -1135,6 +1171,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "whole_and_parts": whole_and_parts,
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
+    "unchanged_flat": unchanged_flat,
     "sick": sick(Health(nonfinite="always", watch=["dead_units"], snapshot=True)),
     "sick_by_default": sick(Health()),
     "sick_between": sick_between,
@@ -1161,7 +1198,13 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 
 
 OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
-OF_TWO = ["tensor_parallel", "laid_out_activations", "unchanged_with_parts", *(name for name in FLAT if name != "flat_hybrid")]
+OF_TWO = [
+    "tensor_parallel",
+    "laid_out_activations",
+    "unchanged_with_parts",
+    "unchanged_flat",
+    *(name for name in FLAT if name != "flat_hybrid"),
+]
 OF_FOUR = ["both_ways", "flat_hybrid", *OF_TWO_AND_FOUR]
 OF_ANY_NUMBER = [name for name in SCENARIOS if name not in (*OF_TWO, *OF_FOUR)]
 TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO, *OF_TWO_AND_FOUR[:-1]], 3: OF_ANY_NUMBER, 4: OF_FOUR}

@@ -118,6 +118,7 @@ def test_parameters_that_are_laid_out_over_ranks(
         pytest.param("flat_full", 4, marks=pytest.mark.shows("FSDP1, uneven and empty shards, 4 ranks", *FLAT)),
         pytest.param("flat_grad_op", 2, marks=pytest.mark.shows("FSDP1, SHARD_GRAD_OP", *FLAT)),
         pytest.param("flat_not", 2, marks=pytest.mark.shows("FSDP1, NO_SHARD", *FLAT)),
+        pytest.param("flat_accumulated", 2, marks=pytest.mark.shows("FSDP1, accumulation, clipping by value", *FLAT)),
         pytest.param("flat_offloaded", 2, marks=pytest.mark.shows("FSDP1, CPU offload", *FLAT)),
         pytest.param("flat_hybrid", 4, marks=pytest.mark.shows("FSDP1, HYBRID_SHARD, 4 ranks", *FLAT)),
     ],
@@ -133,9 +134,13 @@ def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: 
         # In the first step ranks exchange what the module logs, and in the first two functions or the file want whole tensors.
         assert result["collectives"][2] == ["all_reduce"] * 2
         for record, truth in zip(result["records"], result["truth"], strict=True):
+            if scenario == "flat_accumulated":
+                assert max(value for key, value in record.values.items() if key.startswith("gradient/") and key.endswith("/max")) <= 0.01
             for key, (norm, mean) in truth.items():
-                assert record.values[f"{key}/norm"] == pytest.approx(norm, rel=1e-6), key
-                assert record.values[f"{key}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
+                before = key.replace("gradient/", "gradient_before_clip/")
+                unclipped = before if f"{before}/norm" in record.values else key
+                assert record.values[f"{unclipped}/norm"] == pytest.approx(norm, rel=1e-6), key
+                assert record.values[f"{unclipped}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
     store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")
     for kind in ("parameter", "gradient", "update"):
         for name, one in scenarios.Uneven().named_parameters():
@@ -444,6 +449,15 @@ def test_monitoring_does_not_change_training_where_parameters_are_laid_out(run_s
         for plain, monitored in result.values():
             assert len(plain) == 12
             assert all(torch.equal(plain[name], monitored[name]) for name in plain)
+
+
+@pytest.mark.shows("FSDP1, FULL_SHARD", "training unchanged")
+def test_monitoring_does_not_change_training_by_fsdp1(run_scenarios: RunScenarios) -> None:
+    """The same with flat parameters, accumulation, and whole tensors put together in every step."""
+    for plain, monitored in run_scenarios(2, "unchanged_flat"):
+        assert len(plain) > 8
+        assert plain.keys() == monitored.keys()
+        assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

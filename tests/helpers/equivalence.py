@@ -64,6 +64,7 @@ ROWS = (
     "tensor parallel and FSDP2, 4 ranks",
     "FSDP1, FULL_SHARD",
     "FSDP1, SHARD_GRAD_OP",
+    "FSDP1, accumulation, clipping by value",
     "FSDP1, NO_SHARD",
     "FSDP1, CPU offload",
     "FSDP1, mixed precision",
