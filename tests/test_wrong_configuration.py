@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"rules": [{"kinds": "activation", "statistic": "norm"}]},
         ("rules[0] has no option 'statistic'; expected kinds, sites", "nearest: 'statistics'"),
     ),
-    "rule of no kind": ({"rules": [{"statistics": "norm"}]}, ("rules[0] does not say kinds; expected e.g. {kinds: activation",)),
+    "rule of no kind": ({"rules": [{"statistics": "norm"}]}, ("rules[0] lacks kinds; expected e.g. {kinds: activation",)),
     "function that is not there": (
         {"rules": [{"kinds": "activation", "functions": {"f": "math.squirt"}}]},
         ("rules[0].functions 'f' 'math.squirt': math has no 'squirt'; nearest: 'sqrt'",),

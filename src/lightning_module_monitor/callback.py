@@ -47,42 +47,41 @@ class ModuleMonitorCallback(Described, Callback):
     output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
 
     Args:
-        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list, ``log`` (1, 2, 5, 10, ...), one every so many
-            minutes (``{minutes: 5}``), or a function of the step. Values that modules record themselves are taken in these, also where no
-            rule is due. By the clock, a run begins with the steps 0, 1, 11, 111, ... until they are as far apart. Each monitored step
-            chooses the next one by its number, the same on all ranks, from the time of a step since the last one
-            (``monitor/seconds_per_step``, the largest of all ranks): an interval in which steps become slower is longer.
-        module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
-        exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
-        rules: What to watch, instead of the default.
-        reference: What activations and parameters are compared with: ``init``, the model as it was at the start of the run;
-            the path of a checkpoint; or, in Python, a module of the same structure. In monitored steps it runs its own
-            ``training_step`` on the batch first; with ``module`` it is called whenever that is, with its arguments. Without
-            a rule of a difference, ``ratio`` of all of them is recorded.
-        rcc: Whether to do the refined coordinate check; its reference is ``init`` if no other is given.
-        save_reference: Whether checkpoints hold the reference, one more set of weights, so that a resumed run compares with
-            the same.
-        attention: Whether to watch attention as well, head by head: the means of its entropy and of the weight on the first
-            key, and the largest logit, of every ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
-        gradient_flow: Blocks between which the gain of the gradient is watched: ``{blocks: model.blocks}``.
+        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list of steps, ``log`` (1, 2, 5, 10, ...), one every so
+            many minutes (``{minutes: 5}``), or a function of the step. Values that modules log themselves are recorded in these steps, even
+            if no rule is due. With ``minutes`` a run begins with the steps 0, 1, 11, 111, ..., until they are as far apart as asked. Each
+            monitored step chooses the next one from the time of a step since the last (``monitor/seconds_per_step``, the largest of all
+            ranks), so that all ranks monitor the same steps.
+        module: Name of the submodule to monitor. Keys keep the names of the whole model.
+        exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
+        rules: What to record, instead of the default.
+        reference: What activations and parameters are compared with: ``init``, a copy of the model at the start of the run; the path of a
+            checkpoint; or, in Python, a module of the same structure. In monitored steps the reference runs its own ``training_step`` on
+            the batch before the model does; with ``module`` it is called whenever that submodule is, with copies of its arguments. If no
+            rule asks for a difference, ``ratio`` of both kinds of differences is recorded.
+        rcc: Whether to run the refined coordinate check. Its reference is ``init`` unless another one is given.
+        save_reference: Whether checkpoints hold the reference (one more set of weights), so that a resumed run compares with the same one.
+        attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest
+            logit, of every call of ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
+        gradient_flow: Blocks between which the gain of the gradient is recorded: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
-        health: What is looked for: the module that made the first NaN or infinity, and the conditions of the built-in watches, e.g.
-            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as it is cheap. ``false``: nothing.
+        health: What to look for: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
+            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: nothing.
         alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
-        report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, be it by an exception.
-        callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and their like can monitor.
+        report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, also by an exception.
+        callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and other callbacks can monitor.
         progress_bar: Whether the progress bar shows those keys.
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
         prefix: Put before every key: ``run1`` gives ``run1/...``.
-        max_logged_keys: Where there are more keys, loggers get minimum, median and maximum over the sites, and of histograms
-            the one of all sites together; the store gets all.
-        max_overhead: Share of the time that monitoring may take, e.g. 0.02. Where it would be more, steps are left out, on all
-            ranks the same; ``monitor/overhead_fraction`` is what it takes. At most every other step is monitored then, for the others
-            tell what one costs.
-        on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
-        dry_run: Print what would be watched and what it would take, and watch nothing.
+        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, and one histogram of all sites
+            together; the store gets everything.
+        max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same ones on
+            all ranks; ``monitor/overhead_fraction`` is the measured share. At most every other step is monitored then, because the others
+            show what a plain step takes.
+        on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
+        dry_run: Print what would be recorded and what it would cost, and record nothing.
     """
 
     def __init__(
@@ -136,14 +135,14 @@ class ModuleMonitorCallback(Described, Callback):
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found to be wrong in this run, in the order in which it was found; a notebook shows a table."""
+        """The findings of this run, in their order; a notebook shows them as a table."""
         return Findings() if self._refusal is not None else Findings(self._run.health.findings)
 
     def _describe(self) -> Description:
         return Description(f"refused: {self._refusal}", (), ()) if self._refusal is not None else self._run.describe()
 
     def diagnose(self) -> Diagnoses:
-        """The causes that the findings of this run show, before what follows from them; at most three."""
+        """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
         return diagnose([]) if self._refusal is not None else self._run.health.diagnoses()
 
     # The life of a run
@@ -158,7 +157,7 @@ class ModuleMonitorCallback(Described, Callback):
         return {} if self._refusal is not None else self._run.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the run that is resumed; validating or testing a checkpoint resumes nothing."""
+        """Continue the run of the checkpoint; validating or testing a checkpoint resumes nothing."""
         self._run.resume(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ class ModuleMonitorCallback(Described, Callback):
         """Read the model's names and check the rules against them, before the first batch.
 
         Raises:
-            ConfigError: If an option is wrong; says which, what was expected, and the nearest right one.
+            ConfigError: If an option is wrong. The message names it, what was expected, and the nearest right one.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -186,17 +185,17 @@ class ModuleMonitorCallback(Described, Callback):
         self._run.begin_fit(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take everything off. ``teardown`` does not come after an exception."""
+        """Remove all hooks and close all files; Lightning calls no ``teardown`` after an exception."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take everything off; the reference leaves the device with the model."""
+        """Remove all hooks and close all files; the reference leaves the device with the model."""
         self._close()
         if self._refusal is None and self._run.reference is not None:
             self._run.reference.leave_device()
 
     def _close(self) -> None:
-        """Take every hook off and close the sinks; a second call does no harm."""
+        """Remove all hooks and close the sinks; may be called twice."""
         if self._refusal is None:
             with ExitStack() as stack:
                 stack.callback(self._run.close)

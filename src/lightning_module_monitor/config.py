@@ -161,7 +161,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         schedule: The monitor's schedule, for a rule without one of its own.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+        ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right name.
     """
     rule = options_of(Rule, rule, label, "{kinds: activation, statistics: norm}")
     kinds = as_tuple(rule.kinds)
@@ -192,7 +192,7 @@ def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradien
     """Check a gradient flow; its blocks are looked up when there is a model.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+        ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right name.
     """
     flow = options_of(GradientFlow, flow, "gradient_flow", "{blocks: model.blocks}")
     names = as_tuple(flow.blocks)
@@ -236,7 +236,7 @@ def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
         A rule that records the tensors themselves, and no statistic of them.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right name.
+        ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right name.
     """
     capture = options_of(Capture, capture, "capture", "{sites: model.head, steps: [0, 100]}")
     kinds = _not_empty(capture.kinds, "capture.kinds", "activation")
@@ -298,7 +298,7 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
             raise ConfigError(f"{label} has no option {name!r}; expected {', '.join(known)}{nearest(str(name), known)}")
     for one in fields:
         if one.name not in value and one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{label} does not say {one.name}; expected e.g. {example}.")
+            raise ConfigError(f"{label} lacks {one.name}; expected e.g. {example}.")
     return kind(**value)
 
 
@@ -312,7 +312,7 @@ def check_choice(value: object, known: Collection[str], wrong: str, expected: st
         expected: The names in the message, if not all of them.
 
     Raises:
-        ConfigError: If it is not; says the nearest one.
+        ConfigError: If it is not. The message names the nearest one.
     """
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{wrong}; expected {expected or ', '.join(known)}{nearest(str(value), known)}")

@@ -1,4 +1,4 @@
-"""What is said when the configuration is wrong or an extra is not installed."""
+"""Exceptions, and the parts of messages that help: nearest names, corrected patterns, the extra to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 class ConfigError(ValueError):
-    """A wrong configuration: the message says what was wrong, what was expected, and how to mend it."""
+    """A wrong configuration. The message names the value, what was expected, and how to correct it."""
 
 
 class MonitorError(RuntimeError):
@@ -18,7 +18,7 @@ class MonitorError(RuntimeError):
 
 
 class NonfiniteError(MonitorError):
-    """A value of the training is not finite, and the user asked for an end then (``health: {nonfinite: stop}``); says who made it."""
+    """A value of the training is not finite, with ``health: {nonfinite: stop}``. The message names the module that made it."""
 
 
 class RanksLostError(MonitorError):
@@ -114,7 +114,7 @@ def shortened(names: Sequence[str], limit: int = 3) -> str:
 
 
 def printable(text: str) -> str:
-    r"""A text in one line for the terminal: characters that control it, as a stranger's names may have, are replaced.
+    r"""A text in one line for the terminal: control characters, which names in a file may have, are replaced.
 
     >>> printable("fc\x1b[2J")
     'fc\ufffd[2J'

@@ -36,7 +36,7 @@ _monitors: list[weakref.ref[ModuleMonitor]] = []
 
 
 def monitor_of(module: nn.Module) -> ModuleMonitor | None:
-    """The monitor that a module is watched by; of several one that observes now, else the one that was set last."""
+    """The monitor of a module; of several, one that observes now, else the one that was set last."""
     watching = [monitor for ref in reversed(_monitors) if (monitor := ref()) is not None and monitor.watches(module)]
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
@@ -60,19 +60,18 @@ class ModuleMonitor(Described, StepEngine):
                 print(monitor.get_step_metrics())
 
     Args:
-        monitor_step_fn: Which steps are monitored, also where no rule is due: every n-th, a list, ``"log"``, one every so many minutes
+        monitor_step_fn: Which steps are monitored, even if no rule is due: every n-th, a list, ``"log"``, one every so many minutes
             (``{"minutes": 5}``), or a function of the step.
-        format_module_name_fn: Makes a name of what ``named_modules`` and ``named_parameters`` give; the default takes
-            wrappers off.
-        excluded_modules_regex: Names that begin like this (``re.match``) are never watched.
-        logger: Where problems and late keys are said.
+        format_module_name_fn: Makes names in keys of what ``named_modules`` and ``named_parameters`` give; the default removes wrappers.
+        excluded_modules_regex: Names that begin like this (``re.match``) are not monitored.
+        logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
-        gradient_flow: Blocks between which the gain of the gradient is watched, in every step that ``monitor_step_fn`` picks.
+        gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
         capture: Which raw tensors the records of which steps hold.
-        exclude: Pattern or patterns (``re.fullmatch``) of names that are never watched, with all that is inside.
-        module: Name of the submodule outside of which nothing is watched. Names stay those of the whole.
+        exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
+        module: Name of the submodule to monitor. Keys keep the names of the whole model.
         prefix: Put before every key.
-        on_error: ``warn``: what cannot be computed is said once and recorded as NaN. ``raise``: it is an error.
+        on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
         history: Number of records that are kept in memory.
         cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
             takes less of its memory and more time.
@@ -81,7 +80,7 @@ class ModuleMonitor(Described, StepEngine):
             that share their input. A rank that no longer takes part ends the record, and not the training.
 
     Raises:
-        ConfigError: If a value is wrong; says which, what was expected, and the nearest right one.
+        ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right one.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class ModuleMonitor(Described, StepEngine):
         is run ``with monitor.running_reference()``.
 
         Args:
-            module: A module of the same structure as the monitored one; a copy of it, say, made at its initialization.
+            module: A module of the same structure as the monitored one; for example a copy made at its initialization.
                 Where the monitor has a ``module``, one of that submodule's structure will do.
             follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
 
@@ -374,7 +373,7 @@ class ModuleMonitor(Described, StepEngine):
             attention.see(watched, read_scaled_dot_product_attention, call, by_hand=True)
 
     def close(self) -> None:
-        """Take every hook off and let the module go. May be called at any time, also twice."""
+        """Remove all hooks and release the module. May be called at any time, and twice."""
         self.abandon()
         if self.ranks is not None:
             self.ranks.close()

@@ -1,4 +1,4 @@
-"""The phases of a step: hooks go on, tensors are observed, hooks go off, values are finished. It knows no Trainer."""
+"""The phases of a step: hooks are attached, tensors observed, hooks removed, values finished. Without a Trainer."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class StepEngine:
         Raises:
             ValueError: If no module was set.
         """
-        self._join_what_is_open()
+        self._close_open_steps()
         if self._module is None:
             raise ValueError("There is no module to monitor; call set_module(module) before the first step.")
         self._begun = step
@@ -171,7 +171,7 @@ class StepEngine:
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
-            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever anybody else did.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
         """
         among = _identities(parameters)
         self._notify("updates", Probe.observe_updates, among, is_skipped=is_skipped)
@@ -196,7 +196,7 @@ class StepEngine:
         return self._finish() if self._clock is None else self._finish_by_clock(self._clock, self._context)
 
     def end_comparison(self) -> None:
-        """The model has run on what the reference was run on: what of the reference is left over is said, and forgotten."""
+        """The model has run on the input of the reference: calls of the reference that are left over are reported, and released."""
         if self._context is not None and self._context.reference is not None:
             self._context.reference.end_micro_batch()
 
@@ -308,7 +308,7 @@ class StepEngine:
             if context is not None:
                 context.lose()
 
-    def _join_what_is_open(self) -> None:
+    def _close_open_steps(self) -> None:
         """Close what an error has left open, in the order in which other ranks have ended it: the loop, then the step around it."""
         self.lose()
         while self._context is not None or self._suspended:
@@ -317,7 +317,7 @@ class StepEngine:
             self._context = self._suspended.pop() if self._suspended else None
 
     def abandon(self) -> None:
-        """Close the step, and what it suspended, at once and without a record; other ranks are not told."""
+        """Close the step, and what it suspended, at once and without a record, on this rank alone."""
         with ExitStack() as stack:
             for context in (self._context, *self._suspended):
                 if context is not None:
@@ -370,7 +370,7 @@ class StepEngine:
         finally:
             with self._reporter.guard("hooks", context.accumulator):
                 context.close()
-            # Not before: what Ctrl-C has left on is taken off by whoever closes this monitor.
+            # Not before: hooks that Ctrl-C has left are removed when this monitor is closed.
             self._context = None
         if context.has_missed():
             self._reporter.log_once(Unobserved.message, logging.WARNING)
