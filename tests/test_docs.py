@@ -54,8 +54,9 @@ def test_every_page_with_python_has_a_test() -> None:
 
 
 def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten lines train with a callback, and read a series."""
+    """Ten lines train with a callback, and read a series; the home page of the site has the same."""
     [block] = snippets("python", "README.md")
+    assert snippets("python", "docs/index.md") == [block]
     assert sum(bool(line.strip()) for line in block.splitlines()) <= 10
     names = run_page("README.md", names_in_a_trainer() | {"batches": loader(400)})
     assert names["trainer"].global_step == 100
@@ -349,7 +350,7 @@ def test_yaml_names_the_callback_in_full() -> None:
             assert short is None, f"{name}: {line}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/getting_started.md"])
 def test_installing_into_an_environment_pins_nothing(document: str) -> None:
     """Neither the command nor what the package asks for takes another torch or numpy than a recent one that is there."""
     (command,) = [line for line in commands(document) if "pip install" in line]
