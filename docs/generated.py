@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import json
+import math
 import os
 import posixpath
 import re
@@ -33,6 +34,8 @@ sys.path[:0] = [str(DOCS), str(ROOT / "src")]
 from data_flow import data_flow  # noqa: E402  # beside this file, which is no package
 
 from lightning_module_monitor.cli import COMMANDS, main  # noqa: E402
+from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS, Detector  # noqa: E402
+from lightning_module_monitor.health.diagnoses import CAUSES  # noqa: E402
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic  # noqa: E402
 
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
@@ -51,6 +54,52 @@ def _sentence(documented: object) -> str:
     """The docstring as the cell of a table."""
     text = " ".join((documented.__doc__ or "").split())
     return text.replace("``", "`")
+
+
+def diagnoses() -> str:
+    """A table of the diagnoses, in the order in which they explain each other."""
+    rows = [f"| {one.headline} (`{one.name}`) | {', '.join(map(_linked, one.shown_by))} | {one.advice} |" for one in CAUSES]
+    return "\n".join(["| diagnosis | shown by | try |", "|---|---|---|", *rows])
+
+
+def detectors() -> str:
+    """The detectors that judge each record, then those that judge a whole run: of each group a table, and a section for each detector."""
+    judge_records = list(BUILT_IN.values())
+    judge_runs = [one for one in DETECTORS.values() if one.rule is None]
+    return "\n\n".join(
+        [
+            "## Judged at every record",
+            "\n".join(["| detector | reads | severity |", "|---|---|---|", *(_row(one, one.severity) for one in judge_records)]),
+            *map(_section, judge_records),
+            "## Judged on a whole run",
+            "\n".join(["| detector | reads | recorded with |", "|---|---|---|", *(_row(one, _options(one)) for one in judge_runs)]),
+            *map(_section, judge_runs),
+        ]
+    )
+
+
+def _row(one: Detector, last: str) -> str:
+    keys = (f"`{kinds[0]}/{'' if one.is_of_monitor else '.../'}{statistics[0]}`" for kinds, statistics in one.sources)
+    return f"| {_linked(one.name)} | {', '.join(keys)} | {last} |"
+
+
+def _options(one: Detector) -> str:
+    return f"`{one.recorded_by.removeprefix('the option ')}`" if one.recorded_by else "-"
+
+
+def _section(one: Detector) -> str:
+    part, silent = one.unless_loss_falls if one.rule is None else one.rule.unless_loss_falls, ""
+    if math.isfinite(part):
+        how = "in a run whose training loss falls" if one.rule is None else "while the training loss lies"
+        silent = f"{how} more than {100 * part:.0f} % below its first value"
+    lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Try", one.cure), ("Source", one.source))
+    listed = (f"- **{name}:** {text[0].upper()}{text[1:].removesuffix('.')}." for name, text in lines if text)
+    return "\n".join([f"### {one.name}", "", *listed])
+
+
+def _linked(name: str) -> str:
+    """The name of a finding, with a link to the section of its detector, where it has one."""
+    return f"[`{name}`](#{name.replace(' ', '-')})" if name in DETECTORS else f"`{name}`"
 
 
 def command_line() -> str:
@@ -80,6 +129,8 @@ PARTS = {
     "changelog": changelog,
     "command_line": command_line,
     "data_flow": data_flow,
+    "detectors": detectors,
+    "diagnoses": diagnoses,
     "every_option": every_option,
     "statistics": statistics,
 }

@@ -54,8 +54,9 @@ def test_every_page_with_python_has_a_test() -> None:
 
 
 def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten lines train with a callback, and read a series."""
+    """Ten lines train with a callback, and read a series; the home page of the site has the same."""
     [block] = snippets("python", "README.md")
+    assert snippets("python", "docs/index.md") == [block]
     assert sum(bool(line.strip()) for line in block.splitlines()) <= 10
     names = run_page("README.md", names_in_a_trainer() | {"batches": loader(400)})
     assert names["trainer"].global_step == 100

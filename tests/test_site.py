@@ -22,7 +22,16 @@ from lightning_module_monitor.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
-PAGES_TO_LOOK_AT = ("index", "concepts", "equivalence", "health", "how_to/store", "reference/options", "tutorials/is_my_model_learning")
+PAGES_TO_LOOK_AT = (
+    "index",
+    "concepts",
+    "equivalence",
+    "health",
+    "how_to/store",
+    "reference/detectors",
+    "reference/options",
+    "tutorials/is_my_model_learning",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The page on health says what the code does, and what it shows can be run."""
+"""The pages on health: the reference is made from the code, and the blocks of the guide run."""
 
 from __future__ import annotations
 
@@ -7,35 +7,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.documents import DOCUMENTS, generated, snippets
 from helpers.training import Classifier, loader
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
-from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS
+from lightning_module_monitor.health.detectors import DETECTORS, Detector
 
-PAGE = (Path(__file__).parents[2] / "docs" / "health.md").read_text()
-
-
-def block(language: str) -> str:
-    """The page's one block of a language."""
-    [found] = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    return str(found)
+GUIDE, REFERENCE = "docs/health.md", "docs/reference/detectors.md"
 
 
-@pytest.mark.parametrize("watch", BUILT_IN.values(), ids=lambda watch: watch.name)
-def test_every_watch_is_documented(watch: Any) -> None:
-    """With its formula, from where on it speaks, its source, and what to try, in the words of the code."""
-    section = PAGE.partition(f"### `{watch.name}`\n")[2].partition("\n#")[0]
-    for said in (watch.formula, watch.limit, watch.source, watch.cure, watch.sources[0][1][0]):
-        assert said in section
+@pytest.mark.parametrize("detector", DETECTORS.values(), ids=lambda detector: detector.name)
+def test_every_detector_is_documented(detector: Detector) -> None:
+    """In a section of its own, with its formula, limit, source and advice; and in a table, with the values that it reads."""
+    page = generated("detectors")
+    section = page.partition(f"### {detector.name}\n")[2].partition("\n#")[0]
+    for label, text in (
+        ("Measures", detector.formula),
+        ("Limit", detector.limit),
+        ("Try", detector.cure),
+        ("Source", detector.source),
+    ):
+        assert f"- **{label}:** {text[0].upper()}{text[1:].removesuffix('.')}." in section
+    [row] = [line for line in page.splitlines() if line.startswith(f"| [`{detector.name}`](#{detector.name.replace(' ', '-')}) |")]
+    kinds, statistics = detector.sources[0]
+    assert f"`{kinds[0]}/" in row
+    assert f"/{statistics[0]}`" in row
+    assert detector.rule is None or row.endswith(f"| {detector.severity} |")
 
 
-def test_every_detector_of_a_whole_run_is_documented() -> None:
-    """In a row of the table, in the words of the code."""
-    for one in DETECTORS.values():
-        assert one.rule is not None or f"| {one.name} | {one.formula} | {one.limit} | {one.source} | {one.cure} |" in PAGE
+def test_a_falling_loss_silences() -> None:
+    """The section of a detector that is silent in healthy runs has the part by which the loss falls, in percent."""
+    sections = [section.partition("\n") for section in generated("detectors").split("\n### ")[1:]]
+    silent = {name: found[1] for name, _, text in sections if (found := re.search(r"\*\*Silent:\*\* .* (\d+) %", text))}
+    halves = dict.fromkeys(("saturation", "growing_weights", "growing_over_depth", "entropy_collapse"), "50")
+    tenths = dict.fromkeys(("exploding", "activations that explode", "gradients that explode"), "10")
+    assert silent == halves | tenths
+
+
+def test_the_reference_asks_for_the_generated_parts() -> None:
+    """No table there is maintained by hand."""
+    page = DOCUMENTS[REFERENCE]
+    assert re.findall(r"^<!-- generated: (\w+) -->$", page, re.MULTILINE) == ["diagnoses", "detectors"]
+    assert "|---" not in page
 
 
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,13 +67,14 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
         val_dataloader = train_dataloader
 
+    [yaml], [python] = snippets("yaml", GUIDE), snippets("python", GUIDE)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "page.yaml").write_text(block("yaml").replace("every_n_steps: 20", "every_n_steps: 1\n        store: monitor.h5"))
+    (tmp_path / "page.yaml").write_text(yaml.replace("every_n_steps: 20", "every_n_steps: 1\n        store: monitor.h5"))
     flags = {"max_steps": 4, "accelerator": "cpu", "logger": "false", "default_root_dir": tmp_path, "limit_val_batches": 0}
     quiet = {"enable_progress_bar": "false", "enable_checkpointing": "false", "enable_model_summary": "false"}
     args = ["fit", "--config=page.yaml", *(f"--trainer.{name}={value}" for name, value in (flags | quiet).items())]
     cli = LightningCLI(Net, args=args, seed_everything_default=1, save_config_callback=None)
     [callback] = [one for one in cli.trainer.callbacks if isinstance(one, ModuleMonitorCallback)]  # type: ignore[attr-defined]
-    exec(block("python"))  # the page is ours
+    exec(python)  # the page is ours
     printed = capsys.readouterr().out
     assert [f"{one.step} {one.name} {one.site} {one.words}" for one in callback.findings] == printed.splitlines()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer
@@ -28,6 +33,22 @@ def snippets(language: str, document: str) -> list[str]:
 def documents_with(language: str, but: Collection[str] = ()) -> list[str]:
     """Paths of the documents with blocks of a language."""
     return [path for path in DOCUMENTS if snippets(language, path) and path not in but]
+
+
+@functools.cache
+def _generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", list(sys.path)):  # it adds the folders of its own imports
+        spec.loader.exec_module(module)
+    return module
+
+
+def generated(part: str) -> str:
+    """A part of the site that ``docs/generated.py`` makes from code."""
+    return str(_generator().PARTS[part]())
 
 
 class Block(nn.Module):

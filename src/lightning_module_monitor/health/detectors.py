@@ -175,8 +175,8 @@ DETECTORS = {
         Detector(
             "dead_units",
             [(["activation"], ["dead_fraction"])],
-            formula="the fraction of a ReLU's units (channels where an output has four or five dimensions, else the last one) that were "
-            "zero for every input in the last 10 records, in all micro-batches and on all ranks",
+            formula="the fraction of a ReLU's units that were zero for every input of the last 10 records, over all micro-batches and "
+            "ranks; a unit is a channel of an output with four or five dimensions, else an index of its last dimension",
             limit="More than half of the units were zero for every input of 10 records, on all ranks: they get no gradient, and stay dead.",
             source="L. Lu, Y. Shin, Y. Su, G. Karniadakis, Dying ReLU and Initialization, arXiv 1903.06733; the limit is a heuristic",
             cure="a lower learning rate, biases that start at 0 or above, LeakyReLU or GELU, a normalization layer in front",
@@ -185,8 +185,8 @@ DETECTORS = {
         Detector(
             "saturation",
             [(["activation"], ["saturated_fraction"])],
-            formula="the fraction of the outputs of a Sigmoid or Tanh where its slope is below 4 % of its largest; of a Softmax, of its "
-            "distributions the fraction with a probability above 0.99",
+            formula="for a Sigmoid or Tanh, the fraction of its outputs at which its slope is below 4 % of its largest slope; for a "
+            "Softmax, the fraction of its distributions with a probability above 0.99",
             limit="More than 90 % of the outputs were in the flat part in 3 records: next to no gradient comes through.",
             source="X. Glorot, Y. Bengio, Understanding the difficulty of training deep feedforward neural networks, AISTATS 2010; "
             "the limit is a heuristic",
@@ -197,8 +197,8 @@ DETECTORS = {
         Detector(
             "vanishing",
             [(["gradient"], ["rms", "norm"])],
-            formula="the rms of the gradient of a weight, or of the largest of the three weights before it, over the largest one of all "
-            "weights; gradients that are exactly zero are left out. Of a store without rms, norms",
+            formula="the largest rms among the gradients of a weight and of the three weights before it, over the largest rms of all "
+            "weight gradients; gradients that are exactly zero are left out, and a store without rms is judged by norms",
             limit="Its gradient, as those of the weights before it, was below a millionth of the largest weight gradient's rms in 3 "
             "records: it hardly learns.",
             source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
@@ -209,8 +209,8 @@ DETECTORS = {
         Detector(
             "exploding",
             list(reversed(_OF_PARAMETERS)),
-            formula="the norm of all gradients of trained parameters together, and that of the parameters, over the largest one of "
-            "the first 3 records",
+            formula="the norm of all gradients of trained parameters together, over the largest such norm of the first 3 records; and the "
+            "same for the parameters themselves",
             limit="All of that kind together are more than 100 times what they were in the first records, and this has most of it.",
             source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
             "the limit is a heuristic",
@@ -221,7 +221,7 @@ DETECTORS = {
         Detector(
             "growing_weights",
             _OF_PARAMETERS[:1],
-            formula="the norm of all trained parameters together, over that of the first record, within the first 200 steps",
+            formula="the norm of all trained parameters together, over that of the first record",
             limit="All weights together grew to more than 3 times what they were in the first record, within 200 steps; this has most "
             "of it.",
             source=_HEURISTIC,
@@ -241,9 +241,9 @@ DETECTORS = {
         Detector(
             "frozen_updates",
             _OF_PARAMETERS,
-            formula="the norm of a parameter that requires a gradient, and that an optimizer has, is the same to the last bit as in the "
-            "record before; where its gradient is there, and its norm below 1e-4 of the largest one, it says nothing, nor where it has "
-            "none and had one before, as an expert that was not chosen",
+            formula="whether the norm of a trained parameter equals that of the record before to the last bit; a parameter is passed over "
+            "while the norm of its gradient is below 1e-4 of the largest one, and while it has no gradient but had one before, as an "
+            "expert that was not chosen",
             limit="It requires a gradient, an optimizer has it, and it has not moved from record to record, 3 times.",
             source="plain arithmetic: what moves changes its norm",
             cure="where the model does not use it, as the mask token of a checkpoint, set requires_grad to False; else look whether a "
@@ -254,7 +254,7 @@ DETECTORS = {
         Detector(
             "no_optimizer",
             [(["gradient"], ["norm"])],
-            formula="the norm of the gradient of a parameter that requires one, and that no optimizer has",
+            formula="the norm of the gradient of a parameter that requires a gradient and belongs to no optimizer",
             limit="It gets a gradient, and no optimizer has it: it does not learn, and its gradient may accumulate.",
             source="plain arithmetic",
             cure="give its parameters to the optimizer in configure_optimizers, or set requires_grad to False where it is to stay as it is",
@@ -264,7 +264,7 @@ DETECTORS = {
         Detector(
             DIVERGING,
             [([CONTEXT_KIND], [LOSS])],
-            formula="the training loss, where it is above 0, over that of the first record; only under automatic optimization",
+            formula="the training loss over that of the first record, while it is above 0; only under automatic optimization",
             limit="The loss was more than 3 times that of the first record, in 2 records.",
             source=_HEURISTIC,
             cure="a lower learning rate, warm-up, clipping of gradients",
@@ -273,7 +273,7 @@ DETECTORS = {
         Detector(
             "growing_over_depth",
             [(["activation"], ["rms"])],
-            formula="the rms of a module's output over that of the first module's, or over 1 where that is smaller",
+            formula="the rms of a module's output, over that of the first module or over 1, whichever is larger",
             limit="Outputs grow more than 10,000 times from the first module on, in 3 records: magnitudes multiply from layer to layer.",
             source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
             "the limit is a heuristic",
@@ -294,19 +294,19 @@ DETECTORS = {
         Detector(
             "outputs that are zero",
             [(["activation"], ["zero_fraction", *_SIZES])],
-            formula="the fraction of an output's elements that are zero, median of the last quarter of the records; or its size is 0 in "
-            "all of them",
+            formula="the fraction of an output's elements that are zero, as the median of the last quarter of the records; without it, "
+            "whether the size of the output is 0 in all of these records",
             limit="99 % of the elements are zero (sick: 99.9 %)",
             source=_HEURISTIC,
-            cure="as for dead_units; look whether the module is meant to be idle",
+            cure="check whether the module is meant to be idle; for a ReLU, the advice of dead_units",
             limits={"warning": 0.99, "error": 0.999},
             recorded_by="kinds: activation, statistics: zero_fraction",
         ),
         Detector(
             "gradients that are zero",
             [(["activation_gradient"], _SIZES), (["gradient"], _SIZES)],
-            formula="the size of a gradient in the last quarter of the records",
-            limit="zero in half of them (sick: in all)",
+            formula="the fraction of the last quarter of the records in which a gradient is exactly zero",
+            limit="half of these records (sick: all of them)",
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, and for dead units behind it",
             limits={"warning": 0.5, "error": 1.0},
@@ -315,9 +315,9 @@ DETECTORS = {
         Detector(
             "activations that explode",
             [(["activation"], _SIZES)],
-            formula="the median size of the last quarter of the records over that of the first quarter; or, for what is sick, over that of "
-            "the first record",
-            limit="100 times, as for exploding (sick: 1000 times)",
+            formula="the median size of an output in the last quarter of the records, over that in the first quarter; for growth within "
+            "the first quarter, over that in the first record",
+            limit="100 times (sick: 1000 times); 1000 times over the first record",
             source=_HEURISTIC,
             cure="a lower learning rate, a normalization layer, a smaller initialization",
             limits={"warning": 100.0, "error": 1000.0},
@@ -327,10 +327,10 @@ DETECTORS = {
         Detector(
             "gradients that explode",
             [(["activation_gradient"], _SIZES)],
-            formula="as for activations that explode, of the gradients that arrive at outputs",
-            limit="100 times, as for exploding (sick: 1000 times)",
+            formula="the same figure for the gradients that arrive at outputs",
+            limit="100 times (sick: 1000 times); 1000 times over the first record",
             source=_HEURISTIC,
-            cure="as for exploding",
+            cure="a lower learning rate, warm-up, clipping of gradients",
             limits={"warning": 100.0, "error": 1000.0},
             unless_loss_falls=0.1,
             recorded_by="kinds: activation_gradient, statistics: rms",
@@ -338,7 +338,7 @@ DETECTORS = {
         Detector(
             "spikes of the gradient",
             [(["gradient_before_clip", "gradient"], _SIZES)],
-            formula="the largest size of a gradient over its median in the run; of what does not grow",
+            formula="the largest size of a gradient over its median in the run, where it does not grow over the run",
             limit="100 times",
             source=_HEURISTIC,
             cure="clipping of gradients; look at the batch of that step",
@@ -348,9 +348,9 @@ DETECTORS = {
         Detector(
             "updates that are large",
             [(["update"], ["ratio"])],
-            formula="the norm of an update over that of its parameter, median of the last quarter of the records",
+            formula="the norm of an update over that of its parameter, as the median of the last quarter of the records",
             limit="0.05 (sick: 0.3); 0.001 is customary",
-            source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for what is customary; the limits are a heuristic',
+            source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for the customary value; the limits are a heuristic',
             cure="a lower learning rate",
             limits={"warning": 0.05, "error": 0.3},
             recorded_by="kinds: update, statistics: ratio",
@@ -358,17 +358,17 @@ DETECTORS = {
         Detector(
             "weights that do not move",
             [(["update"], ["ratio"])],
-            formula="the same; sick is what was 0 in every record",
-            limit="at most 1e-7, the rounding of float32",
+            formula="the norm of an update over that of its parameter, as the median of the last quarter of the records",
+            limit="at most 1e-7, the rounding of float32 (sick: 0 in every record)",
             source="plain arithmetic",
-            cure="as for frozen_updates",
+            cure="the advice of frozen_updates",
             limits={"warning": 1e-7},
             recorded_by="kinds: update, statistics: ratio",
         ),
         Detector(
             "gain of the gradient between blocks",
             [(["gradient_flow"], ["gain"])],
-            formula="max(gain, 1 / gain), median of the last quarter of the records",
+            formula="the larger of the gain and its inverse, as the median of the last quarter of the records",
             limit="10 (sick: 1000)",
             source=_HEURISTIC,
             cure="residual connections, normalization layers, another initialization",
@@ -378,7 +378,7 @@ DETECTORS = {
         Detector(
             "large logits of attention",
             [(["attention_max_logit"], ["max"])],
-            formula="a head's largest logit, median of the last quarter of the records",
+            formula="the largest logit of a head, as the median of the last quarter of the records",
             limit="1e3 (sick: 1e4, near which training tends to fail)",
             source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
             cure="a normalization of queries and keys, a lower learning rate",
@@ -389,7 +389,7 @@ DETECTORS = {
             "what could not be measured",
             [([OWN_KIND], ["errors"])],
             formula="the share of steps with an error of the monitor",
-            limit="any",
+            limit="above 0",
             source="plain arithmetic",
             cure="the log has each error once",
             limits={"warning": 0.0},
@@ -398,7 +398,7 @@ DETECTORS = {
             "skipped steps",
             [([OWN_KIND], [STEP_SKIPPED])],
             formula="the share of steps that the loss scale skipped",
-            limit="10 %; a GradScaler tries a larger scale every 2,000 steps, and skips one if it is too large",
+            limit="10 %; few skipped steps are normal, as a GradScaler tries a larger scale every 2,000 steps",
             source=_HEURISTIC,
             cure="a lower learning rate, bfloat16",
             limits={"warning": 0.1},
