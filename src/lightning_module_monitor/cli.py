@@ -179,7 +179,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
     """Print the keys that differ by more than a factor between the first run and any other."""
-    from lightning_module_monitor.report.regression import compare_series
+    from lightning_module_monitor.report.comparison import compare_series
 
     ratio = 2.0 if ratio is None else ratio
     if not 1 <= ratio < math.inf:

@@ -136,7 +136,7 @@ def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: ND
     return np.where(np.isnan(before), 1.0, factors)
 
 
-class Course:
+class RuleState:
     """One rule over the records: the state of each of its figures.
 
     Args:
@@ -202,7 +202,7 @@ class Course:
         ]
 
     def state(self) -> dict[str, tuple[Any, ...]]:
-        """What a course that goes on from here needs, in plain numbers, by name of the figure."""
+        """What a resumed run needs, in plain numbers, by name of the figure."""
         numbers = {name: self._state[row] for name, row in self._rows.items()}
         return {
             name: tuple(part[~np.isnan(part)].tolist() if part.ndim else part.item() for part in (one[field] for field in one.dtype.names))
@@ -286,7 +286,7 @@ class Alerts:
     """
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
-        self._courses = [Course(rule) for rule in rules]
+        self._states = [RuleState(rule) for rule in rules]
         self._concerned: dict[str, list[int]] = {}
         self._first_loss: float | None = None
         self._parameters: Mapping[str, Training] = {}
@@ -302,10 +302,10 @@ class Alerts:
 
     def alarms(self, record: Record) -> list[Alarm]:
         """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
-        if not self._courses:
+        if not self._states:
             return []
         was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
-        of_rules: list[dict[str, float]] = [{} for _course in self._courses]
+        of_rules: list[dict[str, float]] = [{} for _state in self._states]
         for key, value in record.values.items():
             if key not in self._concerned:
                 self._concerned[key] = self._rules_of(key)
@@ -316,11 +316,11 @@ class Alerts:
             self._first_loss = loss
         first_loss = math.nan if self._first_loss is None else self._first_loss
         alarms = []
-        for course, values in zip(self._courses, of_rules, strict=True):
-            rule = course.rule
+        for state, values in zip(self._states, of_rules, strict=True):
+            rule = state.rule
             is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
             if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
-                fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
+                fired = state.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
                 # A record has those first of which the same is recorded, and not those that are first in the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
@@ -334,19 +334,19 @@ class Alerts:
         """Places of the rules that are for a key."""
         parts = Key.parse(key)
         training = self._parameters.get(parts.site)
-        rules = [course.rule for course in self._courses]
+        rules = [state.rule for state in self._states]
         is_for = [rule.parameters is None or (training or "trained") == rule.parameters for rule in rules]
         return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
-        return {LOSS: self._first_loss} | {_conditions(course.rule): course.state() for course in self._courses}
+        return {LOSS: self._first_loss} | {_conditions(state.rule): state.state() for state in self._states}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` gave; a rule whose conditions are others begins anew."""
         self._first_loss = state.get(LOSS)
-        for course in self._courses:
-            course.load(state.get(_conditions(course.rule), {}))
+        for one in self._states:
+            one.load(state.get(_conditions(one.rule), {}))
 
 
 def _conditions(rule: AlertRule) -> str:

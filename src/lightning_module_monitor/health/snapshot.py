@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.random_states import RandomStates
+from lightning_module_monitor.sinks.files import whole_file
 
 FORMAT = 2
 """Raise it with every change that a reader has to handle."""
@@ -54,15 +55,10 @@ def save(snapshot: Snapshot, path: Path) -> None:
     Raises:
         Exception: Whatever pickle raises for a module of a class that cannot be imported, and the system for the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
     content = {one.name: getattr(snapshot, one.name) for one in fields(snapshot)}
     content |= {name: _plain(vars(content[name])) for name in _STATES if content[name] is not None}
-    try:
+    with whole_file(path) as temporary:
         torch.save({"format": FORMAT, **content}, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str], *, trust: bool = False) -> Snapshot:

@@ -20,10 +20,11 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.payload import Payload
-from lightning_module_monitor.report.run import Run, Table, read_run
+from lightning_module_monitor.report.run import Run, read_run
 from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.files import whole_file
+from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.version import __version__
 
@@ -84,16 +85,12 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
         **_context(runs, payload),
         style=safe(_asset("page.css")),
         scripts=[safe(script) for script in scripts],
-        payload=safe(_json_in_html(payload)),
+        # No browser takes it for markup.
+        payload=safe(json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")),
         policy=_policy(scripts),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(html, encoding="utf-8", newline="\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -101,18 +98,11 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
-def _json_in_html(payload: object) -> str:
-    """JSON that no browser takes for markup."""
-    return json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _policy(scripts: Sequence[str]) -> str:
     """What the page may load and run: nothing from anywhere, and these scripts only, whatever a name or an option holds."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    of_scripts = " ".join(f"'sha256-{one}'" for one in hashes)
-    return (
-        f"default-src 'none'; script-src {of_scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {hashes}; {rest}"
 
 
 def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
@@ -202,17 +192,13 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
     verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
-    found = {finding.name for finding in verdict.findings}
     return {
         "name": name,
         "path": run.path,
         "extent": _extent(run),
         "verdict": verdict,
-        "level": verdict.level,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
-        "problems": _problems(verdict),
-        "passed": [check for check in verdict.checks if check.num_series and check.name not in found],
-        "blind": [check for check in verdict.checks if not check.num_series],
+        "problems": [(level, problem, [(one, _series(one)) for one in findings]) for level, problem, findings in verdict.problems],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
         "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
@@ -221,15 +207,6 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
             for part in reversed(run.attributes["configurations"])
         ],
     }
-
-
-def _problems(verdict: Verdict) -> list[dict[str, Any]]:
-    """The findings, those of one name together."""
-    grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.severity, finding.name))
-    return [
-        {"level": LEVELS[severity], "name": name, "findings": [(finding, _series(finding)) for finding in findings]}
-        for (severity, name), findings in grouped
-    ]
 
 
 def _shown_change(change: Change) -> dict[str, Any]:

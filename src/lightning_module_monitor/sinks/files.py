@@ -1,16 +1,29 @@
-"""The files of one run: the store, and beside it that of the raw tensors."""
+"""The files of one run: the store, and beside it that of the raw tensors; and how other files are written whole."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store.rewrite import tensors_path
+from lightning_module_monitor.sinks.store.rewrite import temporary_path, tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` for the block to write, which then takes its place; after an error ``path`` is as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class RunFiles:
