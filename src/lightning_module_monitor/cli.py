@@ -377,7 +377,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.health.replay import show
+    from lightning_module_monitor.health.snapshot import show
 
     return show(arguments.snapshot, trust=arguments.trust)
 

@@ -7,12 +7,25 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, Finding, Key, Record, Severity, is_context
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    LOSS,
+    RANK_DISAGREEMENT,
+    STEP_SKIPPED,
+    Finding,
+    Key,
+    Record,
+    Severity,
+    is_context,
+)
+
+if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
+    from lightning_module_monitor.statistics.spec import MetricSpec
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -35,9 +48,6 @@ QUIET_RECORDS = 10
 
 MAX_NAMED = 3
 """Number of keys that a finding names."""
-
-
-LOSS_KEY = f"{CONTEXT_KIND}/{LOSS}"
 
 
 class Figures(NamedTuple):
@@ -137,11 +147,7 @@ def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: ND
 
 
 class RuleState:
-    """One rule over the records: the state of each of its figures.
-
-    Args:
-        rule: The rule.
-    """
+    """One rule over the records: the state of each of its figures."""
 
     def __init__(self, rule: AlertRule) -> None:
         self.rule = rule
@@ -157,15 +163,10 @@ class RuleState:
         counts those in which it was not since the rule fired; ``has_worked`` is whether the figure was not idle in any record."""
 
     def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
-        """Take in one record.
+        """The figures that with this record have met the condition for long enough.
 
-        Args:
-            step: Its step.
-            keys: The rule's keys in the record.
-            values: Their values, shape ``(keys,)``. A NaN meets no condition and ends a series of records that do.
-
-        Returns:
-            The figures that have met the condition for as long as they have to since this record.
+        ``keys`` are those of the rule in the record, and ``values`` theirs, shape ``(keys,)``. A NaN meets no condition and ends a series
+        of records that do.
         """
         found = self.rule.figures(keys, values)
         is_number, rows = ~np.isnan(found.values), self._rows_of(found.names)
@@ -191,15 +192,11 @@ class RuleState:
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
-        fired = np.flatnonzero(fires)
-        return [
-            Fired(
-                found.keys[places[one]],
-                self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one]),
-                int(after["since"][one]),
-            )
-            for one in fired.tolist()
-        ]
+        fired = []
+        for one in np.flatnonzero(fires).tolist():
+            words = self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one])
+            fired.append(Fired(found.keys[places[one]], words, int(after["since"][one])))
+        return fired
 
     def state(self) -> dict[str, tuple[Any, ...]]:
         """What a resumed run needs, in plain numbers, by name of the figure."""
@@ -279,11 +276,7 @@ class Alarm(NamedTuple):
 
 
 class Alerts:
-    """Judges records by rules.
-
-    Args:
-        rules: The rules.
-    """
+    """Judges records by rules."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._states = [RuleState(rule) for rule in rules]
@@ -311,7 +304,7 @@ class Alerts:
                 self._concerned[key] = self._rules_of(key)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
-        loss = next((value for key, value in record.values.items() if key.endswith(LOSS_KEY) and is_context(key)), math.nan)
+        loss = next((value for key, value in record.values.items() if key.endswith(f"{CONTEXT_KIND}/{LOSS}") and is_context(key)), math.nan)
         if self._first_loss is None and math.isfinite(loss):
             self._first_loss = loss
         first_loss = math.nan if self._first_loss is None else self._first_loss
@@ -349,19 +342,12 @@ class Alerts:
             one.load(state.get(_conditions(one.rule), {}))
 
 
+_CONDITIONS = ("name", "above", "below", "relative_to", "num_first", "until_step", "changes_by", "is_unchanged", "for_steps")
+
+
 def _conditions(rule: AlertRule) -> str:
     """Differs between rules that fire at different times."""
-    conditions = (
-        rule.above,
-        rule.below,
-        rule.relative_to,
-        rule.num_first,
-        rule.until_step,
-        rule.changes_by,
-        rule.is_unchanged,
-        rule.for_steps,
-    )
-    return repr((rule.name, *conditions))
+    return repr(tuple(getattr(rule, name) for name in _CONDITIONS))
 
 
 def matching(patterns: Iterable[re.Pattern[str]]) -> Callable[[Key, str], bool]:
@@ -390,3 +376,26 @@ def _condition(rule: AlertRule) -> str:
     words = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
     words += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
     return f"The alert is for {' or '.join(words)}."
+
+
+# Between ranks
+
+CURE = "look for what moves it on one rank alone, e.g. a parameter that the reduction of gradients leaves out"
+
+
+class ReplicaAlert:
+    """Reports once that ranks have different values of a parameter that should be the same, and again after a record without."""
+
+    def __init__(self) -> None:
+        self._is_reported = False
+
+    def examine(self, step: int, differing: Sequence[MetricSpec]) -> list[Finding]:
+        """The finding of a record, if there is one, from the specifications whose values differ, in the order of the model."""
+        was_reported, self._is_reported = self._is_reported, bool(differing)
+        if was_reported or not differing:
+            return []
+        first, num_sites = differing[0], len({spec.site for spec in differing})
+        what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
+        meaning = "Those recorded are of all ranks' elements together"
+        words = f"Ranks have different values of {what}, and should have the same. {meaning}. Try: {CURE}."
+        return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.keys()), ""), words)]

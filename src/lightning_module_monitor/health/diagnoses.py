@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.health.replicas import CURE
+from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 MAX_DIAGNOSES = 3

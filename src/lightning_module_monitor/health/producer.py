@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Gradient, Observed
+from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Observed
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 
@@ -37,34 +37,26 @@ HUGE = 1e5
 """Magnitudes beyond this, next to a value that is not finite, have grown there."""
 
 
-class _Named(NamedTuple):
-    """A part of the evidence."""
+class _Evidence(NamedTuple):
+    """A part of the evidence: words, and the magnitude that they name."""
 
     words: str = ""
     magnitude: float = 0.0
-    """The magnitude that the words name."""
 
 
-def _cause(*parts: _Named) -> str:
+def _cause(*parts: _Evidence) -> str:
     return "learning_rate" if any(part.magnitude > HUGE for part in parts) else ""
 
 
 def producer(observed: Observed | None) -> Producer | None:
-    """Find the first non-finite value of a step, and what made it.
+    """The module that made the first non-finite value of a step (``observed``; ``None`` if all of it was finite).
 
-    Args:
-        observed: What was observed in the step; ``None`` if all of it was finite.
-
-    Returns:
-        The producer. ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, say.
+    ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, for example.
     """
     if observed is None:
         return None
-    for micro_batch in range(len(observed.passes)):
-        found = _forward(observed, micro_batch) or _backward(observed, micro_batch)
-        if found is not None:
-            return found
-    return None
+    candidates = (_forward(observed, number) or _backward(observed, number) for number in range(len(observed.passes)))
+    return next(filter(None, candidates), None)
 
 
 # Forward
@@ -75,7 +67,9 @@ def _forward(observed: Observed, micro_batch: int) -> Producer | None:
     calls = observed.passes[micro_batch].calls
     suspect = None  # its infinities were masked, but code may have used them elsewhere too
     for place, call in enumerate(calls):
-        given = _given(observed, call)
+        nans = (one for one in call.others if math.isnan(observed.values[one]))
+        # A non-finite input that code made; infinities beside the first tensor may be a mask.
+        given = call.input if call.is_new and observed.is_bad(call.input) else next(nans, UNKNOWN)
         if given != UNKNOWN and _is_passed_on(observed, calls, place):
             return suspect or _code_before(observed, micro_batch, place, given)
         if not observed.is_bad(call.output) or _stays_within(observed, calls, place):
@@ -89,18 +83,10 @@ def _forward(observed: Observed, micro_batch: int) -> Producer | None:
         return found if is_certain else suspect or found
     loss = observed.passes[micro_batch].loss
     if observed.is_bad(loss):
-        kind = kind_of(observed.values[loss])
-        words = (
-            f"All modules' outputs are finite, and the loss is {kind}: the LightningModule's own code has made that of them and the batch."
-        )
+        outcome = f"All modules' outputs are finite, and the loss is {kind_of(observed.values[loss])}"
+        words = f"{outcome}: the LightningModule's own code has made that of them and the batch."
         return suspect or Producer(ROOT, True, micro_batch, len(calls), words)
     return None
-
-
-def _given(observed: Observed, call: Call) -> int:
-    """Place of a non-finite input that code made; infinities beside the first tensor may be a mask. ``UNKNOWN``: there is none."""
-    nans = (place for place in call.others if math.isnan(observed.values[place]))
-    return call.input if call.is_new and observed.is_bad(call.input) else next(nans, UNKNOWN)
 
 
 def _stays_within(observed: Observed, calls: Sequence[Call], place: int) -> bool:
@@ -108,8 +94,7 @@ def _stays_within(observed: Observed, calls: Sequence[Call], place: int) -> bool
     caller = calls[place].caller
     if caller == NO_CALL or math.isnan(observed.values[calls[place].output]):
         return False
-    starts = (number for number in reversed(range(place)) if calls[number].site == caller and calls[number].output == UNKNOWN)
-    start = next(starts, None)
+    start = next((number for number in reversed(range(place)) if calls[number].site == caller and calls[number].output == UNKNOWN), None)
     returns = [call for call in calls if start is not None and call.entered == start]
     return bool(returns) and not any(observed.is_bad(call.output) for call in returns)
 
@@ -118,8 +103,7 @@ def _is_taken_out(observed: Observed, calls: Sequence[Call], place: int) -> bool
     """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
     if math.isnan(observed.values[calls[place].output]):
         return False
-    users = (number for number in range(place + 1, len(calls)) if observed.is_bad(calls[number].input))
-    user = next(users, None)
+    user = next((number for number in range(place + 1, len(calls)) if observed.is_bad(calls[number].input)), None)
     return user is not None and not _is_passed_on(observed, calls, user)
 
 
@@ -157,7 +141,7 @@ def _own(observed: Observed, micro_batch: int, place: int) -> Producer:
     call, name = calls[place], observed.sites[calls[place].site].name
     kind = kind_of(observed.values[call.output])
     bad = {key: value for key, value in _weights_of(observed, name).items() if not math.isfinite(value)}
-    given = _Named()
+    given = _Evidence()
     if bad:
         listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
         words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
@@ -179,17 +163,17 @@ def _calls_before(calls: Sequence[Call], place: int, site: int, observed: Observ
     return max(len(starts) - 1, 0)
 
 
-def _last_output(observed: Observed, calls: Sequence[Call]) -> _Named:
+def _last_output(observed: Observed, calls: Sequence[Call]) -> _Evidence:
     last = next((call for call in reversed(calls) if call.output != UNKNOWN), None)
     if last is None:
-        return _Named()
+        return _Evidence()
     magnitude = observed.values[last.output]
-    return _Named(f" (last the output of {observed.sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
+    return _Evidence(f" (last the output of {observed.sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
 
 
-def _largest_magnitude(observed: Observed, place: int, where: str) -> _Named:
+def _largest_magnitude(observed: Observed, place: int, where: str) -> _Evidence:
     magnitude = observed.values[place]
-    return _Named(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)
+    return _Evidence(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)
 
 
 # Backward
@@ -203,10 +187,13 @@ def _backward(observed: Observed, micro_batch: int) -> Producer | None:
         return None
     call, kind = calls[first.call], kind_of(observed.values[first.place])
     name = observed.sites[call.site].name
-    behind = first.call if first.of_input else _user_of(calls, first.call)
+    users = (number for number, one in enumerate(calls) if number > first.call and one.input == call.output and one.output != UNKNOWN)
+    behind = first.call if first.of_input else next(users, None)  # the call whose input it is, unchanged; none if code used it
     if behind is not None:
         name = observed.sites[calls[behind].site].name
-        arrived, weights = _arrived(observed, gradients, behind), _weights_named(observed, name)
+        at_output = next((one for one in gradients if one.call == behind and not one.of_input), None)
+        arrived = _Evidence() if at_output is None else _largest_magnitude(observed, at_output.place, " at the output")
+        weights = _weights_named(observed, name)
         words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}.{weights.words}"
         number = _calls_before(calls, behind, calls[behind].site, observed)
         return Producer(name, False, micro_batch, place, words, number, cause=_cause(arrived, weights))
@@ -221,17 +208,6 @@ def _backward(observed: Observed, micro_batch: int) -> Producer | None:
     return Producer(where, False, micro_batch, place, words + weights.words, cause=_cause(weights))
 
 
-def _user_of(calls: Sequence[Call], place: int) -> int | None:
-    """The call of a module without submodules whose input is a call's output, unchanged; ``None`` if code used it."""
-    users = (number for number, call in enumerate(calls) if number > place and call.input == calls[place].output and call.output != UNKNOWN)
-    return next(users, None)
-
-
-def _arrived(observed: Observed, gradients: Sequence[Gradient], place: int) -> _Named:
-    at_output = next((one for one in gradients if one.call == place and not one.of_input), None)
-    return _Named() if at_output is None else _largest_magnitude(observed, at_output.place, " at the output")
-
-
 # Words
 
 
@@ -240,9 +216,9 @@ def _weights_of(observed: Observed, name: str) -> dict[str, float]:
     return {key: value for key, value in observed.weights.items() if name != ROOT and key.startswith(f"{name}.")}
 
 
-def _weights_named(observed: Observed, name: str) -> _Named:
+def _weights_named(observed: Observed, name: str) -> _Evidence:
     largest = max((value for value in _weights_of(observed, name).values() if math.isfinite(value)), default=None)
-    return _Named() if largest is None else _Named(f" The largest magnitude of its weights is {largest:.4g}.", largest)
+    return _Evidence() if largest is None else _Evidence(f" The largest magnitude of its weights is {largest:.4g}.", largest)
 
 
 def kind_of(value: float) -> str:

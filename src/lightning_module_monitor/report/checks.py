@@ -291,7 +291,7 @@ def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tupl
     is_bad: NDArray[np.bool_] = table.values > 0 if is_count else table.is_recorded & ~np.isfinite(table.values)
     if kind in _BACKWARD or kind == "update":
         is_bad[:, np.isin(table.steps, list(skipped_steps))] = False
-    for row in _where(is_bad.any(axis=1)):
+    for row in np.flatnonzero(is_bad.any(axis=1)).tolist():
         column = is_bad[row].argmax()
         step, value = int(table.steps[column]), table.values[row, column]
         what = f"{value:.0f} elements" if is_count else f"{table.statistic} {value}"
