@@ -125,16 +125,10 @@ def has_fallen(first: float, loss: float, part: float) -> bool:
 
 
 def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors by which figures changed, up or down: the larger magnitude over the smaller one.
+    """The factors by which figures changed, up or down: the larger magnitude over the smaller one; all of shape ``(n,)``.
 
-    Args:
-        value: The figures, shape ``(n,)``.
-        before: Those of the record before; NaN where there is none.
-        not_zero: The last values before that were not 0; 0 where there is none.
-
-    Returns:
-        At least 1, shape ``(n,)``. A fall to 0 is infinite. A figure that was 0 is compared with its last value that was not; where there
-        is none, and where there is no record before, the factor is 1.
+    ``before`` are the figures of the record before (NaN: none), ``not_zero`` the last ones that were not 0 (0: none). A fall to 0 is
+    infinite. A figure that was 0 is compared with ``not_zero``; where that or the record before is absent, the factor is 1.
 
     Examples:
         >>> change(*(np.array(row) for row in ([-8.0, 0.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0]))).tolist()

@@ -224,14 +224,7 @@ CAUSES = (
 
 
 def diagnose(findings: Iterable[Finding]) -> Diagnoses:
-    """Order findings into causes and what follows from them.
-
-    Args:
-        findings: Those of training, or of the verdict on a stored run.
-
-    Returns:
-        The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``.
-    """
+    """The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``."""
     rest = sorted(findings, key=lambda one: one.first_step)
     diagnoses = Diagnoses()
     while rest and len(diagnoses) < MAX_DIAGNOSES:

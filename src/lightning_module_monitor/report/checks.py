@@ -41,16 +41,9 @@ class _Violation(NamedTuple):
 
 
 def judge(detector: Detector, tables: Sequence[Table], skipped_steps: Collection[int], *, is_known: bool) -> tuple[Check, list[Finding]]:
-    """Judge a run by a detector.
+    """The check of a run by a detector, and a finding for each site that meets its condition.
 
-    Args:
-        detector: The detector.
-        tables: The tables of the run's sites.
-        skipped_steps: Steps that a ``GradScaler`` skipped.
-        is_known: Whether the training has judged it: then there is no finding.
-
-    Returns:
-        The check, and a finding for each site that meets the detector's condition.
+    If the training has judged it (``is_known``), there is no finding. ``skipped_steps`` are those that a ``GradScaler`` skipped.
     """
     sources: list[Table] = []
     for kinds, statistics in detector.sources:
@@ -267,10 +260,8 @@ _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
 def judge_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int], *, is_known: bool) -> tuple[Check, list[Finding]]:
     """Find each site's first non-finite value, in the order of events: the first of all is the likely cause.
 
-    Args:
-        tables: The tables of one run's sites.
-        skipped_steps: Steps that a ``GradScaler`` skipped, as its scale was too large: gradients overflow there, and do no harm.
-        is_known: Whether the training has searched at every step: infinities of a mask, for example, are recorded and do no harm.
+    Overflow of gradients in ``skipped_steps``, where the scale of a ``GradScaler`` was too large, does no harm. If the training has
+    searched at every step (``is_known``), there is no finding: infinities of a mask, for example, are recorded and do no harm.
     """
     sources = [table for kind in _ORDER for table in _most_informative(tables, kind)]
     firsts = [] if is_known else sorted((one for table in sources for one in _firsts(table, skipped_steps)), key=lambda one: one[0])

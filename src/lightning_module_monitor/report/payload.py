@@ -32,12 +32,7 @@ _LARGEST = 3.4e38
 
 
 class Payload:
-    """Packs tables; lists that several tables share are on the page once.
-
-    Args:
-        num_series: Number of series of all tables together.
-        num_histogram_series: Number of series of all histograms together.
-    """
+    """Packs the tables and histograms of so many series together; lists that several tables share are on the page once."""
 
     def __init__(self, num_series: int, num_histogram_series: int) -> None:
         self._max_columns = int(np.clip(MAX_NUMBERS // max(1, num_series), FEWEST_COLUMNS, MOST_COLUMNS))
@@ -119,16 +114,9 @@ def condense(table: Table, max_columns: int) -> Condensed:
 
 
 def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = None) -> str:
-    """Numbers as text: rounded to ``MANTISSA_BITS``, byte planes of float32, deflated, in base64.
+    """Numbers of any shape as ASCII text: rounded to ``MANTISSA_BITS``, byte planes of float32, deflated, in base64.
 
-    Infinities and NaN stay; what is too large for float32 becomes its largest number.
-
-    Args:
-        values: Any shape.
-        is_recorded: Where there is a value, of the same shape; default: everywhere.
-
-    Returns:
-        ASCII text, which ``unpack`` of data.js undoes.
+    Infinities and NaN stay; a number too large for float32 becomes its largest one. ``unpack`` of data.js is the inverse.
     """
     with np.errstate(over="ignore", under="ignore"):
         single = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4")

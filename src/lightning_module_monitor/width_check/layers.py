@@ -100,16 +100,7 @@ def find_units(root: nn.Module) -> dict[str, nn.Module]:
 def describe(
     layers: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], upstream: Mapping[str, Upstream | None]
 ) -> dict[str, LayerAtWidth]:
-    """Describe the layers of one network.
-
-    Args:
-        layers: Its layers, by name.
-        optimizers: The optimizers that train it. The learning rate is that before any schedule (``initial_lr``).
-        upstream: What feeds each of the modules.
-
-    Returns:
-        Description by name.
-    """
+    """Describe the layers of one network, by name. Their learning rates are those before any schedule (``initial_lr``)."""
     groups = {id(one): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     parameters = {name: _own_parameters(layer, set(layers.values())) for name, layer in layers.items()}
     num_owners = Counter(id(one) for own in parameters.values() for one in own)

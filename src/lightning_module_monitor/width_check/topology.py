@@ -34,11 +34,7 @@ class Upstream:
 
 
 class Topology:
-    """Reads, while its hooks are registered, which layers feed each layer. A detached tensor counts as data.
-
-    Args:
-        layers: The layers, by name.
-    """
+    """Reads, while its hooks are registered, which layers feed each layer. A detached tensor counts as data."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.layers = layers

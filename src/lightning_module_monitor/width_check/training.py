@@ -79,14 +79,7 @@ class _ReadTopology(Callback):
 
 
 def train(make_module: Callable[[int], LightningModule], data: Data, width: int, seed: int, settings: Settings) -> Training:
-    """Train a network of one width, and measure it.
-
-    Args:
-        make_module: Makes the module of a width; called under the seed.
-        data: As for ``Trainer.fit``; ``None`` for the module's own ``train_dataloader``.
-        width: The width.
-        seed: Seed of every generator, before making the module and again before training it.
-        settings: Number of steps and options of the Trainer.
+    """Train a network of one width, and measure it. Every generator is seeded before the module is made, and again before training.
 
     Raises:
         ConfigError: If ``make_module`` returns no module, or one of manual optimization, or the training ended early.

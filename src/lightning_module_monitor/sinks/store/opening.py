@@ -1,7 +1,8 @@
-"""How a store is opened for reading: while it is written, after a kill, after its end; damaged, or made by another program."""
+"""How a store is found and opened for reading: while it is written, after a kill, after its end; damaged, or of another program."""
 
 from __future__ import annotations
 
+import logging
 import math
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from lightning_module_monitor.record import EDGES, LABELS
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.killed import ClosedView, is_cut_short, is_in_use
 from lightning_module_monitor.sinks.store.space import NoSpaceError
+
+_logger = logging.getLogger("lightning.pytorch.module_monitor")
+"""Without Lightning it has no handler, and Python prints its warnings to the standard error."""
+
+_MAX_LISTED = 10
 
 _ATTEMPTS = 3
 """A run can begin or end between the look at a file and its opening."""
@@ -32,9 +38,41 @@ class AbsentKeyError(KeyError):
     """A whole file does not have what was asked for."""
 
 
+def find_store(path: Path) -> Path:
+    """The file of a run: ``path`` itself, or the one written to last below a folder, with a warning that lists the others.
+
+    Raises:
+        FileNotFoundError: If the folder has no store.
+    """
+    if not path.is_dir():
+        return path
+    newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
+    if not newest_first:
+        message = f"There is no store at {str(path)!r}. Neither in this folder nor below it is a run's .h5 file; give the path of one."
+        raise FileNotFoundError(message)
+    newest, *others = newest_first
+    if others:
+        listed = [str(file) for file in others[:_MAX_LISTED]]
+        more = [f"and {len(others) - _MAX_LISTED} more"] if len(others) > _MAX_LISTED else []
+        words = "%s has %d runs; the newest is used: %s. Give the path of a file for another one:\n  %s"
+        _logger.warning(words, path, len(newest_first), newest, "\n  ".join([*listed, *more]))
+    return newest
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a file is a store, also a damaged one: the newest run must not be skipped without an error."""
+    try:
+        with open_store(path) as file:
+            return not schema.has_tensors(file)
+    except ForeignFileError:
+        return False
+    except (OSError, ValueError):
+        return path.is_file() and path.stat().st_size > 0
+
+
 @contextmanager
 def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) -> Iterator[h5py.File]:
-    """A store's file opened for reading, whether it is being written, was left by a kill, or was closed.
+    """A store's file opened for reading.
 
     Args:
         path: The file.

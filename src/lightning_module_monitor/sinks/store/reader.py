@@ -16,9 +16,8 @@ from lightning_module_monitor.display import Described, Description, Findings, c
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
-from lightning_module_monitor.sinks.store.find import find_store
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
-from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.opening import AbsentKeyError, find_store, open_store
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import h5py
@@ -164,33 +165,30 @@ def rewrite(
     target: Path,
     *,
     attributes: schema.Attributes | None = None,
-    more: Mapping[str, Sequence[str]] | None = None,
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),
     modules: Sequence[ModuleInfo] = (),
     before_step: int | None = None,
     with_superseded: bool = True,
 ) -> Count:
-    """Copy a file into a new, plain file at ``target``.
+    """Copy a file, open in any mode, into a new, plain file at ``target``.
 
     Args:
-        source: The file, open in any mode.
+        source: The file.
         target: Path of the copy; not the source's own.
         attributes: Replaces the source's own.
         more: Columns by group that the copy has besides the source's.
         modules: Modules that the copy has besides the source's, or in their place.
-        before_step: What is of this step or a later one is superseded.
-        with_superseded: Whether the copy has what is superseded, by this step or before.
-
-    Returns:
-        Number of rows, or of raw tensors.
+        before_step: Rows of this step and later ones are superseded.
+        with_superseded: Whether the copy has the superseded rows, those of earlier resumes too.
     """
-    more, of_tensors = more or {}, schema.has_tensors(source)
-    columns = schema.read_columns(source, with_superseded=True)
-    until, cut = sys.maxsize if before_step is None else before_step, schema.next_superseded(source)
+    of_tensors, columns = schema.has_tensors(source), schema.read_columns(source, with_superseded=True)
+    until = sys.maxsize if before_step is None else before_step
+    superseded = f"{schema.SUPERSEDED}/{len(source.get(schema.SUPERSEDED, ())) + 1}"
     parts: list[_Part] = []
     for name, rows, steps in _steps_by_name(source, columns):
         is_kept = (steps < until) | schema.is_superseded(name)
         parts.append(_Part(name, name, rows[is_kept]))
-        parts.append(_Part(name, f"{cut}/{name}", rows[~is_kept]))
+        parts.append(_Part(name, f"{superseded}/{name}", rows[~is_kept]))
     # An empty table is copied as well: it has its columns.
     parts = [part for part in parts if len(part.rows) or (part.source == part.target and not of_tensors)]
     parts = [part for part in parts if with_superseded or not schema.is_superseded(part.target)]

@@ -24,11 +24,7 @@ class NoSpaceError(OSError):
 
 @contextmanager
 def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
-    """Reserve space for what the block writes, and flush it at the end.
-
-    Args:
-        file: An open file that was flushed.
-        num_bytes: What the file grows by at most.
+    """Reserve space for what the block writes to an open, flushed file, ``num_bytes`` at most, and flush it at the end.
 
     Raises:
         NoSpaceError: If the file may not grow by so much. Then nothing is written.
@@ -49,13 +45,7 @@ def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
 
 
 def growth(dataset: h5py.Dataset, num_new: int, num_rows: int) -> int:
-    """What new rows of a dataset take in the file at most.
-
-    Args:
-        dataset: The dataset, in chunks of rows.
-        num_new: Number of new rows.
-        num_rows: Number of all its rows in the end.
-    """
+    """Bytes that ``num_new`` rows of a dataset, of then ``num_rows`` in all, take in the file at most."""
     num_chunked: int = num_new + dataset.chunks[0] - 1
     return row_bytes(dataset) * num_chunked + index_bytes(num_rows, num_new)
 

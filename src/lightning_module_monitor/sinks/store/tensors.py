@@ -11,7 +11,6 @@ module in a step is ``/kind/site/step.call_1``.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import h5py
@@ -50,12 +49,6 @@ class TensorStore(Writer):
                 return any((one.step >= self._resume_from) is (self._resumed == self.path) for one in stored)
         except Exception:  # what is wrong with it is reported when there are tensors to write
             return False
-
-    def _columns(self, record: Record) -> None:
-        return None
-
-    def _put_in_place(self, temporary: Path) -> None:
-        rewrite.replace(temporary, self.path)
 
     def _finish(self) -> None:
         """The file is closed already."""
