@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # imports torch, which a command that reads a store does with
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
-"""What may follow a finding. It is logged in any case."""
+"""Reactions to a finding, which is logged in any case."""
 
 MEDIAN_RECORDS = 50
 """Number of earlier records in a median."""
 
 Training = Literal["trained", "untrained", "frozen"]
-"""What becomes of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
+"""State of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
 
 LEAST_RECORDS = 10
 """Number of earlier records without which there is no median."""
@@ -91,7 +91,7 @@ class AlertRule:
     figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
     """Makes figures of the rule's keys and their values in one record."""
     num_first: int = FIRST_RECORDS
-    """Of how many first records the largest figure is the base of ``relative_to="first"``."""
+    """Number of first records whose largest figure is the base of ``relative_to="first"``."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
     until_step: float = math.inf
@@ -99,10 +99,10 @@ class AlertRule:
     unless_loss_falls: float = math.inf
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
-    """Of keys of parameters, those that the rule is for; ``None``: all."""
+    """State of the parameters that the rule is for; ``None``: all."""
     severity: Severity = "warning"
     words: str = ""
-    """What the condition means, and what to try."""
+    """Meaning of the condition, and what to try."""
 
 
 class Fired(NamedTuple):
@@ -193,7 +193,7 @@ class RuleState:
         return fired
 
     def state(self) -> dict[str, tuple[Any, ...]]:
-        """What a resumed run needs, in plain numbers, by name of the figure."""
+        """The state for a checkpoint, in plain numbers, by name of the figure."""
         numbers = {name: self._state[row] for name, row in self._rows.items()}
         return {
             name: tuple(part[~np.isnan(part)].tolist() if part.ndim else part.item() for part in (one[field] for field in one.dtype.names))
@@ -224,7 +224,7 @@ class RuleState:
         return rows
 
     def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
-        """What limits are multiples of; NaN where that is not known yet."""
+        """The base that limits are multiples of; NaN where it is not known yet."""
         if self.rule.relative_to == "median":
             is_known = (~np.isnan(state["recent"])).sum(axis=1) >= LEAST_RECORDS
             base = np.full(len(state), np.nan)
@@ -263,7 +263,7 @@ class RuleState:
 
 
 class Alarm(NamedTuple):
-    """A finding, and what is to follow it."""
+    """A finding, and the actions that follow it."""
 
     finding: Finding
     then: tuple[Action, ...]
@@ -281,7 +281,7 @@ class Alerts:
         """Place of each parameter in the model."""
 
     def set_parameters(self, parameters: Mapping[str, Training]) -> None:
-        """Set what becomes of parameters, by the names of their sites in the order of the model; of others nothing is known."""
+        """Set the states of parameters, by the names of their sites in the order of the model."""
         if parameters != self._parameters:
             self._parameters = parameters
             self._places = {site: place for place, site in enumerate(parameters)}
@@ -308,7 +308,7 @@ class Alerts:
             is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
             if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
                 fired = state.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
-                # A record has those first of which the same is recorded, and not those that are first in the model.
+                # A record groups keys by what is recorded; findings name them in the order of the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
                     since, key = min(one.since for one in fired), fired[0].key
@@ -326,7 +326,7 @@ class Alerts:
         return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
+        """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures."""
         return {LOSS: self._first_loss} | {_conditions(state.rule): state.state() for state in self._states}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -27,24 +27,24 @@ Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
 
 @dataclass(frozen=True)
 class Detector:
-    """Something that is often wrong with a model, and how it shows."""
+    """A frequent problem of training, and its condition on recorded values."""
 
     name: str
     sources: Sources
     """The values of training that it looks at."""
     formula: str
     limit: str
-    """From where on it fires, in words; ``rule`` or ``limits`` has the number."""
+    """The limit in words; ``rule`` or ``limits`` has the number."""
     source: str
     cure: str
     severity: Severity = "warning"
-    """Of a detector with a rule."""
+    """Severity of the findings of a detector with a rule."""
     rule: AlertRule | None = None
     """Without its name, and what it concerns: the rest gives that."""
     limits: Mapping[Severity, float] = field(default_factory=dict)
-    """Of a detector without."""
+    """Limits of a detector without a rule."""
     unless_loss_falls: float = math.inf
-    """Of a detector without: it does not judge a run whose loss has fallen by more than this part of the first one."""
+    """Without a rule: a run whose loss has fallen by more than this part of the first one is not judged."""
     recorded_by: str = ""
     """The options that record what it looks at, beside ``health.watch``; empty if nothing does where it does not apply."""
 
@@ -93,7 +93,7 @@ def _is_weight(keys: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Of every weight and the three before it the largest value, over the largest one of all.
+    """The largest value of every weight and the three before it, over the largest one of all.
 
     What reaches a weight reaches those before it: the gradients of queries and keys alone are tiny where attention is still uniform. Zeros
     are left out, as a weight without any gradient has not faded, and biases: in front of BatchNorm one gets no more than what rounding
@@ -159,7 +159,7 @@ def positive(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
 
 
 def _nothing(_parts: Key, _key: str) -> bool:
-    """Stands where a detector puts what it concerns."""
+    """Placeholder for the keys that a detector concerns."""
     return False
 
 
@@ -408,4 +408,4 @@ DETECTORS = {
 """Detector by name, which is the name of its findings."""
 
 BUILT_IN = {name: one for name, one in DETECTORS.items() if one.rule is not None}
-"""Those that ``health.watch`` may name."""
+"""Detectors that ``health.watch`` may name."""

@@ -1,4 +1,4 @@
-"""From findings to diagnoses: causes before their symptoms, at most three."""
+"""Diagnoses: the causes that explain findings, at most three."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DIAGNOSES = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is likely wrong with a run, and what to try.
+    """A likely cause of findings, and what to try.
 
     Attributes:
         name: Of the cause, e.g. ``learning_rate``.
@@ -244,7 +244,7 @@ def diagnose(findings: Iterable[Finding]) -> Diagnoses:
 
 
 def _root(candidates: Sequence[tuple[Cause, list[Finding]]]) -> tuple[Cause, list[Finding]]:
-    """Of the candidates that no other one explains the one that began first; of two in the same step, an error."""
+    """The first of the candidates that no other one explains; an error precedes a warning of the same step."""
 
     def is_explained(place: int) -> bool:
         shown = candidates[place][1][0]

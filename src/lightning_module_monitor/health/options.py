@@ -87,7 +87,7 @@ class ParsedHealth:
     nonfinite: str
     watches: tuple[str, ...]
     recorded: tuple[str, ...]
-    """Those of the watches that record what they need."""
+    """The watches that record the values they need."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]

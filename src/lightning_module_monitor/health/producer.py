@@ -14,7 +14,7 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 @dataclass(frozen=True)
 class Producer:
-    """What made the first non-finite value, as one rank observed it."""
+    """The source of the first non-finite value, as one rank observed it."""
 
     site: str
     """The module; ``_root_`` for the LightningModule's own code, and for the batch."""

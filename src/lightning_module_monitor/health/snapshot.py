@@ -47,11 +47,11 @@ class Snapshot:
     """With the weights that it had; ``None`` where it could not be run again."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """What it was called with."""
+    """Keyword arguments of the call."""
     random_states: RandomStates | None = None
     """As they were when it was called."""
     autocast: torch.dtype | None = None
-    """Of mixed precision, if it ran in that."""
+    """Dtype of mixed precision, if it ran in that."""
 
 
 def save(snapshot: Snapshot, path: Path) -> None:

@@ -24,7 +24,7 @@ class Check:
     """A detector's search in a store."""
 
     name: str
-    """Of the detector."""
+    """Name of the detector."""
     num_series: int
     """Number of series that it judged; 0 if none was recorded."""
     needs: str

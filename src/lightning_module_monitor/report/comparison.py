@@ -16,7 +16,7 @@ from lightning_module_monitor.report.run import Run, late, typical
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 NEGLIGIBLE = 1e-3
-"""Of the median magnitude of a kind's statistic over the sites of both runs."""
+"""Fraction of the median magnitude of a kind's statistic over the sites of both runs."""
 
 
 @dataclass(frozen=True)

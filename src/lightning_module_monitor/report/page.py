@@ -99,7 +99,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """What the page may load and run: nothing from anywhere, and these scripts only, whatever a name or an option holds."""
+    """The content security policy: the page loads nothing, and runs these scripts only, whatever a name or an option holds."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src {hashes}; {rest}"
@@ -122,12 +122,12 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
 
 
 def _in_words(module: ModuleInfo) -> str:
-    """What a module is, for a line: ``Linear, output [32, 64] float32``."""
+    """A module in a line: ``Linear, output [32, 64] float32``."""
     return module.type + (f", output {[*module.output_shape]} {module.output_dtype}" if module.output_shape is not None else "")
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """What tells paths apart, without what all have at their beginnings and ends.
+    """The parts of paths that differ, without common beginnings and ends.
 
     >>> distinct_names(["runs/a/version_0/monitor.h5", "runs/b/version_0/monitor.h5"])
     ['a', 'b']
@@ -152,7 +152,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     several = len(runs) > 1
     names = {"verdict", "run", *(["match"] if several else []), *_filled_sections(runs, payload)}
     shown = [_shown(run, content["name"]) for run, content in zip(runs, payload["runs"], strict=True)]
-    # The folders tell what the file's name does not: digits/version_0/monitor.h5.
+    # The folders identify the run, and the file's name does not: digits/version_0/monitor.h5.
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,

@@ -17,13 +17,13 @@ from lightning_module_monitor.sinks.store.reader import StoreReader
 MAX_NUMBERS = 5_000_000
 """In all tables together: some 15 MB of the page."""
 FEWEST_COLUMNS, MOST_COLUMNS = 50, 1000
-"""Of a table."""
+"""Limits of a table's columns."""
 MAX_HISTOGRAMS = 40_000
 FEWEST_HISTOGRAMS, MOST_HISTOGRAMS = 8, 60
-"""Of a site."""
+"""Limits of a site's histograms."""
 
 MANTISSA_BITS = 12
-"""Of float32's 23: a relative error of 1.2e-4 at most."""
+"""Out of float32's 23: a relative error of 1.2e-4 at most."""
 ABSENT_BITS = 0x7FC0_0001
 """The NaN for "not recorded", as in data.js."""
 
@@ -122,7 +122,7 @@ def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = No
         single = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4")
     bits = single.view(np.uint32).copy()
     finite = np.isfinite(single)
-    # Half of what is dropped, so that it rounds.
+    # Half of the dropped bits, so that it rounds.
     bits[finite] = (bits[finite] + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(~((1 << _DROPPED_BITS) - 1) & 0xFFFF_FFFF)
     if is_recorded is not None:
         bits[~is_recorded] = ABSENT_BITS

@@ -25,7 +25,7 @@ class Run:
     attributes: Mapping[str, Any]
     """Versions, start, configurations."""
     tables: list[Table]
-    """Of sites, kind by kind."""
+    """Tables of sites, kind by kind."""
     figures: list[Table]
     """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
     findings: list[Finding]
@@ -35,7 +35,7 @@ class Run:
     histograms: list[Key]
     """Keys of its histograms, which are read one by one."""
     modules: list[ModuleInfo]
-    """What is known of the model's modules."""
+    """The model's modules; empty for a store of an earlier version."""
 
     @property
     def sites(self) -> set[str]:

@@ -39,7 +39,7 @@ from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 """The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
 
 FINDINGS = f"{OWN_KIND}/findings"
-"""Where loggers get texts."""
+"""Tag of findings in loggers that take texts."""
 
 NONFINITE_COUNT = "nonfinite_count"
 
@@ -305,14 +305,14 @@ FIRST_DRAWING_S = 600.0
 """Seconds from the first record to the first drawing; each further one comes after twice the time of the one before."""
 
 _FIRST_CHOICE = ("rms", "norm", "ratio", "gain", "mean")
-"""Of statistics of as many sites the first of these is drawn."""
+"""The first of these is drawn among statistics with equally many sites."""
 _MAX_ROWS = 10_000
 """W&B's own limit for the table of a chart."""
 _PIXELS_PER_INCH = 80
 
 
 def drawn_charts(keys: Iterable[str]) -> list[Chart]:
-    """One chart of each kind, that of the most sites: a picture of every statistic would take too long."""
+    """For each kind the chart with the most sites: a picture of every statistic would take too long."""
     charts = charts_of(keys)
 
     def preference(chart: Chart) -> tuple[int, int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NAME = "coordinate-check"
-HELP = "train a model at several widths, and say which of its layers depend on the width as they should not"
+HELP = "train a model at several widths, and report which of its layers depend on the width in the wrong way"
 EPILOG = """\
 example:
   lightning-module-monitor coordinate-check check.yaml --figure check.png

@@ -21,9 +21,8 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.random_states import unchanged_random_states
 from lightning_module_monitor.trainer.checks import makes_layers_late
-from lightning_module_monitor.width_check.layers import LayerAtWidth, describe, find_units
+from lightning_module_monitor.width_check.layers import LayerAtWidth, Topology, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
-from lightning_module_monitor.width_check.topology import Topology
 
 Data = Iterable[Any] | LightningDataModule | None
 
@@ -143,7 +142,7 @@ def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) 
 
 @contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    # Of every device: the Trainer selects one, and a seed is set on all.
+    # On every device: the Trainer selects one, and a seed is set on all.
     with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
         yield
 

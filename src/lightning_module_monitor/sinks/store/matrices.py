@@ -20,13 +20,13 @@ class Matrix:
     """All numbers of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns, each of which has a value in one row at least."""
+    """Keys of the columns, each of which has a value in one row at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     values: NDArray[np.float64]
     """Shape ``(rows, columns)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
-    """Where something was, be it a NaN; shape ``(rows, columns)``."""
+    """Where a value was recorded, which may be NaN; shape ``(rows, columns)``."""
 
     def table(self, columns: Sequence[int]) -> Table:
         """The columns of one statistic, without the rows in which none of them has a value."""
@@ -67,15 +67,15 @@ class HistogramMatrix:
     """Histograms of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns, each of which has a histogram in one of the rows at least."""
+    """Keys of the columns, each of which has a histogram in one of the rows at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     counts: NDArray[np.int64]
-    """Of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
+    """Counts of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
     nonfinite: NDArray[np.int64]
     """Number of elements that are ``-inf``, ``inf`` and ``nan``, shape ``(rows, columns, 3)``; 0 where nothing was recorded."""
     edges: NDArray[np.float64]
-    """Of the bins, shape ``(bins + 1,)``."""
+    """Edges of the bins, shape ``(bins + 1,)``."""
 
 
 def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store import lock, schema, space
-from lightning_module_monitor.sinks.store.killed import is_in_use
-from lightning_module_monitor.sinks.store.opening import open_store
+from lightning_module_monitor.sinks.store.opening import is_in_use, open_store
 
 _BYTES_PER_COPY = 1 << 22
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
@@ -33,17 +32,17 @@ _LIBVER = ("v110", "v110")
 
 
 def temporary_path(path: Path) -> Path:
-    """Where the successor of a file is prepared; a leftover of a killed rewrite is written over by the next."""
+    """Path at which the successor of a file is prepared; the next rewrite replaces the leftover of a killed one."""
     return path.with_name(f".{path.name}.new")
 
 
 def tensors_path(path: Path) -> Path:
-    """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
+    """Path of the raw tensors of a store's run: ``monitor.tensors.h5`` beside ``monitor.h5``."""
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything at a path but an empty file, which holds nothing to lose."""
+    """Whether anything but an empty file is at a path."""
     return path.exists() and not (path.is_file() and path.stat().st_size == 0)
 
 

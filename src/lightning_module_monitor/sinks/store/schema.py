@@ -218,7 +218,7 @@ def read_modules(file: h5py.File) -> list[ModuleInfo]:
 
 
 def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> list[ModuleInfo]:
-    """Modules with what is known of them later; what was known of an output stays until there is another."""
+    """Modules updated by later descriptions; an output stays until there is another."""
     by_name = {one.name: one for one in before}
     by_name |= {one.name: one for one in more if one.output_shape is not None or one.name not in by_name}
     return [*by_name.values()]
@@ -228,7 +228,7 @@ def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> 
 
 
 def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
-    """Fill a new file with all that has to be there before others read it: with SWMR they never see what is created later.
+    """Fill a new file with every group and dataset: readers with SWMR do not find those that are created later.
 
     ``tables`` are columns by group; a group ``superseded/1/findings`` makes room for findings. ``None``: the file is for raw tensors.
     """
@@ -308,7 +308,7 @@ def _fitting(text: str, size: int) -> bytes:
 
 
 class StoredTensor(NamedTuple):
-    """One of the tensors of a file."""
+    """Description of a tensor of a file."""
 
     kind: str
     site: str
@@ -326,7 +326,7 @@ def has_tensors(file: h5py.File) -> bool:
 
 
 def tensor_path(kind: str, site: str, step: int, call: int) -> str:
-    """Where a tensor is in the file."""
+    """Path of a tensor in the file."""
     return f"{kind}/{site}/{step}" + (f"{_CALL}{call}" if call else "")
 
 

@@ -57,7 +57,7 @@ def row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def index_bytes(num_rows: int, num_new: int = 1) -> int:
-    """What HDF5's own bookkeeping for new rows takes at most, with the rest of a chunk of steps.
+    """Bytes that HDF5's own bookkeeping for new rows takes at most, with the rest of a chunk of steps.
 
     Measured for one: 5 KB at first, 20 KB at 100,000 rows.
     """
@@ -65,7 +65,7 @@ def index_bytes(num_rows: int, num_new: int = 1) -> int:
 
 
 def bytes_beside_tensors(num_tensors: int) -> int:
-    """What HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    """Bytes that HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
     return (1 << 16) + (1 << 14) * num_tensors
 
 

@@ -47,7 +47,7 @@ class TensorStore(Writer):
             with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
                 stored = schema.read_tensors(file)
                 return any((one.step >= self._resume_from) is (self._resumed == self.path) for one in stored)
-        except Exception:  # what is wrong with it is reported when there are tensors to write
+        except Exception:  # the damage is reported when there are tensors to write
             return False
 
     def _finish(self) -> None:
@@ -68,7 +68,7 @@ class TensorStore(Writer):
 
 
 def find_tensor(file: h5py.File, path: str) -> Tensor | None:
-    """One tensor of a file, on the CPU, bit for bit as it was; ``None`` if it is not there."""
+    """A tensor of a file, on the CPU, bit for bit as it was; ``None`` if the file does not have it."""
     import torch
 
     dataset = file.get(path)

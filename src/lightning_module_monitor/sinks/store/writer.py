@@ -47,7 +47,7 @@ class Writer(ABC):
     """
 
     _ITEMS = "rows"
-    """What a message counts."""
+    """The noun in messages."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Writer(ABC):
         self._num_to_skip, self._next_distance = 0, 1
 
     def write(self, record: Record) -> None:
-        """Append what there is of a record, and flush it. Never raises; nothing is written after :meth:`close`."""
+        """Append a record, and flush it. Never raises; nothing is written after :meth:`close`."""
         try:
             if self._is_closed or not self._concerns(record):
                 return
@@ -109,7 +109,7 @@ class Writer(ABC):
         finally:
             self._release()
 
-    # -------------------------------------------------------------- what is in the file
+    # -------------------------------------------------------------- content
 
     @abstractmethod
     def _concerns(self, record: Record) -> bool:
@@ -232,7 +232,7 @@ class Writer(ABC):
             if self._taken(path):
                 self._sweep(path)
             elif (held := lock.acquire(path)) is not None:
-                if not self._taken(path):  # by a run that had the lock until now
+                if not self._taken(path):  # by a run that held the lock until now
                     return path, held
                 lock.release(held)
         raise AssertionError  # the names do not end
@@ -240,7 +240,7 @@ class Writer(ABC):
     # -------------------------------------------------------------- ending
 
     def _postpone(self, step: int, error: Exception) -> None:
-        """Lose a record for want of space, and the next ones up to the next trial."""
+        """Skip a record for lack of space, and the next ones up to the next trial."""
         if not self._num_missing:
             rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
             message = "The store %s cannot be written at step %d (%s). Training goes on; %s later records are tried again."
@@ -277,13 +277,13 @@ class Store(Writer):
         self._file: h5py.File | None = None
         self._tables: list[TableWriter] = []
         self._places: dict[str, int] = {}
-        """Of a key in the row of all numbers."""
+        """Index of a key in the row of all numbers."""
         self._histogram_places: dict[str, int] = {}
-        """Of a key in the rows of all histograms."""
+        """Index of a key in the rows of all histograms."""
         self._last_keys: tuple[str, ...] | None = None
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
         self._modules: list[ModuleInfo] = []
-        """Those of the file."""
+        """The modules in the file."""
         self._last_modules: Sequence[ModuleInfo] = ()
 
     def _concerns(self, record: Record) -> bool:
@@ -356,7 +356,7 @@ class Store(Writer):
             self._rewrite(more=schema.columns_by_group(late, late_histograms))
 
     def _write_modules(self, modules: Sequence[ModuleInfo]) -> None:
-        """Write what is known of modules by now in their places; only those of a resumed run that has others take a new file."""
+        """Update the modules in place; those of a resumed run that has other ones take a new file."""
         assert self._file is not None
         known = schema.merged_modules(self._modules, modules)
         if len(known) > len(self._modules):
