@@ -135,17 +135,16 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).with_suffix("").parts for path in paths]
     if len(paths) == 1:
         return [Path(paths[0]).name]
-    start, end = _num_common(parts), _num_common([part[::-1] for part in parts])
+
+    def num_common(parts: Sequence[Sequence[str]]) -> int:
+        return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
+
+    start, end = num_common(parts), num_common([part[::-1] for part in parts])
     for stop in (-end or None, None):  # a path that goes on where another one ends has nothing of its own
         names = ["/".join(part[start:stop]) for part in parts]
         if all(names) and len(set(names)) == len(names):
             return names
     return [f"{number}: {Path(path).stem}" for number, path in enumerate(paths, 1)]
-
-
-def _num_common(parts: Sequence[Sequence[str]]) -> int:
-    """How many parts are the same in all from the first on."""
-    return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
 
 
 def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,45 +26,28 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-class RunFiles:
-    """Writes the records of one run: values to the store, raw tensors to their own file. Either goes on where the other has to stop.
+class RunFiles(Store):
+    """Writes the records of one run: values to the store, raw tensors to their own file. An error of one file leaves the other alone.
 
     Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Store`.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keys: Iterable[str] = (),
-        histogram_keys: Iterable[str] = (),
-        resumed: Path | None = None,
-        **options: Any,
-    ) -> None:
-        self._store = Store(path, keys=keys, histogram_keys=histogram_keys, resumed=resumed, **options)
+    def __init__(self, path: str | os.PathLike[str], *, resumed: Path | None = None, **options: Any) -> None:
+        super().__init__(path, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
-        self._options = {**options, "resumed": None if resumed is None else tensors_path(resumed)}
-
-    @property
-    def path(self) -> Path:
-        """The store; the name it really has is known when the first record is written."""
-        return self._store.path
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a store by now."""
-        return self._store.has_begun
+        self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
+        self._options["resumed"] = None if resumed is None else tensors_path(resumed)
 
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
-        self._store.write(record)
-        if self._tensors is None and self.has_begun:  # now its name is known
+        super().write(record)
+        if self._tensors is None and self.has_begun:  # now the store's final name is known
             self._tensors = TensorStore(tensors_path(self.path), **self._options)
         if self._tensors is not None:
             self._tensors.write(record)
 
     def close(self) -> None:
         """Close the files. Never raises; twice does no harm."""
-        self._store.close()
+        super().close()
         if self._tensors is not None:
             self._tensors.close()

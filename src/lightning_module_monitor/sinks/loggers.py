@@ -284,19 +284,15 @@ def names_context(pattern: re.Pattern[str]) -> bool:
     return f"{CONTEXT_KIND}/" in pattern.pattern
 
 
-class CallbackMetrics:
-    """Gives values with keys of these patterns to EarlyStopping, ModelCheckpoint and, as an option, the progress bar."""
+def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
+    """Give values with keys of these patterns to EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
 
-    def __init__(self, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
-        self._patterns = patterns
-        self._progress_bar = progress_bar
-
-    def write(self, record: Record, pl_module: LightningModule) -> None:
-        """Log the chosen values of a record, from a hook that may log."""
-        for text, value in record.values.items():
-            if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in self._patterns):
-                in_step = Key.parse(text).stage == TRAIN
-                pl_module.log(text, value, prog_bar=self._progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
+    To be called from a hook that may log.
+    """
+    for text, value in record.values.items():
+        if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in patterns):
+            in_step = Key.parse(text).stage == TRAIN
+            pl_module.log(text, value, prog_bar=progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
 
 
 # Heat maps
