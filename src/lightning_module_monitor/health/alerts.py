@@ -71,7 +71,7 @@ def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
 
 @dataclass(frozen=True)
 class AlertRule:
-    """A condition on recorded values, and what follows when it is met."""
+    """A condition on recorded values, and the actions when it is met."""
 
     name: str
     concerns: Callable[[Key, str], bool]
@@ -110,7 +110,7 @@ class Fired(NamedTuple):
 
     key: str
     words: str
-    """The figure, and what it is compared with."""
+    """The figure, and the one it is compared with."""
     since: int
     """The step of the first of the records in which the condition was met."""
 
@@ -201,7 +201,7 @@ class RuleState:
         }
 
     def load(self, state: Mapping[str, tuple[Any, ...]]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore a result of :meth:`state`."""
         rows = self._rows_of(tuple(state))
         for row, (recent, first, *rest) in zip(rows, state.values(), strict=True):
             self._state[row] = (np.full_like(self._state["recent"][row], np.nan), np.full(FIRST_RECORDS, np.nan), *rest)
@@ -250,7 +250,7 @@ class RuleState:
         return is_met
 
     def _in_words(self, value: float, before: float, not_zero: float, base: float) -> str:
-        """A figure that met the condition, and what it is compared with."""
+        """A figure that met the condition, and the one it is compared with."""
         rule = self.rule
         if rule.is_unchanged:
             return f"{value:.4g} as before"
@@ -330,7 +330,7 @@ class Alerts:
         return {LOSS: self._first_loss} | {_conditions(state.rule): state.state() for state in self._states}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; a rule whose conditions are others begins anew."""
+        """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
         self._first_loss = state.get(LOSS)
         for one in self._states:
             one.load(state.get(_conditions(one.rule), {}))

@@ -22,7 +22,7 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 
 ALL = "all"
 CHEAP = tuple(name for name in BUILT_IN if name != "entropy_collapse")
-"""The watches that record what they need beside the default rules: to observe attention costs more."""
+"""The watches that record their values beside the default rules: to observe attention costs more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -137,7 +137,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
-    """The rules that record what built-in watches look at, where the model has it."""
+    """The rules that record the values of built-in watches, where the model has them."""
     rules = {
         "dead_units": [Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction")],
         "saturation": [

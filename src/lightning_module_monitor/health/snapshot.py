@@ -20,7 +20,7 @@ from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors, suffix
 from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
-from lightning_module_monitor.sinks.files import whole_file
+from lightning_module_monitor.sinks.store.rewrite import whole_file
 
 FORMAT = 2
 """Raise it with every change that a reader has to handle."""

@@ -19,7 +19,7 @@ from lightning_module_monitor.sinks.store.matrices import Table
 MAX_FINDINGS = 5
 """Limit of the findings that are shown of one name."""
 MAX_SERIES = 12
-"""Limit of the series whose values are shown."""
+"""Limit of the series that are shown."""
 MAX_MODULES = 50
 """Limit of the modules that are shown."""
 MAX_STEPS = 8

@@ -23,9 +23,9 @@ from lightning_module_monitor.report.comparison import Change, as_text, differin
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, read_run
 from lightning_module_monitor.report.verdict import verdict_on
-from lightning_module_monitor.sinks.files import whole_file
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.sinks.store.rewrite import whole_file
 from lightning_module_monitor.version import __version__
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
@@ -140,7 +140,7 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
         return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
 
     start, end = num_common(parts), num_common([part[::-1] for part in parts])
-    for stop in (-end or None, None):  # a path that goes on where another one ends has nothing of its own
+    for stop in (-end or None, None):  # one path may be the beginning of another
         names = ["/".join(part[start:stop]) for part in parts]
         if all(names) and len(set(names)) == len(names):
             return names

@@ -108,19 +108,19 @@ def without_context(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def takes_histograms(logger: object) -> bool:
-    """Whether a logger has a histogram type of its own that is known here."""
+    """Whether a logger has a histogram type of its own."""
     return isinstance(logger, TensorBoardLogger | WandbLogger)
 
 
 class TakesMetrics(Protocol):
-    """What every Lightning logger has."""
+    """The method that every Lightning logger has."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int, /) -> None:
         """Log the values of a step."""
 
 
 def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-    """Hand a logger what it takes: numbers, and histograms if it has a type for them.
+    """Log numbers, and histograms if the logger has a type for them.
 
     The empty bins at the ends of a histogram are left away, and a histogram without a finite element is.
     """
@@ -173,12 +173,12 @@ class Chart(NamedTuple):
     statistic: str
 
     def pattern(self, before: str) -> str:
-        """A regular expression of the keys, with what a logger puts before each."""
+        """A regular expression of the keys, behind the prefix of a logger."""
         return f"^{re.escape(f'{before}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
 
 
 def charts_of(keys: Iterable[str]) -> Counter[Chart]:
-    """The charts that these keys need, with their numbers of sites; without what loggers get in exceptional cases only."""
+    """The charts of these keys, with their numbers of sites; counts of non-finite elements, which loggers rarely get, have none."""
     parsed = map(Key.parse, keys)
     of_sites = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
     return Counter(Chart(key._replace(site="", statistic="").format(), key.statistic) for key in of_sites)
@@ -195,7 +195,7 @@ def lay_out(logger: object, charts: Collection[Chart]) -> None:
 
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:
-    """Hand a logger findings, if it has a place for texts that is known here."""
+    """Log findings, if the logger takes texts."""
     if findings and isinstance(logger, WandbLogger):
         columns = ["step", "name", "site", "words"]
         logger.log_text(FINDINGS, columns=columns, data=[[str(one.step), one.name, one.site, one.words] for one in findings])
@@ -359,7 +359,7 @@ def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int)
 
 
 class HeatMaps:
-    """Draws what the store of a run holds into those of its loggers that take pictures.
+    """Draws heat maps of the store of a run for those of its loggers that take pictures.
 
     That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
     """

@@ -15,8 +15,8 @@ from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.options import Options

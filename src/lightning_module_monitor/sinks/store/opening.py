@@ -37,7 +37,7 @@ class ForeignFileError(ConfigError):
 
 
 class AbsentKeyError(KeyError):
-    """A whole file does not have what was asked for."""
+    """An undamaged file does not have the requested name."""
 
 
 def find_store(path: Path) -> Path:
@@ -129,7 +129,7 @@ def _check_version(file: h5py.File, path: Path) -> None:
 def _check_content(file: h5py.File, path: Path) -> None:
     """Check that a file holds all of its data itself, and that its parts fit each other.
 
-    HDF5 follows what points out of a file: to any file of the machine, whose content would be exported as if it were recorded.
+    HDF5 follows links out of a file: to any file of the machine, whose content would be exported as if it were recorded.
     """
     num_bytes = path.stat().st_size
     found = list(schema.walk(file))

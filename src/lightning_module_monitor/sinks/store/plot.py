@@ -26,7 +26,7 @@ POINTS_PER_ROW = 10
 """A name is 8 points high."""
 MAX_COLUMN_LABELS = 10
 WIDE = 30.0
-"""A magnitude gets a logarithmic scale if its largest value is so many times the smallest one that is not zero."""
+"""Ratio of the largest to the smallest non-zero value from which a magnitude gets a logarithmic scale."""
 MAX_MARKERS = 100
 """A longer curve has no mark for each step."""
 
@@ -44,10 +44,10 @@ _UNITS = {
 
 
 class StorePlots:
-    """Draws what a store holds, with matplotlib (extra ``plot``). Every method returns the axes that it has drawn into.
+    """Draws the content of a store, with matplotlib (extra ``plot``). Every method returns the axes that it has drawn into.
 
     Each takes ``ax``, axes to draw into; without it they are those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
-    All raise ``KeyError`` for what was not recorded, which names the nearest, and ``ImportError`` where matplotlib is not installed.
+    All raise ``KeyError`` for names that were not recorded, with the nearest one, and ``ImportError`` where matplotlib is not installed.
     """
 
     def __init__(self, store: StoreReader) -> None:

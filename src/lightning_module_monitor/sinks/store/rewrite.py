@@ -69,6 +69,18 @@ def new_file(
 
 
 @contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` for the block to write, which then takes its place; after an error ``path`` is as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def changes(path: Path) -> Iterator[h5py.File]:
     """A closed file, open for changes within ``space.room``; afterwards it is closed and on the disk, or gone after an error."""
     file = h5py.File(path, "r+", libver=_LIBVER, locking=False)

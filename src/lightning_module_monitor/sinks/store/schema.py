@@ -9,7 +9,7 @@ The histograms of a kind are a table of the same form, in the group ``histograms
 ``findings`` has a row for each finding.
 
 ``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of what it
-returned first. All rows are there from the start; shape and dtype are written in place once they are known.
+returned first. All rows exist from the start; shape and dtype are written in place once they are known.
 
 ``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers skip them.
 
@@ -117,7 +117,7 @@ def is_recorded(values: Values) -> NDArray[np.bool_]:
 
 
 def is_superseded(name: str) -> bool:
-    """Whether a group or dataset belongs to what a resumed run has run again."""
+    """Whether a group or dataset has rows that a resumed run has superseded."""
     return name.startswith(f"{SUPERSEDED}/")
 
 
@@ -195,7 +195,7 @@ def read_columns_of(file: h5py.File, group: str) -> list[str]:
 
 
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:
-    """The steps of the complete rows of a table, shape ``(rows,)``: a row counts once its step is there, too."""
+    """The steps of the complete rows of a table, shape ``(rows,)``: a row is complete once its step is written."""
     steps: NDArray[np.int64] = group["steps"][: len(group["values"])]
     return steps
 

@@ -71,7 +71,7 @@ class Writer(ABC):
         self._lock: BaseFileLock | None = None
         """Held from the first record of this file to the end."""
         self.has_begun = False
-        """Whether there is a file at the path that this run has begun, or has gone on in."""
+        """Whether this run has created the file at the path, or continued it."""
         self._num_missing = 0
         """Records that were lost since the last one that was written."""
         self._num_to_skip, self._next_distance = 0, 1
@@ -131,12 +131,12 @@ class Writer(ABC):
     def _finish(self) -> None:
         """Close the file, if it is open, so that any HDF5 program opens it."""
 
-    def _taken(self, path: Path) -> str:
-        """Why a new file cannot be at ``path``; empty if it can."""
+    def _reason_taken(self, path: Path) -> str:
+        """The reason why a new file cannot be at ``path``; empty if it can."""
         return "it exists" if rewrite.is_there(path) else ""
 
-    def _sweep(self, path: Path) -> None:
-        """Remove what a killed run left beside the file at ``path``."""
+    def _remove_leftovers(self, path: Path) -> None:
+        """Remove the temporary file that a killed run left beside the file at ``path``."""
         held = lock.acquire(path) if lock.exists(path) else None
         if held is not None:
             rewrite.temporary_path(path).unlink(missing_ok=True)
@@ -145,13 +145,13 @@ class Writer(ABC):
     # -------------------------------------------------------------- beginning
 
     def _begin(self, record: Record) -> None:
-        """Open the file to go on in, or a new one; after an error nothing is open."""
+        """Continue the resumed run's file, or create a new one; after an error no file is open."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         run: dict[str, object] = {"started": now, "first_step": record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not rewrite.is_there(self._resumed):
                 self._resumed = None
-            reason = self._go_on(run, record) if self._resumed == self.path else ""
+            reason = self._continue(run, record) if self._resumed == self.path else ""
             if self._lock is None:
                 self._create(run, record, reason)
             self._put_in_place(rewrite.temporary_path(self.path))
@@ -161,8 +161,8 @@ class Writer(ABC):
             raise
         self.has_begun = True
 
-    def _go_on(self, run: dict[str, object], record: Record) -> str:
-        """Prepare to go on in the file at ``path``; returns why that is not possible, without the lock."""
+    def _continue(self, run: dict[str, object], record: Record) -> str:
+        """Prepare to continue the file at ``path``; returns the reason if that is not possible, without the lock."""
         self._lock = lock.acquire(self.path)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
@@ -179,7 +179,7 @@ class Writer(ABC):
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
         """Prepare a new file, to be at ``path`` or beside it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        reason = reason or self._taken(self._wanted) or "another run begins it"
+        reason = reason or self._reason_taken(self._wanted) or "another run begins it"
         self.path, self._lock = self._lock_free_name()
         if self.path != self._wanted:
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
@@ -195,7 +195,7 @@ class Writer(ABC):
         rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
-        """Copy the file of the resumed run, with a place for the record; returns why that is not possible instead."""
+        """Copy the file of the resumed run, with columns for the record; returns the reason instead if that is not possible."""
         assert self._resumed is not None
         has_writer = not is_own and lock.has_holder(self._resumed)
         temporary, columns = rewrite.temporary_path(self.path), self._columns(record)
@@ -229,10 +229,10 @@ class Writer(ABC):
         wanted = self._wanted
         numbered = (wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}") for number in itertools.count(2))
         for path in itertools.chain([wanted], numbered):
-            if self._taken(path):
-                self._sweep(path)
+            if self._reason_taken(path):
+                self._remove_leftovers(path)
             elif (held := lock.acquire(path)) is not None:
-                if not self._taken(path):  # by a run that held the lock until now
+                if not self._reason_taken(path):  # by a run that held the lock until now
                     return path, held
                 lock.release(held)
         raise AssertionError  # the names do not end
@@ -289,14 +289,14 @@ class Store(Writer):
     def _concerns(self, record: Record) -> bool:
         return bool(record.values or record.histograms or record.findings)
 
-    def _taken(self, path: Path) -> str:
+    def _reason_taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
         beside = rewrite.tensors_path(path)
-        return super()._taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
+        return super()._reason_taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
 
-    def _sweep(self, path: Path) -> None:
-        super()._sweep(path)
-        super()._sweep(rewrite.tensors_path(path))
+    def _remove_leftovers(self, path: Path) -> None:
+        super()._remove_leftovers(path)
+        super()._remove_leftovers(rewrite.tensors_path(path))
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
@@ -420,7 +420,7 @@ class TableWriter:
             self._last_row = row
 
     def put_step(self, step: int) -> None:
-        """Write the step of the row that was written last: for readers, and after a kill, it is there from now on."""
+        """Write the step of the row that was written last, which completes it: readers find it, also after a kill."""
         if step != self._last_step or not self.num_rows:
             _put(self.steps, self.num_rows, step)
             self.num_rows += 1
