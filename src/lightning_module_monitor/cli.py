@@ -179,7 +179,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
     """Print the keys that differ by more than a factor between the first run and any other."""
-    from lightning_module_monitor.report.regression import compare_series
+    from lightning_module_monitor.report.comparison import compare_series
 
     ratio = 2.0 if ratio is None else ratio
     if not 1 <= ratio < math.inf:
@@ -343,7 +343,7 @@ def _no_formula(text: str) -> str:
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.sinks.store.killed import is_in_use
+    from lightning_module_monitor.sinks.store.opening import is_in_use
 
     store = _open_store(arguments.store)
     was_open = is_in_use(store.path)
@@ -377,7 +377,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.health.replay import show
+    from lightning_module_monitor.health.snapshot import show
 
     return show(arguments.snapshot, trust=arguments.trust)
 

@@ -11,8 +11,8 @@ import pytest
 from lightning_module_monitor.health.alerts import Alerts
 from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS
 from lightning_module_monitor.record import Key, Record
-from lightning_module_monitor.report.run import Table
 from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.store.matrices import Table
 
 Rows = dict[str, list[float]]
 ABSENT = -777.0

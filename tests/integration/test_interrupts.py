@@ -29,7 +29,7 @@ import lightning_module_monitor
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.config import attention_rules, coordinate_check_rules
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (

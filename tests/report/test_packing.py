@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Key
-from lightning_module_monitor.report.packing import ABSENT_BITS, condense, pack
-from lightning_module_monitor.report.payload import FEWEST_COLUMNS, MAX_NUMBERS, Payload
-from lightning_module_monitor.report.run import Table
+from lightning_module_monitor.report.payload import ABSENT_BITS, FEWEST_COLUMNS, MAX_NUMBERS, Payload, condense, pack
+from lightning_module_monitor.sinks.store.matrices import Table
 
 
 def unpack(text: str) -> NDArray[np.float32]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lightning_module_monitor.record import Finding, Key
-from lightning_module_monitor.report.arrays import early, first_true, growth, late, typical
-from lightning_module_monitor.report.findings import LEVELS, Verdict
-from lightning_module_monitor.report.run import Table
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.checks import growth
+from lightning_module_monitor.report.run import early, late, typical
+from lightning_module_monitor.report.verdict import LEVELS, Verdict, verdict_on
+from lightning_module_monitor.sinks.store.matrices import Table
 
 STEPS = 16
 FLAT = [1.0] * STEPS
@@ -226,14 +226,13 @@ def test_the_beginning_is_the_earliest_of_what_is_sick() -> None:
 
 
 def test_arrays() -> None:
-    """Quarters, medians of what is finite, growth, first places: by hand."""
+    """Quarters, medians of what is finite, growth: by hand."""
     values = np.array([[1.0, 1.0, 4.0, 4.0, 9.0, 9.0, 6.0, 10.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, math.inf]])
     np.testing.assert_array_equal(early(values), values[:, :2])
     np.testing.assert_array_equal(late(values), values[:, 6:])
     assert late(values[:, :1]).shape == (2, 1)
     np.testing.assert_array_equal(typical(np.array([[1.0, math.inf, 3.0], [math.nan] * 3])), [2.0, math.nan])
     np.testing.assert_array_equal(growth(values), [8.0, math.nan])
-    assert first_true(np.array([[False, True, True], [False] * 3])).tolist() == [1, 3]
 
 
 def test_what_was_said_in_training_stands_first() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema
-from lightning_module_monitor.sinks.store.killed import is_in_use
+from lightning_module_monitor.sinks.store.opening import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store, is_name_of
 

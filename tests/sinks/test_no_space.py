@@ -18,10 +18,9 @@ import torch
 from helpers.processes import start
 
 from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram, RawTensor, Record
-from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.store import rewrite, space
 from lightning_module_monitor.sinks.store.reader import load_store
-from lightning_module_monitor.sinks.store.tensors import TensorStore
+from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/fc/rms"
@@ -280,7 +279,7 @@ def test_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 LIMITED = """
 import resource, torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

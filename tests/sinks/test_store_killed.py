@@ -92,7 +92,7 @@ KILLED = """
 import logging, os, signal, torch
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.sinks.store import schema
-from lightning_module_monitor.sinks.files import RunFiles
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.reader import load_store
 folder = os.path.dirname(schema.__file__)
 

@@ -19,10 +19,9 @@ from helpers.processes import kill, start
 from torch import Tensor
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.files import RunFiles
 from lightning_module_monitor.sinks.store import rewrite, tensors
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
-from lightning_module_monitor.sinks.store.tensors import TensorStore
+from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
 
 DTYPES = [

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check.expectations import NOTHING, expected_exponents, parse_parametrization
-from lightning_module_monitor.width_check.layers import Layer, Role
-from lightning_module_monitor.width_check.topology import Upstream
+from lightning_module_monitor.width_check.layers import Layer, Role, Upstream
 
 
 def layer(role: Role, *fed_by: str, rate: float = 0.0, optimizer: Any = "sgd", is_homogeneous: bool = True, **others: Any) -> Layer:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_module_monitor.width_check.layers import Layer, describe, find_units, over_widths
-from lightning_module_monitor.width_check.topology import Upstream
+from lightning_module_monitor.width_check.layers import Layer, Upstream, describe, find_units, over_widths
 
 WIDTHS = (8, 16, 32)
 

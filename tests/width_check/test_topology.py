@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_module_monitor.width_check.topology import Topology, Upstream
+from lightning_module_monitor.width_check.layers import Topology, Upstream
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_f
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.opening import StepOpener
 from lightning_module_monitor.errors import ConfigError, RanksLostError
-from lightning_module_monitor.health.replicas import ReplicaWatch
+from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.access import ParameterAccess
@@ -69,7 +69,7 @@ class StepEngine:
         """Whether all ranks are known to watch the same."""
         self.ranks: Ranks | None = None
         """The processes that train together, once they have met; ``None`` where this is the only one."""
-        self._replicas = ReplicaWatch()
+        self._replicas = ReplicaAlert()
         self.has_lost_ranks = False
         """Whether another rank has left: nothing is monitored any more, and training goes on."""
         self._reference: Reference | None = None

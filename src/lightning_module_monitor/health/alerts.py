@@ -7,22 +7,35 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, Finding, Key, Record, Severity, is_context
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    LOSS,
+    RANK_DISAGREEMENT,
+    STEP_SKIPPED,
+    Finding,
+    Key,
+    Record,
+    Severity,
+    is_context,
+)
+
+if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
+    from lightning_module_monitor.statistics.spec import MetricSpec
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
-"""What may follow a finding. It is logged in any case."""
+"""Reactions to a finding, which is logged in any case."""
 
 MEDIAN_RECORDS = 50
 """Number of earlier records in a median."""
 
 Training = Literal["trained", "untrained", "frozen"]
-"""What becomes of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
+"""State of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
 
 LEAST_RECORDS = 10
 """Number of earlier records without which there is no median."""
@@ -35,9 +48,6 @@ QUIET_RECORDS = 10
 
 MAX_NAMED = 3
 """Number of keys that a finding names."""
-
-
-LOSS_KEY = f"{CONTEXT_KIND}/{LOSS}"
 
 
 class Figures(NamedTuple):
@@ -61,7 +71,7 @@ def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
 
 @dataclass(frozen=True)
 class AlertRule:
-    """A condition on recorded values, and what follows when it is met."""
+    """A condition on recorded values, and the actions when it is met."""
 
     name: str
     concerns: Callable[[Key, str], bool]
@@ -81,7 +91,7 @@ class AlertRule:
     figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
     """Makes figures of the rule's keys and their values in one record."""
     num_first: int = FIRST_RECORDS
-    """Of how many first records the largest figure is the base of ``relative_to="first"``."""
+    """Number of first records whose largest figure is the base of ``relative_to="first"``."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
     until_step: float = math.inf
@@ -89,10 +99,10 @@ class AlertRule:
     unless_loss_falls: float = math.inf
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
-    """Of keys of parameters, those that the rule is for; ``None``: all."""
+    """State of the parameters that the rule is for; ``None``: all."""
     severity: Severity = "warning"
     words: str = ""
-    """What the condition means, and what to try."""
+    """Meaning of the condition, and what to try."""
 
 
 class Fired(NamedTuple):
@@ -100,7 +110,7 @@ class Fired(NamedTuple):
 
     key: str
     words: str
-    """The figure, and what it is compared with."""
+    """The figure, and the one it is compared with."""
     since: int
     """The step of the first of the records in which the condition was met."""
 
@@ -115,16 +125,10 @@ def has_fallen(first: float, loss: float, part: float) -> bool:
 
 
 def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors by which figures changed, up or down: the larger magnitude over the smaller one.
+    """The factors by which figures changed, up or down: the larger magnitude over the smaller one; all of shape ``(n,)``.
 
-    Args:
-        value: The figures, shape ``(n,)``.
-        before: Those of the record before; NaN where there is none.
-        not_zero: The last values before that were not 0; 0 where there is none.
-
-    Returns:
-        At least 1, shape ``(n,)``. A fall to 0 is infinite. A figure that was 0 is compared with its last value that was not; where there
-        is none, and where there is no record before, the factor is 1.
+    ``before`` are the figures of the record before (NaN: none), ``not_zero`` the last ones that were not 0 (0: none). A fall to 0 is
+    infinite. A figure that was 0 is compared with ``not_zero``; where that or the record before is absent, the factor is 1.
 
     Examples:
         >>> change(*(np.array(row) for row in ([-8.0, 0.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0]))).tolist()
@@ -136,12 +140,8 @@ def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: ND
     return np.where(np.isnan(before), 1.0, factors)
 
 
-class Course:
-    """One rule over the records: the state of each of its figures.
-
-    Args:
-        rule: The rule.
-    """
+class RuleState:
+    """One rule over the records: the state of each of its figures."""
 
     def __init__(self, rule: AlertRule) -> None:
         self.rule = rule
@@ -157,15 +157,10 @@ class Course:
         counts those in which it was not since the rule fired; ``has_worked`` is whether the figure was not idle in any record."""
 
     def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
-        """Take in one record.
+        """The figures that with this record have met the condition for long enough.
 
-        Args:
-            step: Its step.
-            keys: The rule's keys in the record.
-            values: Their values, shape ``(keys,)``. A NaN meets no condition and ends a series of records that do.
-
-        Returns:
-            The figures that have met the condition for as long as they have to since this record.
+        ``keys`` are those of the rule in the record, and ``values`` theirs, shape ``(keys,)``. A NaN meets no condition and ends a series
+        of records that do.
         """
         found = self.rule.figures(keys, values)
         is_number, rows = ~np.isnan(found.values), self._rows_of(found.names)
@@ -191,18 +186,14 @@ class Course:
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
-        fired = np.flatnonzero(fires)
-        return [
-            Fired(
-                found.keys[places[one]],
-                self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one]),
-                int(after["since"][one]),
-            )
-            for one in fired.tolist()
-        ]
+        fired = []
+        for one in np.flatnonzero(fires).tolist():
+            words = self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one])
+            fired.append(Fired(found.keys[places[one]], words, int(after["since"][one])))
+        return fired
 
     def state(self) -> dict[str, tuple[Any, ...]]:
-        """What a course that goes on from here needs, in plain numbers, by name of the figure."""
+        """The state for a checkpoint, in plain numbers, by name of the figure."""
         numbers = {name: self._state[row] for name, row in self._rows.items()}
         return {
             name: tuple(part[~np.isnan(part)].tolist() if part.ndim else part.item() for part in (one[field] for field in one.dtype.names))
@@ -210,7 +201,7 @@ class Course:
         }
 
     def load(self, state: Mapping[str, tuple[Any, ...]]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore a result of :meth:`state`."""
         rows = self._rows_of(tuple(state))
         for row, (recent, first, *rest) in zip(rows, state.values(), strict=True):
             self._state[row] = (np.full_like(self._state["recent"][row], np.nan), np.full(FIRST_RECORDS, np.nan), *rest)
@@ -233,7 +224,7 @@ class Course:
         return rows
 
     def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
-        """What limits are multiples of; NaN where that is not known yet."""
+        """The base that limits are multiples of; NaN where it is not known yet."""
         if self.rule.relative_to == "median":
             is_known = (~np.isnan(state["recent"])).sum(axis=1) >= LEAST_RECORDS
             base = np.full(len(state), np.nan)
@@ -259,7 +250,7 @@ class Course:
         return is_met
 
     def _in_words(self, value: float, before: float, not_zero: float, base: float) -> str:
-        """A figure that met the condition, and what it is compared with."""
+        """A figure that met the condition, and the one it is compared with."""
         rule = self.rule
         if rule.is_unchanged:
             return f"{value:.4g} as before"
@@ -272,21 +263,17 @@ class Course:
 
 
 class Alarm(NamedTuple):
-    """A finding, and what is to follow it."""
+    """A finding, and the actions that follow it."""
 
     finding: Finding
     then: tuple[Action, ...]
 
 
 class Alerts:
-    """Judges records by rules.
-
-    Args:
-        rules: The rules.
-    """
+    """Judges records by rules."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
-        self._courses = [Course(rule) for rule in rules]
+        self._states = [RuleState(rule) for rule in rules]
         self._concerned: dict[str, list[int]] = {}
         self._first_loss: float | None = None
         self._parameters: Mapping[str, Training] = {}
@@ -294,7 +281,7 @@ class Alerts:
         """Place of each parameter in the model."""
 
     def set_parameters(self, parameters: Mapping[str, Training]) -> None:
-        """Set what becomes of parameters, by the names of their sites in the order of the model; of others nothing is known."""
+        """Set the states of parameters, by the names of their sites in the order of the model."""
         if parameters != self._parameters:
             self._parameters = parameters
             self._places = {site: place for place, site in enumerate(parameters)}
@@ -302,26 +289,26 @@ class Alerts:
 
     def alarms(self, record: Record) -> list[Alarm]:
         """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
-        if not self._courses:
+        if not self._states:
             return []
         was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
-        of_rules: list[dict[str, float]] = [{} for _course in self._courses]
+        of_rules: list[dict[str, float]] = [{} for _state in self._states]
         for key, value in record.values.items():
             if key not in self._concerned:
                 self._concerned[key] = self._rules_of(key)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
-        loss = next((value for key, value in record.values.items() if key.endswith(LOSS_KEY) and is_context(key)), math.nan)
+        loss = next((value for key, value in record.values.items() if key.endswith(f"{CONTEXT_KIND}/{LOSS}") and is_context(key)), math.nan)
         if self._first_loss is None and math.isfinite(loss):
             self._first_loss = loss
         first_loss = math.nan if self._first_loss is None else self._first_loss
         alarms = []
-        for course, values in zip(self._courses, of_rules, strict=True):
-            rule = course.rule
+        for state, values in zip(self._states, of_rules, strict=True):
+            rule = state.rule
             is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
             if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
-                fired = course.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
-                # A record has those first of which the same is recorded, and not those that are first in the model.
+                fired = state.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
+                # A record groups keys by what is recorded; findings name them in the order of the model.
                 fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
                 if fired:
                     since, key = min(one.since for one in fired), fired[0].key
@@ -334,34 +321,27 @@ class Alerts:
         """Places of the rules that are for a key."""
         parts = Key.parse(key)
         training = self._parameters.get(parts.site)
-        rules = [course.rule for course in self._courses]
+        rules = [state.rule for state in self._states]
         is_for = [rule.parameters is None or (training or "trained") == rule.parameters for rule in rules]
         return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here needs, in plain numbers and texts: of every rule the state of its figures."""
-        return {LOSS: self._first_loss} | {_conditions(course.rule): course.state() for course in self._courses}
+        """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures."""
+        return {LOSS: self._first_loss} | {_conditions(state.rule): state.state() for state in self._states}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; a rule whose conditions are others begins anew."""
+        """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
         self._first_loss = state.get(LOSS)
-        for course in self._courses:
-            course.load(state.get(_conditions(course.rule), {}))
+        for one in self._states:
+            one.load(state.get(_conditions(one.rule), {}))
+
+
+_CONDITIONS = ("name", "above", "below", "relative_to", "num_first", "until_step", "changes_by", "is_unchanged", "for_steps")
 
 
 def _conditions(rule: AlertRule) -> str:
     """Differs between rules that fire at different times."""
-    conditions = (
-        rule.above,
-        rule.below,
-        rule.relative_to,
-        rule.num_first,
-        rule.until_step,
-        rule.changes_by,
-        rule.is_unchanged,
-        rule.for_steps,
-    )
-    return repr((rule.name, *conditions))
+    return repr(tuple(getattr(rule, name) for name in _CONDITIONS))
 
 
 def matching(patterns: Iterable[re.Pattern[str]]) -> Callable[[Key, str], bool]:
@@ -390,3 +370,26 @@ def _condition(rule: AlertRule) -> str:
     words = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
     words += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
     return f"The alert is for {' or '.join(words)}."
+
+
+# Between ranks
+
+CURE = "look for what moves it on one rank alone, e.g. a parameter that the reduction of gradients leaves out"
+
+
+class ReplicaAlert:
+    """Reports once that ranks have different values of a parameter that should be the same, and again after a record without."""
+
+    def __init__(self) -> None:
+        self._is_reported = False
+
+    def examine(self, step: int, differing: Sequence[MetricSpec]) -> list[Finding]:
+        """The finding of a record, if there is one, from the specifications whose values differ, in the order of the model."""
+        was_reported, self._is_reported = self._is_reported, bool(differing)
+        if was_reported or not differing:
+            return []
+        first, num_sites = differing[0], len({spec.site for spec in differing})
+        what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
+        meaning = "Those recorded are of all ranks' elements together"
+        words = f"Ranks have different values of {what}, and should have the same. {meaning}. Try: {CURE}."
+        return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.keys()), ""), words)]

@@ -1,4 +1,4 @@
-"""The table of detectors: what each looks at, its limits, their source, and what to try.
+"""The table of detectors: the values that each judges, its limits, their source, and the cure.
 
 Those with a ``rule`` are judged record by record, while training and later on a store, by the same code. The others need the whole run: the
 report judges them.
@@ -22,35 +22,35 @@ FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "m
 of one element or a ratio to a zero."""
 
 Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
-"""Kinds and statistics. Of each entry those that are recorded first in its order are looked at, kinds before statistics."""
+"""Kinds and statistics. In each entry the first one that was recorded is judged, in the order of kinds, then of statistics."""
 
 
 @dataclass(frozen=True)
 class Detector:
-    """Something that is often wrong with a model, and how it shows."""
+    """A frequent problem of training, and its condition on recorded values."""
 
     name: str
     sources: Sources
-    """The values of training that it looks at."""
+    """The values of training that it judges."""
     formula: str
     limit: str
-    """From where on it fires, in words; ``rule`` or ``limits`` has the number."""
+    """The limit in words; ``rule`` or ``limits`` has the number."""
     source: str
     cure: str
     severity: Severity = "warning"
-    """Of a detector with a rule."""
+    """Severity of the findings of a detector with a rule."""
     rule: AlertRule | None = None
-    """Without its name, and what it concerns: the rest gives that."""
+    """Without name and keys, which the other fields give."""
     limits: Mapping[Severity, float] = field(default_factory=dict)
-    """Of a detector without."""
+    """Limits of a detector without a rule."""
     unless_loss_falls: float = math.inf
-    """Of a detector without: it does not judge a run whose loss has fallen by more than this part of the first one."""
+    """Without a rule: a run whose loss has fallen by more than this part of the first one is not judged."""
     recorded_by: str = ""
-    """The options that record what it looks at, beside ``health.watch``; empty if nothing does where it does not apply."""
+    """The options that record the values, beside ``health.watch``; empty if they are recorded wherever they exist."""
 
     @property
     def needs(self) -> str:
-        """The options that record what it looks at."""
+        """The options that record the values that it judges."""
         return f"health: {{watch: {self.name}}}" if self.rule is not None else self.recorded_by
 
     @property
@@ -93,7 +93,7 @@ def _is_weight(keys: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Of every weight and the three before it the largest value, over the largest one of all.
+    """The largest value of every weight and the three before it, over the largest one of all.
 
     What reaches a weight reaches those before it: the gradients of queries and keys alone are tiny where attention is still uniform. Zeros
     are left out, as a weight without any gradient has not faded, and biases: in front of BatchNorm one gets no more than what rounding
@@ -122,7 +122,7 @@ def totals(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     return Figures(tuple(places), norms, largest, is_there=np.isfinite(norms) & (norms > 0))
 
 
-NEXT_TO_NONE = 1e-4
+NEGLIGIBLE = 1e-4
 """A gradient whose norm is below this part of the largest one moves little: its parameter may stay as it is."""
 
 
@@ -137,17 +137,17 @@ def _parameters_and_gradients(keys: tuple[str, ...]) -> tuple[NDArray[np.intp], 
 
 
 def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """The norm of every parameter but those whose gradient is next to none; nothing of a step without any gradient."""
+    """The norm of every parameter whose gradient is not negligible; no figure for a step without any gradient."""
     places, own, named = _parameters_and_gradients(keys)
     gradients = values[_of_kinds(keys).get("gradient", np.empty(0, np.intp))]
-    least = NEXT_TO_NONE * gradients[np.isfinite(gradients)].max(initial=0.0)
+    least = NEGLIGIBLE * gradients[np.isfinite(gradients)].max(initial=0.0)
     # Without any gradient, training_step left the batch out.
     is_there = np.where(own < 0, math.inf, values[own]) > least if len(gradients) else np.zeros(len(places), bool)
     return Figures(named, values[places], named, is_there, is_idle=own < 0)
 
 
 def over_the_first(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every size over that of the first module, or over 1 where that is smaller; one that is 0 or not finite is left out."""
+    """Every size over that of the first module, or over 1 where that is smaller; zero and non-finite sizes are left out."""
     is_size = np.isfinite(values) & (values > 0)
     first = max(values[is_size][0], 1.0) if is_size.any() else 1.0
     return Figures(keys, values / first, keys, is_there=is_size)
@@ -159,7 +159,7 @@ def positive(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
 
 
 def _nothing(_parts: Key, _key: str) -> bool:
-    """Stands where a detector puts what it concerns."""
+    """Placeholder for the keys that a detector concerns."""
     return False
 
 
@@ -408,4 +408,4 @@ DETECTORS = {
 """Detector by name, which is the name of its findings."""
 
 BUILT_IN = {name: one for name, one in DETECTORS.items() if one.rule is not None}
-"""Those that ``health.watch`` may name."""
+"""Detectors that ``health.watch`` may name."""

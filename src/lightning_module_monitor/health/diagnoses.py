@@ -1,4 +1,4 @@
-"""From findings to diagnoses: causes before their symptoms, at most three."""
+"""Diagnoses: the causes that explain findings, at most three."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.health.replicas import CURE
+from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 MAX_DIAGNOSES = 3
@@ -14,7 +14,7 @@ MAX_DIAGNOSES = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is likely wrong with a run, and what to try.
+    """A likely cause of findings, and what to try.
 
     Attributes:
         name: Of the cause, e.g. ``learning_rate``.
@@ -224,14 +224,7 @@ CAUSES = (
 
 
 def diagnose(findings: Iterable[Finding]) -> Diagnoses:
-    """Order findings into causes and what follows from them.
-
-    Args:
-        findings: Those of training, or of the verdict on a stored run.
-
-    Returns:
-        The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``.
-    """
+    """The causes that no other one explains, in the order of their first steps; at most ``MAX_DIAGNOSES``."""
     rest = sorted(findings, key=lambda one: one.first_step)
     diagnoses = Diagnoses()
     while rest and len(diagnoses) < MAX_DIAGNOSES:
@@ -251,7 +244,7 @@ def diagnose(findings: Iterable[Finding]) -> Diagnoses:
 
 
 def _root(candidates: Sequence[tuple[Cause, list[Finding]]]) -> tuple[Cause, list[Finding]]:
-    """Of the candidates that no other one explains the one that began first; of two in the same step, an error."""
+    """The first of the candidates that no other one explains; an error precedes a warning of the same step."""
 
     def is_explained(place: int) -> bool:
         shown = candidates[place][1][0]

@@ -10,8 +10,8 @@ from typing import cast
 
 from torch import nn
 
-from lightning_module_monitor.config import Rule, as_tuple, options_of, parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.config import Rule, as_tuple, check_choice, options_of, parse_patterns
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
 from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING
 from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
@@ -22,7 +22,7 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 
 ALL = "all"
 CHEAP = tuple(name for name in BUILT_IN if name != "entropy_collapse")
-"""The watches that record what they need beside the default rules: to observe attention costs more."""
+"""The watches that record their values beside the default rules: to observe attention costs more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -87,7 +87,7 @@ class ParsedHealth:
     nonfinite: str
     watches: tuple[str, ...]
     recorded: tuple[str, ...]
-    """Those of the watches that record what they need."""
+    """The watches that record the values they need."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
@@ -107,12 +107,7 @@ class ParsedHealth:
 
 
 def parse_health(health: object, alerts: Sequence[object], *, has_default_rules: bool) -> ParsedHealth:
-    """Check the options.
-
-    Args:
-        health: The option ``health``.
-        alerts: The option ``alerts``.
-        has_default_rules: Whether the user gave no rules: then the watches record what they need, where that is cheap.
+    """Check the options. Where the user gave no rules (``has_default_rules``), the watches record what they need, if that is cheap.
 
     Raises:
         ConfigError: If a value is wrong.
@@ -120,9 +115,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     if health is None or isinstance(health, bool):
         health = Health() if health is not False else Health(nonfinite=IGNORE, watch=[])
     health = options_of(Health, health, "health", "{nonfinite: always}")
-    if health.nonfinite not in NONFINITE:
-        near = nearest(health.nonfinite, NONFINITE) if isinstance(health.nonfinite, str) else "."
-        raise ConfigError(f"health.nonfinite is {health.nonfinite!r}; expected {', '.join(NONFINITE)}{near}")
+    check_choice(health.nonfinite, NONFINITE, f"health.nonfinite is {health.nonfinite!r}")
     if not isinstance(health.snapshot, bool):
         raise ConfigError(f"health.snapshot is {health.snapshot!r}; expected true or false.")
     if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
@@ -130,9 +123,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
         raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
     watches = (ALL,) if health.watch is None else as_tuple(health.watch)
     for watch in watches:
-        if not isinstance(watch, str) or watch not in WATCH:
-            near = nearest(watch, WATCH) if isinstance(watch, str) else "."
-            raise ConfigError(f"health.watch {watch!r} is not a watch; expected {', '.join(WATCH)}{near}")
+        check_choice(watch, WATCH, f"health.watch {watch!r} is not a watch")
     watches = tuple(BUILT_IN) if ALL in watches else tuple(dict.fromkeys(watches))
     recorded = watches if health.watch is not None else CHEAP if has_default_rules else ()
     then = _parse_actions(health.then, "health.then")
@@ -146,7 +137,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
-    """The rules that record what built-in watches look at, where the model has it."""
+    """The rules that record the values of built-in watches, where the model has them."""
     rules = {
         "dead_units": [Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction")],
         "saturation": [
@@ -207,6 +198,5 @@ def _parse_count(value: object, label: str) -> int:
 def _parse_actions(then: object, label: str) -> tuple[Action, ...]:
     actions = as_tuple(then)
     for action in actions:
-        if action not in ACTIONS:
-            raise ConfigError(f"{label} {action!r} is unknown; expected {', '.join(ACTIONS)}{nearest(str(action), ACTIONS)}")
+        check_choice(action, ACTIONS, f"{label} {action!r} is unknown")
     return cast("tuple[Action, ...]", actions)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Gradient, Observed
+from lightning_module_monitor.probes.nonfinite import NO_CALL, Observed
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 
 @dataclass(frozen=True)
 class Producer:
-    """What made the first non-finite value, as one rank observed it."""
+    """The source of the first non-finite value, as one rank observed it."""
 
     site: str
     """The module; ``_root_`` for the LightningModule's own code, and for the batch."""
@@ -37,214 +36,177 @@ HUGE = 1e5
 """Magnitudes beyond this, next to a value that is not finite, have grown there."""
 
 
-class _Named(NamedTuple):
-    """A part of the evidence."""
+class _Evidence(NamedTuple):
+    """A part of the evidence: words, and the magnitude that they name."""
 
     words: str = ""
     magnitude: float = 0.0
-    """The magnitude that the words name."""
-
-
-def _cause(*parts: _Named) -> str:
-    return "learning_rate" if any(part.magnitude > HUGE for part in parts) else ""
 
 
 def producer(observed: Observed | None) -> Producer | None:
-    """Find the first non-finite value of a step, and what made it.
+    """The module that made the first non-finite value of a step (``observed``; ``None`` if all of it was finite).
 
-    Args:
-        observed: What was observed in the step; ``None`` if all of it was finite.
-
-    Returns:
-        The producer. ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, say.
+    ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, for example.
     """
     if observed is None:
         return None
-    for micro_batch in range(len(observed.passes)):
-        found = _forward(observed, micro_batch) or _backward(observed, micro_batch)
-        if found is not None:
-            return found
-    return None
-
-
-# Forward
-
-
-def _forward(observed: Observed, micro_batch: int) -> Producer | None:
-    """The first call with finite inputs and a non-finite output that later modules did not mask."""
-    calls = observed.passes[micro_batch].calls
-    suspect = None  # its infinities were masked, but code may have used them elsewhere too
-    for place, call in enumerate(calls):
-        given = _given(observed, call)
-        if given != UNKNOWN and _is_passed_on(observed, calls, place):
-            return suspect or _code_before(observed, micro_batch, place, given)
-        if not observed.is_bad(call.output) or _stays_within(observed, calls, place):
-            continue
-        mask = next(filter(observed.is_bad, call.others), UNKNOWN)
-        found = _own(observed, micro_batch, place) if mask == UNKNOWN else _code_before(observed, micro_batch, place, mask)
-        if _is_taken_out(observed, calls, place):
-            suspect = suspect or found
-            continue
-        is_certain = call.entered == NO_CALL and call.input != UNKNOWN and not observed.is_bad(call.input) and mask == UNKNOWN
-        return found if is_certain else suspect or found
-    loss = observed.passes[micro_batch].loss
-    if observed.is_bad(loss):
-        kind = kind_of(observed.values[loss])
-        words = (
-            f"All modules' outputs are finite, and the loss is {kind}: the LightningModule's own code has made that of them and the batch."
-        )
-        return suspect or Producer(ROOT, True, micro_batch, len(calls), words)
-    return None
-
-
-def _given(observed: Observed, call: Call) -> int:
-    """Place of a non-finite input that code made; infinities beside the first tensor may be a mask. ``UNKNOWN``: there is none."""
-    nans = (place for place in call.others if math.isnan(observed.values[place]))
-    return call.input if call.is_new and observed.is_bad(call.input) else next(nans, UNKNOWN)
-
-
-def _stays_within(observed: Observed, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call returned infinities, and the module that called it returned finite values."""
-    caller = calls[place].caller
-    if caller == NO_CALL or math.isnan(observed.values[calls[place].output]):
-        return False
-    starts = (number for number in reversed(range(place)) if calls[number].site == caller and calls[number].output == UNKNOWN)
-    start = next(starts, None)
-    returns = [call for call in calls if start is not None and call.entered == start]
-    return bool(returns) and not any(observed.is_bad(call.output) for call in returns)
-
-
-def _is_taken_out(observed: Observed, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
-    if math.isnan(observed.values[calls[place].output]):
-        return False
-    users = (number for number in range(place + 1, len(calls)) if observed.is_bad(calls[number].input))
-    user = next(users, None)
-    return user is not None and not _is_passed_on(observed, calls, user)
-
-
-def _is_passed_on(observed: Observed, calls: Sequence[Call], place: int) -> bool:
-    """Whether a call with a non-finite input has a non-finite output."""
-    if calls[place].output != UNKNOWN:
-        return observed.is_bad(calls[place].output)
-    returns = [call for call in calls if call.entered == place]
-    return not returns or any(observed.is_bad(call.output) for call in returns)
-
-
-def _code_before(observed: Observed, micro_batch: int, place: int, given: int) -> Producer:
-    """Code between modules, or the batch, made the input of a call at the place ``given``."""
-    calls = observed.passes[micro_batch].calls
-    call = calls[place]
-    kind, name = kind_of(observed.values[given]), observed.sites[call.site].name
-    before = _last_output(observed, calls[:place])
-    if call.caller == NO_CALL:
-        origin = (
-            f"{name} was given {kind}, and all before it is finite{before.words}"
-            if place
-            else f"The first module of the pass, {name}, was given {kind}"
-        )
-        words = f"{origin}: the batch has it, or the LightningModule's own code before it."
-        return Producer(ROOT, True, micro_batch, place, words, cause=_cause(before))
-    where = observed.sites[call.caller].name
-    words = f"Code in the forward of {where}, between its modules, has made {kind} of what is finite{before.words}, and gives it to {name}."
-    weights, number = _weights_named(observed, where), _calls_before(calls, place, call.caller, observed)
-    return Producer(where, True, micro_batch, place, words + weights.words, number, cause=_cause(before, weights))
-
-
-def _own(observed: Observed, micro_batch: int, place: int) -> Producer:
-    """A module with finite inputs returned a non-finite output."""
-    calls = observed.passes[micro_batch].calls
-    call, name = calls[place], observed.sites[calls[place].site].name
-    kind = kind_of(observed.values[call.output])
-    bad = {key: value for key, value in _weights_of(observed, name).items() if not math.isfinite(value)}
-    given = _Named()
-    if bad:
-        listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-        words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
-    elif call.entered != NO_CALL:
-        given = _last_output(observed, calls[:place])
-        words = f"Its own code, after its modules, has made {kind} of what is finite{given.words}."
-    else:
-        given = _largest_magnitude(observed, call.input, "") if call.input != UNKNOWN else given
-        words = f"Its input is finite{given.words}, and its output has {kind}."
-    weights, number = _weights_named(observed, name), _calls_before(calls, place, call.site, observed)
-    cause = _cause(given, weights) or ("update" if bad else "")
-    return Producer(name, True, micro_batch, place, words + weights.words, number, cause=cause)
-
-
-def _calls_before(calls: Sequence[Call], place: int, site: int, observed: Observed) -> int:
-    """How often a module was called before this call, in its micro-batch."""
-    is_leaf = site != NO_CALL and next(observed.sites[site].module.children(), None) is None
-    starts = [call for call in calls[: place + 1] if call.site == site and not call.is_further and (is_leaf or call.entered == NO_CALL)]
-    return max(len(starts) - 1, 0)
-
-
-def _last_output(observed: Observed, calls: Sequence[Call]) -> _Named:
-    last = next((call for call in reversed(calls) if call.output != UNKNOWN), None)
-    if last is None:
-        return _Named()
-    magnitude = observed.values[last.output]
-    return _Named(f" (last the output of {observed.sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
-
-
-def _largest_magnitude(observed: Observed, place: int, where: str) -> _Named:
-    magnitude = observed.values[place]
-    return _Named(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)
-
-
-# Backward
-
-
-def _backward(observed: Observed, micro_batch: int) -> Producer | None:
-    """The module whose backward pass made the first non-finite gradient of finite ones."""
-    calls, gradients = observed.passes[micro_batch].calls, observed.passes[micro_batch].gradients
-    place, first = next(((place, one) for place, one in enumerate(gradients) if observed.is_bad(one.place)), (0, None))
-    if first is None:
-        return None
-    call, kind = calls[first.call], kind_of(observed.values[first.place])
-    name = observed.sites[call.site].name
-    behind = first.call if first.of_input else _user_of(calls, first.call)
-    if behind is not None:
-        name = observed.sites[calls[behind].site].name
-        arrived, weights = _arrived(observed, gradients, behind), _weights_named(observed, name)
-        words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}.{weights.words}"
-        number = _calls_before(calls, behind, calls[behind].site, observed)
-        return Producer(name, False, micro_batch, place, words, number, cause=_cause(arrived, weights))
-    after = next((one for one in calls[first.call + 1 :] if one.is_new or one.entered != NO_CALL), None)
-    if after is None:
-        words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
-        return Producer(ROOT, False, micro_batch, place, words)
-    owner = after.site if after.entered != NO_CALL else after.caller
-    where = ROOT if owner == NO_CALL else observed.sites[owner].name
-    words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
-    weights = _weights_named(observed, where)
-    return Producer(where, False, micro_batch, place, words + weights.words, cause=_cause(weights))
-
-
-def _user_of(calls: Sequence[Call], place: int) -> int | None:
-    """The call of a module without submodules whose input is a call's output, unchanged; ``None`` if code used it."""
-    users = (number for number, call in enumerate(calls) if number > place and call.input == calls[place].output and call.output != UNKNOWN)
-    return next(users, None)
-
-
-def _arrived(observed: Observed, gradients: Sequence[Gradient], place: int) -> _Named:
-    at_output = next((one for one in gradients if one.call == place and not one.of_input), None)
-    return _Named() if at_output is None else _largest_magnitude(observed, at_output.place, " at the output")
-
-
-# Words
-
-
-def _weights_of(observed: Observed, name: str) -> dict[str, float]:
-    """Largest magnitudes of the parameters of a module, and of those within it."""
-    return {key: value for key, value in observed.weights.items() if name != ROOT and key.startswith(f"{name}.")}
-
-
-def _weights_named(observed: Observed, name: str) -> _Named:
-    largest = max((value for value in _weights_of(observed, name).values() if math.isfinite(value)), default=None)
-    return _Named() if largest is None else _Named(f" The largest magnitude of its weights is {largest:.4g}.", largest)
+    searches = (_Search(observed, micro_batch) for micro_batch in range(len(observed.passes)))
+    return next(filter(None, (search.forward() or search.backward() for search in searches)), None)
 
 
 def kind_of(value: float) -> str:
     """A non-finite largest magnitude in a word."""
     return "NaN" if math.isnan(value) else "infinity"
+
+
+class _Search:
+    """The search in one micro-batch. ``place`` is the index of a call."""
+
+    def __init__(self, observed: Observed, micro_batch: int) -> None:
+        self._sites, self._values, self._weights = observed.sites, observed.values, observed.weights
+        self._is_bad = observed.is_bad
+        self._micro_batch = micro_batch
+        self._calls, self._gradients = observed.passes[micro_batch].calls, observed.passes[micro_batch].gradients
+        self._loss = observed.passes[micro_batch].loss
+
+    # Forward
+
+    def forward(self) -> Producer | None:
+        """The first call with finite inputs and a non-finite output that later modules did not mask."""
+        suspect = None  # its infinities were masked, but code may have used them elsewhere too
+        for place, call in enumerate(self._calls):
+            nans = (one for one in call.others if math.isnan(self._values[one]))
+            # A non-finite input that code made; infinities beside the first tensor may be a mask.
+            given = call.input if call.is_new and self._is_bad(call.input) else next(nans, UNKNOWN)
+            if given != UNKNOWN and self._is_passed_on(place):
+                return suspect or self._code_before(place, given)
+            if not self._is_bad(call.output) or self._stays_within(place):
+                continue
+            mask = next(filter(self._is_bad, call.others), UNKNOWN)
+            found = self._module(place) if mask == UNKNOWN else self._code_before(place, mask)
+            if self._is_masked(place):
+                suspect = suspect or found
+                continue
+            is_certain = call.entered == NO_CALL and call.input != UNKNOWN and not self._is_bad(call.input) and mask == UNKNOWN
+            return found if is_certain else suspect or found
+        if self._is_bad(self._loss):
+            outcome = f"All modules' outputs are finite, and the loss is {kind_of(self._values[self._loss])}"
+            words = f"{outcome}: the LightningModule's own code has made that of them and the batch."
+            return suspect or self._producer(ROOT, len(self._calls), words)
+        return None
+
+    def _stays_within(self, place: int) -> bool:
+        """Whether a call returned infinities, and the module that called it returned finite values."""
+        call, calls = self._calls[place], self._calls
+        if call.caller == NO_CALL or math.isnan(self._values[call.output]):
+            return False
+        starts = (number for number in reversed(range(place)) if calls[number].site == call.caller and calls[number].output == UNKNOWN)
+        start = next(starts, None)
+        returns = [one for one in calls if start is not None and one.entered == start]
+        return bool(returns) and not any(self._is_bad(one.output) for one in returns)
+
+    def _is_masked(self, place: int) -> bool:
+        """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
+        if math.isnan(self._values[self._calls[place].output]):
+            return False
+        user = next((number for number in range(place + 1, len(self._calls)) if self._is_bad(self._calls[number].input)), None)
+        return user is not None and not self._is_passed_on(user)
+
+    def _is_passed_on(self, place: int) -> bool:
+        """Whether a call with a non-finite input has a non-finite output."""
+        if self._calls[place].output != UNKNOWN:
+            return self._is_bad(self._calls[place].output)
+        returns = [call for call in self._calls if call.entered == place]
+        return not returns or any(self._is_bad(call.output) for call in returns)
+
+    def _code_before(self, place: int, given: int) -> Producer:
+        """Code between modules, or the batch, made the input of a call that is at the place ``given`` of the values."""
+        call = self._calls[place]
+        kind, name, before = kind_of(self._values[given]), self._sites[call.site].name, self._last_output(place)
+        if call.caller == NO_CALL:
+            first = f"The first module of the pass, {name}, was given {kind}"
+            origin = f"{name} was given {kind}, and all before it is finite{before.words}" if place else first
+            return self._producer(ROOT, place, f"{origin}: the batch has it, or the LightningModule's own code before it.", before)
+        where = self._sites[call.caller].name
+        code = f"Code in the forward of {where}, between its modules"
+        words = f"{code}, has made {kind} of what is finite{before.words}, and gives it to {name}."
+        return self._producer(where, place, words, before, call=self._calls_before(place, call.caller))
+
+    def _module(self, place: int) -> Producer:
+        """A module with finite inputs returned a non-finite output."""
+        call, name = self._calls[place], self._sites[self._calls[place].site].name
+        kind = kind_of(self._values[call.output])
+        bad = {key: value for key, value in self._weights_of(name).items() if not math.isfinite(value)}
+        given = _Evidence()
+        if bad:
+            listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
+            words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
+        elif call.entered != NO_CALL:
+            given = self._last_output(place)
+            words = f"Its own code, after its modules, has made {kind} of what is finite{given.words}."
+        else:
+            given = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else given
+            words = f"Its input is finite{given.words}, and its output has {kind}."
+        return self._producer(name, place, words, given, call=self._calls_before(place, call.site), cause="update" if bad else "")
+
+    # Backward
+
+    def backward(self) -> Producer | None:
+        """The module whose backward pass made the first non-finite gradient of finite ones."""
+        place, first = next(((place, one) for place, one in enumerate(self._gradients) if self._is_bad(one.place)), (0, None))
+        if first is None:
+            return None
+        call, kind = self._calls[first.call], kind_of(self._values[first.place])
+        # The call whose input it is, unchanged; none if code used it.
+        later = range(first.call + 1, len(self._calls))
+        users = (number for number in later if self._calls[number].input == call.output and self._calls[number].output != UNKNOWN)
+        behind = first.call if first.of_input else next(users, None)
+        if behind is not None:
+            site = self._calls[behind].site
+            at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
+            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.place, " at the output")
+            words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
+            number = self._calls_before(behind, site)
+            return self._producer(self._sites[site].name, place, words, arrived, call=number, is_forward=False)
+        name = self._sites[call.site].name
+        after = next((one for one in self._calls[first.call + 1 :] if one.is_new or one.entered != NO_CALL), None)
+        if after is None:
+            words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
+            return self._producer(ROOT, place, words, is_forward=False)
+        owner = after.site if after.entered != NO_CALL else after.caller
+        where = ROOT if owner == NO_CALL else self._sites[owner].name
+        words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
+        return self._producer(where, place, words, is_forward=False)
+
+    # Evidence
+
+    def _producer(
+        self, site: str, place: int, words: str, *evidence: _Evidence, call: int = 0, is_forward: bool = True, cause: str = ""
+    ) -> Producer:
+        largest = max((value for value in self._weights_of(site).values() if math.isfinite(value)), default=None)
+        if largest is not None:
+            words += f" The largest magnitude of its weights is {largest:.4g}."
+        if any(part.magnitude > HUGE for part in evidence) or (largest or 0.0) > HUGE:
+            cause = "learning_rate"
+        return Producer(site, is_forward, self._micro_batch, place, words, call, cause=cause)
+
+    def _weights_of(self, name: str) -> dict[str, float]:
+        """Largest magnitudes of the parameters of a module, and of those within it."""
+        return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
+
+    def _calls_before(self, place: int, site: int) -> int:
+        """How often a module was called before this call, in its micro-batch."""
+        is_leaf = site != NO_CALL and next(self._sites[site].module.children(), None) is None
+        calls = [call for call in self._calls[: place + 1] if call.site == site and not call.is_further]
+        return max(sum(is_leaf or call.entered == NO_CALL for call in calls) - 1, 0)
+
+    def _last_output(self, place: int) -> _Evidence:
+        last = next((call for call in reversed(self._calls[:place]) if call.output != UNKNOWN), None)
+        if last is None:
+            return _Evidence()
+        magnitude = self._values[last.output]
+        return _Evidence(f" (last the output of {self._sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
+
+    def _largest_magnitude(self, place: int, where: str) -> _Evidence:
+        magnitude = self._values[place]
+        return _Evidence(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)

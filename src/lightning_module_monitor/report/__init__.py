@@ -1,1 +1,1 @@
-"""What a store says of a run: a verdict, in the terminal and on a page, and the page with all of it to look at."""
+"""Reports on stored runs: the verdict, and the HTML page with charts."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_module_monitor.report.arrays import late, typical
-from lightning_module_monitor.report.run import Run
+from lightning_module_monitor.errors import ConfigError, nearest_pattern
+from lightning_module_monitor.record import is_undefined
+from lightning_module_monitor.report.run import Run, late, typical
+from lightning_module_monitor.sinks.store.reader import StoreReader
 
 NEGLIGIBLE = 1e-3
-"""Of the median magnitude of a kind's statistic over the sites of both runs."""
+"""Fraction of the median magnitude of a kind's statistic over the sites of both runs."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,16 @@ class Change:
         """How many times larger it is; NaN where one is zero or the signs differ."""
         return self.after / self.before if self.before * self.after > 0 else np.nan
 
+    @property
+    def distance(self) -> float:
+        """Magnitude of the factor's logarithm: infinite where one is zero, 0 where the signs differ, as those of a mean near zero do."""
+        if self.before * self.after < 0:
+            return 0.0
+        return float("inf") if np.isnan(self.factor) else float(abs(np.log(self.factor)))
+
 
 def match(runs: Sequence[Run]) -> list[Match]:
-    """Match the sites of each kind by name.
-
-    Args:
-        runs: Two or more.
-
-    Returns:
-        One entry for each kind that one of them has.
-    """
+    """Match the sites of each kind that one of the runs has by name."""
     kinds = dict.fromkeys(table.kind for run in runs for table in run.tables)
     matches = []
     for kind in kinds:
@@ -67,14 +70,8 @@ def match(runs: Sequence[Run]) -> list[Match]:
 def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
     """The series of both runs with the largest factors between them: one statistic for each kind and site.
 
-    Args:
-        before: The run that is compared with.
-        after: The run that is compared.
-        most: Largest number of series.
-
-    Returns:
-        Series whose late medians differ, the largest factors first; they are infinite where one is zero. What is negligible beside
-        other sites in both runs is left out: noise of a layer that does nothing has the largest factors.
+    At most ``most`` series whose late medians differ, the largest factors first; they are infinite where one is zero. A series that is
+    negligible beside other sites in both runs is left out: noise of a layer that does nothing has the largest factors.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
     changes: dict[tuple[str, str], Change] = {}
@@ -83,31 +80,18 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         if other is None:
             continue
         own, others_sizes = typical(late(table.values)), typical(late(other.values))
-        least = NEGLIGIBLE * _median_magnitude(np.concatenate([own, others_sizes]))
+        magnitudes = np.abs(np.concatenate([own, others_sizes]))
+        magnitudes = magnitudes[np.isfinite(magnitudes) & (magnitudes != 0)]
+        least = NEGLIGIBLE * float(np.median(magnitudes)) if magnitudes.size else 0.0
         sizes = dict(zip(other.sites, others_sizes.tolist(), strict=True))
         for site, size in zip(table.sites, own.tolist(), strict=True):
-            if (
-                site in sizes
-                and np.isfinite([size, sizes[site]]).all()
-                and size != sizes[site]
-                and max(abs(size), abs(sizes[site])) > least
-            ):
-                change = Change(table.kind, site, table.statistic, size, sizes[site])
+            both = size, sizes.get(site, np.nan)
+            if np.isfinite(both).all() and size != both[1] and max(map(abs, both)) > least:
+                change = Change(table.kind, site, table.statistic, *both)
                 known = changes.setdefault((table.kind, site), change)
-                if _distance(change) > _distance(known):
+                if change.distance > known.distance:
                     changes[table.kind, site] = change
-    return sorted(changes.values(), key=_distance, reverse=True)[:most]
-
-
-def _median_magnitude(sizes: NDArray[np.float64]) -> float:
-    magnitudes = np.abs(sizes[np.isfinite(sizes) & (sizes != 0)])
-    return float(np.median(magnitudes)) if magnitudes.size else 0.0
-
-
-def _distance(change: Change) -> float:
-    if change.before * change.after < 0:  # a mean that is near zero changes its sign for nothing
-        return 0.0
-    return float("inf") if np.isnan(change.factor) else float(abs(np.log(change.factor)))
+    return sorted(changes.values(), key=lambda change: change.distance, reverse=True)[:most]
 
 
 def differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -125,3 +109,63 @@ def as_text(value: object) -> str:
     if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
         return "\n".join(json.dumps(one) for one in value)
     return json.dumps(value)
+
+
+# Series that differ by more than a factor, for a check in continuous integration
+
+
+class Level(NamedTuple):
+    """The size of a series at the end of a run."""
+
+    median: float
+    """Over the last quarter of the records, of finite values; NaN if there is none."""
+    is_finite: bool
+    """Whether all of these values are finite."""
+
+
+class Difference(NamedTuple):
+    """A series of two runs."""
+
+    key: str
+    before: Level
+    after: Level
+
+    def exceeds(self, ratio: float) -> bool:
+        """Whether one level is more than ``ratio`` times the other; also where their signs differ, or only one run is finite."""
+        if self.before.is_finite != self.after.is_finite:
+            return True
+        one, other = self.before.median, self.after.median
+        return one * other < 0 or max(abs(one), abs(other)) > ratio * min(abs(one), abs(other))
+
+    def __str__(self) -> str:
+        factor = self.after.median / self.before.median if self.before.median else np.inf
+        notes = {"not finite before": self.before.is_finite, "not finite after": self.after.is_finite}
+        note = ", ".join(name for name, is_finite in notes.items() if not is_finite) or f"x {factor:.3g}"
+        return f"{self.key}: {self.before.median:.4g} -> {self.after.median:.4g} ({note})"
+
+
+def compare_series(before: StoreReader, after: StoreReader, patterns: Sequence[re.Pattern[str]]) -> list[Difference]:
+    """The series of both runs whose key a pattern matches as a whole.
+
+    Raises:
+        ConfigError: If a pattern matches none.
+    """
+    common = set(before.keys()) & set(after.keys())
+    for pattern in patterns:
+        if not any(map(pattern.fullmatch, common)):
+            runs, near = f"{before.path} and {after.path}", nearest_pattern(pattern.pattern, common)
+            raise ConfigError(f"--fail-on {pattern.pattern!r} matches none of the {len(common)} keys of {runs}{near}")
+    matched = {key for key in common if any(pattern.fullmatch(key) for pattern in patterns)}
+    levels = dict(_levels(after, matched))
+    return [Difference(key, level, levels[key]) for key, level in _levels(before, matched)]
+
+
+def _levels(store: StoreReader, keys: Collection[str]) -> Iterator[tuple[str, Level]]:
+    """Some series with their levels, in the order of the store."""
+    for kind in store.kinds():
+        matrix = store.matrix(kind)
+        for column, key in enumerate(matrix.keys):
+            if (name := key.format()) in keys:
+                recorded = matrix.values[matrix.is_recorded[:, column], column]
+                last = late(recorded[~is_undefined(recorded)][np.newaxis])
+                yield name, Level(float(typical(last)[0]), bool(np.isfinite(last).all()))

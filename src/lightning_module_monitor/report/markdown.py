@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import islice
 
 import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, Finding, ModuleInfo
-from lightning_module_monitor.report.arrays import early, late, typical
-from lightning_module_monitor.report.findings import LEVELS, Verdict
-from lightning_module_monitor.report.run import Run, Table
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
+from lightning_module_monitor.report.run import Run, early, late, typical
+from lightning_module_monitor.report.verdict import LEVELS, Verdict
+from lightning_module_monitor.sinks.store.matrices import Table
 
 MAX_FINDINGS = 5
 """Limit of the findings that are shown of one name."""
 MAX_SERIES = 12
-"""Limit of the series whose values are shown."""
+"""Limit of the series that are shown."""
 MAX_MODULES = 50
 """Limit of the modules that are shown."""
 MAX_STEPS = 8
@@ -80,13 +80,7 @@ def as_json(run: Run, verdict: Verdict) -> str:
 
 
 def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> str:
-    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with.
-
-    Args:
-        run: The run.
-        verdict: The verdict on it.
-        modules: The modules of its model.
-    """
+    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with."""
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them recorded" if steps else "no steps"
     version = f"lightning-module-monitor {run.attributes['package_version']}"
@@ -97,7 +91,7 @@ def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> st
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
     if verdict.findings:
-        parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict.findings))]
+        parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict))]
     shown = list(islice(_series(run, verdict), MAX_SERIES))
     if shown:
         places = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
@@ -110,8 +104,8 @@ def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> st
         header = ["module", "type", "parameters", "output shape", "output dtype"]
         parts += [f"## Model: {counted(len(modules), 'module')}", _table(header, _rows_of(modules))]
     parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
-    first = next((table for table in run.tables), None)
-    if first is not None:
+    if run.tables:
+        first = run.tables[0]
         key = first.name._replace(site=first.sites[0]).format()
         parts += [QUERIES.format(path=run.path, key=key, kind=first.kind, statistic=first.statistic)]
     return "\n\n".join(parts)
@@ -127,13 +121,12 @@ def _diagnoses(verdict: Verdict) -> list[str]:
     return texts
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[Sequence[str]]:
-    for (severity, name), group in groupby(findings, key=lambda one: (one.severity, one.name)):
-        of_name = list(group)
-        for one in of_name[:MAX_FINDINGS]:
-            yield LEVELS[severity], name, one.kind, one.site, str(one.step), one.words
-        if len(of_name) > MAX_FINDINGS:
-            yield LEVELS[severity], name, "", f"and {len(of_name) - MAX_FINDINGS} more", "", ""
+def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
+    for level, name, findings in verdict.problems:
+        for one in findings[:MAX_FINDINGS]:
+            yield level, name, one.kind, one.site, str(one.step), one.words
+        if len(findings) > MAX_FINDINGS:
+            yield level, name, "", f"and {len(findings) - MAX_FINDINGS} more", "", ""
 
 
 def _series(run: Run, verdict: Verdict) -> Iterator[tuple[str, Table, int]]:

@@ -20,11 +20,12 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.payload import Payload
-from lightning_module_monitor.report.run import Run, Table, read_run
+from lightning_module_monitor.report.run import Run, read_run
 from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.sinks.store.rewrite import whole_file
 from lightning_module_monitor.version import __version__
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
@@ -84,16 +85,12 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
         **_context(runs, payload),
         style=safe(_asset("page.css")),
         scripts=[safe(script) for script in scripts],
-        payload=safe(_json_in_html(payload)),
+        # No browser takes it for markup.
+        payload=safe(json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")),
         policy=_policy(scripts),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(html, encoding="utf-8", newline="\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -101,18 +98,11 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
-def _json_in_html(payload: object) -> str:
-    """JSON that no browser takes for markup."""
-    return json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _policy(scripts: Sequence[str]) -> str:
-    """What the page may load and run: nothing from anywhere, and these scripts only, whatever a name or an option holds."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    of_scripts = " ".join(f"'sha256-{one}'" for one in hashes)
-    return (
-        f"default-src 'none'; script-src {of_scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
+    """The content security policy: the page loads nothing, and runs these scripts only, whatever a name or an option holds."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {hashes}; {rest}"
 
 
 def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
@@ -132,12 +122,12 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
 
 
 def _in_words(module: ModuleInfo) -> str:
-    """What a module is, for a line: ``Linear, output [32, 64] float32``."""
+    """A module in a line: ``Linear, output [32, 64] float32``."""
     return module.type + (f", output {[*module.output_shape]} {module.output_dtype}" if module.output_shape is not None else "")
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """What tells paths apart, without what all have at their beginnings and ends.
+    """The parts of paths that differ, without common beginnings and ends.
 
     >>> distinct_names(["runs/a/version_0/monitor.h5", "runs/b/version_0/monitor.h5"])
     ['a', 'b']
@@ -145,24 +135,23 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).with_suffix("").parts for path in paths]
     if len(paths) == 1:
         return [Path(paths[0]).name]
-    start, end = _num_common(parts), _num_common([part[::-1] for part in parts])
-    for stop in (-end or None, None):  # a path that goes on where another one ends has nothing of its own
+
+    def num_common(parts: Sequence[Sequence[str]]) -> int:
+        return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
+
+    start, end = num_common(parts), num_common([part[::-1] for part in parts])
+    for stop in (-end or None, None):  # one path may be the beginning of another
         names = ["/".join(part[start:stop]) for part in parts]
         if all(names) and len(set(names)) == len(names):
             return names
     return [f"{number}: {Path(path).stem}" for number, path in enumerate(paths, 1)]
 
 
-def _num_common(parts: Sequence[Sequence[str]]) -> int:
-    """How many parts are the same in all from the first on."""
-    return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
-
-
 def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     several = len(runs) > 1
     names = {"verdict", "run", *(["match"] if several else []), *_filled_sections(runs, payload)}
     shown = [_shown(run, content["name"]) for run, content in zip(runs, payload["runs"], strict=True)]
-    # The folders tell what the file's name does not: digits/version_0/monitor.h5.
+    # The folders identify the run, and the file's name does not: digits/version_0/monitor.h5.
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
@@ -202,17 +191,13 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
     verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
-    found = {finding.name for finding in verdict.findings}
     return {
         "name": name,
         "path": run.path,
         "extent": _extent(run),
         "verdict": verdict,
-        "level": verdict.level,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
-        "problems": _problems(verdict),
-        "passed": [check for check in verdict.checks if check.num_series and check.name not in found],
-        "blind": [check for check in verdict.checks if not check.num_series],
+        "problems": [(level, problem, [(one, _series(one)) for one in findings]) for level, problem, findings in verdict.problems],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
         "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
@@ -221,15 +206,6 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
             for part in reversed(run.attributes["configurations"])
         ],
     }
-
-
-def _problems(verdict: Verdict) -> list[dict[str, Any]]:
-    """The findings, those of one name together."""
-    grouped = itertools.groupby(verdict.findings, key=lambda finding: (finding.severity, finding.name))
-    return [
-        {"level": LEVELS[severity], "name": name, "findings": [(finding, _series(finding)) for finding in findings]}
-        for (severity, name), findings in grouped
-    ]
 
 
 def _shown_change(change: Change) -> dict[str, Any]:

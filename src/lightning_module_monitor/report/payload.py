@@ -1,34 +1,38 @@
-"""Input of the page's script: the tables and histograms of the runs, packed."""
+"""Input of the page's script: tables and histograms of the runs, packed into few columns, four digits and few bytes."""
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.record import LABELS, NUM_BINS
-from lightning_module_monitor.report.packing import condense, pack
-from lightning_module_monitor.report.run import Table
-from lightning_module_monitor.sinks.store.matrices import HistogramMatrix
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 MAX_NUMBERS = 5_000_000
 """In all tables together: some 15 MB of the page."""
 FEWEST_COLUMNS, MOST_COLUMNS = 50, 1000
-"""Of a table."""
+"""Limits of a table's columns."""
 MAX_HISTOGRAMS = 40_000
 FEWEST_HISTOGRAMS, MOST_HISTOGRAMS = 8, 60
-"""Of a site."""
+"""Limits of a site's histograms."""
+
+MANTISSA_BITS = 12
+"""Out of float32's 23: a relative error of 1.2e-4 at most."""
+ABSENT_BITS = 0x7FC0_0001
+"""The NaN for "not recorded", as in data.js."""
+
+_DROPPED_BITS = 23 - MANTISSA_BITS
+_LARGEST = 3.4e38
 
 
 class Payload:
-    """Packs tables; lists that several tables share are on the page once.
-
-    Args:
-        num_series: Number of series of all tables together.
-        num_histogram_series: Number of series of all histograms together.
-    """
+    """Packs the tables and histograms of so many series together; lists that several tables share are on the page once."""
 
     def __init__(self, num_series: int, num_histogram_series: int) -> None:
         self._max_columns = int(np.clip(MAX_NUMBERS // max(1, num_series), FEWEST_COLUMNS, MOST_COLUMNS))
@@ -74,3 +78,53 @@ class Payload:
 
     def _place(self, items: Sequence[str] | Sequence[int]) -> int:
         return self._lists.setdefault(tuple(items), len(self._lists))
+
+
+class Condensed(NamedTuple):
+    """A table with fewer steps."""
+
+    first_steps: NDArray[np.int64]
+    last_steps: NDArray[np.int64]
+    """The first and last step of each column, shape ``(columns,)``."""
+    values: NDArray[np.float64]
+    """Shape ``(sites, columns)``."""
+    is_recorded: NDArray[np.bool_]
+    """Shape ``(sites, columns)``."""
+
+
+def condense(table: Table, max_columns: int) -> Condensed:
+    """Let a column stand for several steps: for each site the value of largest magnitude; one that is not finite takes precedence.
+
+    A table with at most ``max_columns`` steps stays as it is.
+    """
+    num_sites, num_steps = table.values.shape
+    each = -(-num_steps // max_columns)
+    if each == 1:
+        return Condensed(table.steps, table.steps, table.values, table.is_recorded)
+    columns = -(-num_steps // each)
+    missing = columns * each - num_steps
+    blocks = np.pad(table.values, ((0, 0), (0, missing)), constant_values=np.nan).reshape(num_sites, columns, each)
+    recorded = np.pad(table.is_recorded, ((0, 0), (0, missing))).reshape(blocks.shape)
+    importance = np.where(recorded, np.where(np.isfinite(blocks), np.abs(blocks), np.inf), -1.0)
+    chosen = importance.argmax(axis=2, keepdims=True)
+    last = np.minimum(np.arange(1, columns + 1) * each, num_steps) - 1
+    return Condensed(
+        table.steps[::each], table.steps[last], np.take_along_axis(blocks, chosen, axis=2)[..., 0], np.asarray(recorded.any(axis=2))
+    )
+
+
+def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = None) -> str:
+    """Numbers of any shape as ASCII text: rounded to ``MANTISSA_BITS``, byte planes of float32, deflated, in base64.
+
+    Infinities and NaN stay; a number too large for float32 becomes its largest one. ``unpack`` of data.js is the inverse.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        single = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4")
+    bits = single.view(np.uint32).copy()
+    finite = np.isfinite(single)
+    # Half of the dropped bits, so that it rounds.
+    bits[finite] = (bits[finite] + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(~((1 << _DROPPED_BITS) - 1) & 0xFFFF_FFFF)
+    if is_recorded is not None:
+        bits[~is_recorded] = ABSENT_BITS
+    planes = np.ascontiguousarray(bits.reshape(-1, 1).view(np.uint8).T)  # bytes of one significance are alike
+    return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -12,23 +10,17 @@ from rich.table import Table
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.record import Finding
-from lightning_module_monitor.report.findings import LEVELS, Verdict
 from lightning_module_monitor.report.run import Run
+from lightning_module_monitor.report.verdict import Verdict
 
 MAX_SITES = 12
 """Limit of the sites that are shown of one problem; the page has all."""
 STYLES = {"sick": "bold red", "watch": "yellow", "ok": "green", "not looked at": "dim"}
 
 
-def print_verdict(run: Run, verdict: Verdict, console: Console | None = None) -> None:
-    """Print the findings, the checks without findings, and those without recorded values.
-
-    Args:
-        run: The run.
-        verdict: The verdict.
-        console: Default: the standard output.
-    """
-    console = console or Console()
+def print_verdict(run: Run, verdict: Verdict) -> None:
+    """Print the findings, the checks without findings, and those without recorded values."""
+    console = Console()
     steps = run.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
     console.print(f"[bold]{_text(run.path)}[/bold]: {counted(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
@@ -45,21 +37,16 @@ def _table(verdict: Verdict) -> Table:
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in ("verdict", "problem", "site", "evidence"):
         table.add_column(column, overflow="fold")
-    for (severity, name), group in groupby(verdict.findings, key=lambda finding: (finding.severity, finding.name)):
-        level = LEVELS[severity]
-        findings = list(group)
+    for level, name, findings in verdict.problems:
         for number, finding in enumerate(findings[:MAX_SITES]):
             heading = (f"[{STYLES[level]}]{level}", _text(name)) if number == 0 else ("", "")
             table.add_row(*heading, _text(_place(finding)), _text(finding.words))
         if len(findings) > MAX_SITES:
             table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
-    found = {finding.name for finding in verdict.findings}
-    for check in verdict.checks:
-        if check.name not in found and check.num_series:
-            table.add_row(f"[{STYLES['ok']}]ok", check.name, "", f"none in {check.num_series} series")
-    for check in verdict.checks:
-        if not check.num_series:
-            table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(f"not recorded; needs {check.needs}"))
+    for check in verdict.passed:
+        table.add_row(f"[{STYLES['ok']}]ok", check.name, "", f"none in {check.num_series} series")
+    for check in verdict.blind:
+        table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(f"not recorded; needs {check.needs}"))
     return table
 
 

@@ -1,1 +1,1 @@
-"""Where a record goes."""
+"""The destinations of records: loggers, memory, and the files of a run."""

@@ -24,24 +24,24 @@ class StorageManager:
         self._max_records = max_records
         self._values: OrderedDict[int, Mapping[str, float]] = OrderedDict()
         self._histograms: dict[str, Histogram] = {}
-        """Those of the newest step only: one takes as much memory as 264 values."""
+        """Histograms of the newest step only: each takes as much memory as 264 values."""
 
     def add(self, record: Record) -> None:
-        """Keep a record; one of a step that is there already is merged with it. Histograms are kept of the newest step."""
+        """Keep a record, merged with an earlier one of the same step. Histograms are kept for the newest step."""
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         earlier = self._values.pop(record.step, None)
-        # A copy: whoever has the record may add to its values.
+        # A copy: other holders of the record may add to its values.
         self._values[record.step] = copy.copy(record.values) if earlier is None else dict(earlier.items()) | dict(record.values.items())
         while len(self._values) > self._max_records:
             self._values.popitem(last=False)
 
     def last_step(self) -> int | None:
-        """The step that a record was kept of last."""
+        """The newest step."""
         return next(reversed(self._values), None)
 
     def last_histograms(self) -> dict[str, Histogram]:
-        """Histogram by key, of the step that a record was kept of last."""
+        """Histogram by key, of the newest step."""
         return dict(self._histograms)
 
     def get_step_metrics(self, step: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ class StorageManager:
             The file: the path, or the next numbered name that is free.
 
         Raises:
-            OSError: If it could not be written; a warning said why.
+            OSError: If it could not be written; a warning has the reason.
         """
         keys = dict.fromkeys(key for values in self._values.values() for key in values)
         store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
@@ -76,7 +76,7 @@ class StorageManager:
             store.write(Record(step, values, self._histograms if step == last else {}))
         store.close()
         if store.failed:
-            raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this says why.")
+            raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this has the reason.")
         return store.path
 
     @staticmethod

@@ -8,10 +8,10 @@ import logging
 import math
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, WandbLogger
 from numpy.typing import NDArray
 
+from lightning_module_monitor.errors import require
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
@@ -32,19 +33,15 @@ from lightning_module_monitor.record import (
     is_context,
     is_undefined,
 )
-from lightning_module_monitor.sinks.charts import NONFINITE_COUNT, Chart, charts_of, drawn_charts, lines, picture
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
 
 FINDINGS = f"{OWN_KIND}/findings"
-"""Where loggers get texts."""
+"""Tag of findings in loggers that take texts."""
 
-_COUNT = f"/{NONFINITE_COUNT}"
-
-FIRST_DRAWING_S = 600.0
-"""Seconds from the first record to the first drawing; each further one comes after twice the time of the one before."""
+NONFINITE_COUNT = "nonfinite_count"
 
 
 class LoggerSink:
@@ -57,7 +54,7 @@ class LoggerSink:
         roll_up: Whether to log, of each kind and statistic, the minimum, median and maximum over the sites only, and of
             histograms their sum.
         always: Patterns of keys that are logged in any case.
-        messages: Where a logger's failure is said, once.
+        messages: Gets a logger's failure, once.
         planned_keys: Keys to expect, for which TensorBoard gets a layout of charts.
     """
 
@@ -76,25 +73,26 @@ class LoggerSink:
         """``None`` once the charts are laid out."""
         self._messages = messages
         self._failed: set[int] = set()
-        self._has_said_who_has_no_histograms = False
+        self._has_reported_histograms = False
 
     def write(self, record: Record) -> None:
-        """Log a record. A logger that fails is said once, and tried again with the next record."""
+        """Log a record. A logger that fails is reported once, and tried again with the next record."""
         if not self._loggers:
             return
-        values = without_context(record.values) if self._roll_up is None else self._roll_up(without_context(record.values))
+        values, histograms = without_context(record.values), record.histograms
+        if self._roll_up is not None:
+            values, histograms = self._roll_up(values), added_up(histograms)
         self._zero_counts.drop_from(values)
-        histograms = record.histograms if self._roll_up is None else added_up(record.histograms)
         without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
-        if histograms and without and not self._has_said_who_has_no_histograms:
-            self._has_said_who_has_no_histograms = True
+        if histograms and without and not self._has_reported_histograms:
+            self._has_reported_histograms = True
             self._messages.info("Histograms are left out of %s, which has no place for them; the store has them.", ", ".join(without))
         planned_keys, self._planned_keys = self._planned_keys, None
         for logger in self._loggers:
             try:
                 if values or histograms:
                     log(logger, values, histograms, record.step)
-                tell(logger, record.findings)
+                log_findings(logger, record.findings)
                 if planned_keys is not None:
                     lay_out(logger, charts_of([*planned_keys, *record.values]))
             except Exception as error:
@@ -110,27 +108,21 @@ def without_context(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def takes_histograms(logger: object) -> bool:
-    """Whether a logger has a histogram type of its own that is known here."""
+    """Whether a logger has a histogram type of its own."""
     return isinstance(logger, TensorBoardLogger | WandbLogger)
 
 
 class TakesMetrics(Protocol):
-    """What every Lightning logger has."""
+    """The method that every Lightning logger has."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int, /) -> None:
         """Log the values of a step."""
 
 
 def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-    """Hand a logger what it takes: numbers, and histograms if it has a type for them.
+    """Log numbers, and histograms if the logger has a type for them.
 
     The empty bins at the ends of a histogram are left away, and a histogram without a finite element is.
-
-    Args:
-        logger: Any object with ``log_metrics``.
-        values: Number by key.
-        histograms: Histogram by key.
-        step: Where on the x axis.
     """
     trimmed = {key: histogram.occupied() for key, histogram in histograms.items() if histogram.counts.any()}
     if isinstance(logger, WandbLogger):
@@ -173,6 +165,25 @@ def _before_keys(logger: TensorBoardLogger) -> str:
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
+class Chart(NamedTuple):
+    """The series of one kind and statistic, a line for each site."""
+
+    kind: str
+    """With prefix and stage."""
+    statistic: str
+
+    def pattern(self, before: str) -> str:
+        """A regular expression of the keys, behind the prefix of a logger."""
+        return f"^{re.escape(f'{before}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
+
+
+def charts_of(keys: Iterable[str]) -> Counter[Chart]:
+    """The charts of these keys, with their numbers of sites; counts of non-finite elements, which loggers rarely get, have none."""
+    parsed = map(Key.parse, keys)
+    of_sites = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
+    return Counter(Chart(key._replace(site="", statistic="").format(), key.statistic) for key in of_sites)
+
+
 def lay_out(logger: object, charts: Collection[Chart]) -> None:
     """Give TensorBoard a chart for each kind and statistic, with the lines of all sites in it; its tab is CUSTOM SCALARS."""
     if isinstance(logger, TensorBoardLogger) and charts:
@@ -183,62 +194,8 @@ def lay_out(logger: object, charts: Collection[Chart]) -> None:
         logger.experiment.add_custom_scalars(layout)
 
 
-def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int) -> None:
-    """Give a logger heat maps, and W&B a chart with the lines of all sites as well."""
-    for chart in charts:
-        name = f"{chart.kind}/{chart.statistic}"
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(f"{_before_keys(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
-        elif isinstance(logger, WandbLogger):
-            by_site = lines(store, chart)
-            xs, ys = zip(*by_site.values(), strict=True)
-            of_wandb = importlib.import_module("wandb").plot
-            curves = of_wandb.line_series(xs, ys, keys=list(by_site), title=f"{chart.kind}: {chart.statistic}", xname="optimizer step")
-            logger.log_image(f"heat_maps/{name}", [picture(store, chart)], step)
-            logger.log_metrics({f"charts/{name}": curves}, step)
-
-
-class HeatMaps:
-    """Draws what the store of a run holds into those of its loggers that take pictures.
-
-    That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
-
-    Args:
-        loggers: The trainer's loggers.
-        messages: Where a failure is logged, once.
-    """
-
-    def __init__(self, loggers: Sequence[Logger], messages: logging.Logger) -> None:
-        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-        self._loggers = [logger for logger in loggers if has_matplotlib and takes_histograms(logger)]
-        self._messages = messages
-        self._began_s = time.monotonic()
-        self._wait_s = FIRST_DRAWING_S
-        self._drawn_step: int | None = None
-
-    def draw_if_due(self, store: Path, step: int) -> None:
-        """Draw the records until this step, if it is time. Never raises."""
-        if time.monotonic() - self._began_s >= self._wait_s:
-            self._wait_s *= 2
-            self.draw(store, step)
-
-    def draw(self, store: Path, step: int) -> None:
-        """Draw the records until this step, unless that was done. Never raises."""
-        if not self._loggers or step == self._drawn_step:
-            return
-        self._drawn_step = step
-        try:
-            reader = load_store(store)
-            charts = drawn_charts(reader)
-            for logger in self._loggers:
-                draw(logger, reader, charts, step)
-        except Exception as error:
-            self._loggers = []
-            self._messages.warning("Heat maps were not drawn for the loggers (%s: %s). Reported once.", type(error).__name__, error)
-
-
-def tell(logger: object, findings: Sequence[Finding]) -> None:
-    """Hand a logger findings, if it has a place for texts that is known here."""
+def log_findings(logger: object, findings: Sequence[Finding]) -> None:
+    """Log findings, if the logger takes texts."""
     if findings and isinstance(logger, WandbLogger):
         columns = ["step", "name", "site", "words"]
         logger.log_text(FINDINGS, columns=columns, data=[[str(one.step), one.name, one.site, one.words] for one in findings])
@@ -257,13 +214,10 @@ def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
 
 
 class ZeroCounts:
-    """Leaves counts of elements that are not finite away while they are zero.
+    """Leaves out counts of elements that are not finite while they are zero, unless a pattern of ``always`` matches the key.
 
     They are a third of what the default rules record of activations, and the store has them. From its first other value on a key is
     kept, so that a chart goes back to zero.
-
-    Args:
-        always: Patterns of keys that are kept as they are.
     """
 
     def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
@@ -272,7 +226,7 @@ class ZeroCounts:
 
     def drop_from(self, values: dict[str, float]) -> None:
         """Take such values out."""
-        for key in [key for key in values if key.endswith(_COUNT)]:
+        for key in [key for key in values if key.endswith(f"/{NONFINITE_COUNT}")]:
             if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
                 self._kept.add(key)
             elif key not in self._kept:
@@ -283,9 +237,7 @@ class RollUps:
     """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once, for all records that have them.
 
     A NaN among the values makes all three NaN, so that it is not hidden; one of a statistic that finite tensors do not have is left out.
-
-    Args:
-        always: Patterns of keys that are kept as they are. So are keys without a site, and summaries.
+    Keys that a pattern of ``always`` matches are kept as they are, and so are those without a site, and summaries.
     """
 
     def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
@@ -332,21 +284,110 @@ def names_context(pattern: re.Pattern[str]) -> bool:
     return f"{CONTEXT_KIND}/" in pattern.pattern
 
 
-class CallbackMetrics:
-    """Gives chosen values to EarlyStopping, ModelCheckpoint and, if wished, the progress bar.
+def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
+    """Give values with keys of these patterns to EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
 
-    Args:
-        patterns: Patterns (``re.fullmatch``) of keys.
-        progress_bar: Whether the bar shows them.
+    To be called from a hook that may log.
+    """
+    for text, value in record.values.items():
+        if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in patterns):
+            in_step = Key.parse(text).stage == TRAIN
+            pl_module.log(text, value, prog_bar=progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
+
+
+# Heat maps
+
+FIRST_DRAWING_S = 600.0
+"""Seconds from the first record to the first drawing; each further one comes after twice the time of the one before."""
+
+_FIRST_CHOICE = ("rms", "norm", "ratio", "gain", "mean")
+"""The first of these is drawn among statistics with equally many sites."""
+_MAX_ROWS = 10_000
+"""W&B's own limit for the table of a chart."""
+_PIXELS_PER_INCH = 80
+
+
+def drawn_charts(keys: Iterable[str]) -> list[Chart]:
+    """For each kind the chart with the most sites: a picture of every statistic would take too long."""
+    charts = charts_of(keys)
+
+    def preference(chart: Chart) -> tuple[int, int]:
+        return -charts[chart], _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE)
+
+    return list({chart.kind: chart for chart in sorted(charts, key=preference, reverse=True)}.values())
+
+
+def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
+    """The heat map of a chart, without pyplot; shape ``(height, width, 3)``."""
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(8.0, 4.0), dpi=_PIXELS_PER_INCH)
+    canvas = require("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
+    axes = store.plot.heatmap(*chart, ax=figure.subplots())
+    # Room for the names by their length: to have matplotlib find it would double the time.
+    longest = max(len(label.get_text()) for label in axes.get_yticklabels())
+    figure.subplots_adjust(left=min(0.5, 0.03 + 0.009 * longest), right=0.99, bottom=0.14, top=0.92)
+    canvas.draw()
+    pixels: NDArray[np.uint8] = np.asarray(canvas.buffer_rgba())[..., :3]
+    return pixels
+
+
+def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and finite values by site; of many records some, evenly spaced."""
+    matrix = store.matrix(chart.kind)
+    columns = [place for place, key in enumerate(matrix.keys) if key.statistic == chart.statistic]
+    rows = slice(None, None, 1 + len(matrix.steps) * len(columns) // _MAX_ROWS)
+    found = {}
+    for column in columns:
+        values = matrix.values[rows, column]
+        is_finite = np.isfinite(values)
+        found[matrix.keys[column].site] = (matrix.steps[rows][is_finite].tolist(), values[is_finite].tolist())
+    return found
+
+
+def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int) -> None:
+    """Give a logger heat maps, and W&B a chart with the lines of all sites as well."""
+    for chart in charts:
+        name = f"{chart.kind}/{chart.statistic}"
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(f"{_before_keys(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            by_site = lines(store, chart)
+            xs, ys = zip(*by_site.values(), strict=True)
+            of_wandb = importlib.import_module("wandb").plot
+            curves = of_wandb.line_series(xs, ys, keys=list(by_site), title=f"{chart.kind}: {chart.statistic}", xname="optimizer step")
+            logger.log_image(f"heat_maps/{name}", [picture(store, chart)], step)
+            logger.log_metrics({f"charts/{name}": curves}, step)
+
+
+class HeatMaps:
+    """Draws heat maps of the store of a run for those of its loggers that take pictures.
+
+    That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
     """
 
-    def __init__(self, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
-        self._patterns = patterns
-        self._progress_bar = progress_bar
+    def __init__(self, loggers: Sequence[Logger], messages: logging.Logger) -> None:
+        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+        self._loggers = [logger for logger in loggers if has_matplotlib and takes_histograms(logger)]
+        self._messages = messages
+        self._began_s = time.monotonic()
+        self._wait_s = FIRST_DRAWING_S
+        self._drawn_step: int | None = None
 
-    def write(self, record: Record, pl_module: LightningModule) -> None:
-        """Log the chosen values of a record, from a hook that may log."""
-        for text, value in record.values.items():
-            if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in self._patterns):
-                in_step = Key.parse(text).stage == TRAIN
-                pl_module.log(text, value, prog_bar=self._progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
+    def draw_if_due(self, store: Path, step: int) -> None:
+        """Draw the records until this step, if it is time. Never raises."""
+        if time.monotonic() - self._began_s >= self._wait_s:
+            self._wait_s *= 2
+            self.draw(store, step)
+
+    def draw(self, store: Path, step: int) -> None:
+        """Draw the records until this step, unless that was done. Never raises."""
+        if not self._loggers or step == self._drawn_step:
+            return
+        self._drawn_step = step
+        try:
+            reader = load_store(store)
+            charts = drawn_charts(reader)
+            for logger in self._loggers:
+                draw(logger, reader, charts, step)
+        except Exception as error:
+            self._loggers = []
+            self._messages.warning("Heat maps were not drawn for the loggers (%s: %s). Reported once.", type(error).__name__, error)

@@ -15,8 +15,8 @@ from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.files import RunFiles
-from lightning_module_monitor.sinks.loggers import CallbackMetrics, HeatMaps, LoggerSink, names_context, without_context
+from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.keys import check_keys
 from lightning_module_monitor.trainer.options import Options
@@ -153,7 +153,7 @@ class SinksController:
             self._write(trainer, record)
         if self._patterns:
             # On every rank: what decides by them decides alike everywhere.
-            CallbackMetrics(self._patterns, self._options.progress_bar).write(record, pl_module)
+            log_callback_metrics(record, pl_module, self._patterns, self._options.progress_bar)
 
     def _write(self, trainer: Trainer, record: Record) -> None:
         """Write a record to the store and the loggers."""

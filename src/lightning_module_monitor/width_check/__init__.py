@@ -1,1 +1,1 @@
-"""The width check: at several widths the same model is trained for a few steps, and what its layers do is fitted by powers of the width."""
+"""The width check: trains a model at several widths for a few steps, and fits the effects of its layers by powers of the width."""

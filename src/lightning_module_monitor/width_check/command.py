@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NAME = "coordinate-check"
-HELP = "train a model at several widths, and say which of its layers depend on the width as they should not"
+HELP = "train a model at several widths, and report which of its layers depend on the width in the wrong way"
 EPILOG = """\
 example:
   lightning-module-monitor coordinate-check check.yaml --figure check.png
@@ -55,13 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Args:
-        arguments: The parsed arguments.
-
-    Returns:
-        Exit status: 0 if no module offends, else 1.
+    """Run the command; returns its exit status, 1 if a module offends.
 
     Raises:
         ConfigError: If CONFIG is wrong.
@@ -95,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
+    from lightning_module_monitor.config import check_choice
+
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -105,8 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"CONFIG {str(path)!r} holds {config!r}; expected keys {', '.join(REQUIRED)}, ...")
     known = (*OWN_KEYS, *PASSED_ON)
     for name in config:
-        if name not in known:
-            raise ConfigError(f"CONFIG has the key {name!r}; expected some of {', '.join(known)}{nearest(str(name), known)}")
+        check_choice(name, known, f"CONFIG has the key {name!r}", f"some of {', '.join(known)}")
     for name in REQUIRED:
         if name not in config:
             raise ConfigError(f"CONFIG has no {name!r}; expected at least {', '.join(REQUIRED)}.")

@@ -36,8 +36,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Literal, cast
 
-from lightning_module_monitor.config import parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.config import check_choice, parse_patterns
+from lightning_module_monitor.errors import ConfigError, nearest_pattern
 from lightning_module_monitor.width_check.layers import GROWTH, Layer
 
 TERMS: Mapping[str, str] = {
@@ -61,18 +61,14 @@ Expected = dict[tuple[str, str], float | None]
 
 
 def parse_parametrization(parametrization: object) -> Parametrization:
-    """Check the parts of a parametrization that need no model.
-
-    Returns:
-        The same object.
+    """Check the parts of a parametrization that need no model, and return it.
 
     Raises:
         ConfigError: If it is not a parametrization.
     """
     if isinstance(parametrization, str):
-        if parametrization not in NAMED:
-            expected = f"{', '.join(NAMED)}, or exponents by pattern, e.g. {{'model.head': 0.0}}"
-            raise ConfigError(f"parametrization is {parametrization!r}; expected {expected}{nearest(parametrization, NAMED)}")
+        expected = f"{', '.join(NAMED)}, or exponents by pattern, e.g. {{'model.head': 0.0}}"
+        check_choice(parametrization, NAMED, f"parametrization is {parametrization!r}", expected)
         return cast(Parametrization, parametrization)
     if not isinstance(parametrization, Mapping) or not parametrization:
         raise ConfigError(f"parametrization is {parametrization!r}; expected {', '.join(NAMED)}, or exponents by pattern of module names.")
@@ -80,23 +76,15 @@ def parse_parametrization(parametrization: object) -> Parametrization:
         label = f"parametrization[{pattern!r}]"
         parse_patterns(pattern, "parametrization")
         for term, number in exponents.items() if isinstance(exponents, Mapping) else [(None, exponents)]:
-            if term is not None and term not in TERMS:
-                raise ConfigError(f"{label} has the term {term!r}; expected {', '.join(TERMS)}{nearest(str(term), TERMS)}")
+            if term is not None:
+                check_choice(term, TERMS, f"{label} has the term {term!r}")
             if not (number is None or (isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number))):
                 raise ConfigError(f"{label} is {number!r}; expected a number, or null for an exponent that is left open.")
     return parametrization
 
 
 def expected_exponents(parametrization: Parametrization, layers: Mapping[str, Layer], steps: int) -> Expected:
-    """The expected exponents of every layer's terms.
-
-    Args:
-        parametrization: A name, or the user's own numbers.
-        layers: The layers, by name.
-        steps: Number of optimizer steps before the measurement.
-
-    Returns:
-        Exponent by module and term.
+    """The expected exponents of every layer's terms, measured after so many optimizer steps.
 
     Raises:
         ConfigError: As :func:`own_exponents`.
@@ -113,9 +101,6 @@ def expected_exponents(parametrization: Parametrization, layers: Mapping[str, La
 
 def own_exponents(parametrization: Exponents, layers: Iterable[str]) -> Expected:
     """The user's own exponents for the layers of these names.
-
-    Returns:
-        Exponent by module and term.
 
     Raises:
         ConfigError: If a pattern matches no layer.
@@ -146,11 +131,8 @@ def _along(
 ) -> Expected:
     """The exponents of all updates, from the input of a network to its output.
 
-    Args:
-        layers: The layers, by name.
-        effective: Exponent of a layer's effective update.
-        propagating: Exponent of a layer's propagating update, given that of the change of its input (``None`` if unknown).
-        add: Exponent of a sum.
+    ``effective`` and ``propagating`` give those of a layer, the latter from that of the change of its input (``None`` if unknown); ``add``
+    gives that of a sum.
     """
     changes: dict[str, float | None] = {}
 

@@ -1,23 +1,29 @@
-"""Layers of a network that is made wider: their roles, and how they are trained."""
+"""Layers of a network that is made wider: their roles, how they are trained, and which of them feed which."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.model.names import UNWATCHED, Namer
+from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.rcc_layers import has_own_weights, layer_parts
-from lightning_module_monitor.width_check.topology import Upstream
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
 """``input``: only the fan-out grows with the width (embeddings, biases and gains of norms too); ``hidden``: fan-in and fan-out;
@@ -38,6 +44,16 @@ ENTRYWISE = (Adam, AdamW, Adamax, NAdam, Adagrad, RMSprop)
 """Optimizers whose first update has entries of the size of the learning rate, whatever the size of the gradient."""
 
 
+@dataclass(frozen=True)
+class Upstream:
+    """The layers that feed a layer."""
+
+    names: frozenset[str] = field(default_factory=frozenset)
+    """The nearest layers from which its inputs are computed; none if they come from the data alone."""
+    is_homogeneous: bool = True
+    """Whether all operations between them and this layer scale with their input, as ReLU does and tanh does not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
     """The facts about a module that owns weights."""
@@ -49,7 +65,7 @@ class _Facts:
     """Whether it shares a parameter with another layer."""
     is_linear: bool
     upstream: Upstream | None
-    """What feeds it; ``None`` where that is not known."""
+    """The layers that feed it; ``None`` where they are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +116,7 @@ def find_units(root: nn.Module) -> dict[str, nn.Module]:
 def describe(
     layers: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], upstream: Mapping[str, Upstream | None]
 ) -> dict[str, LayerAtWidth]:
-    """Describe the layers of one network.
-
-    Args:
-        layers: Its layers, by name.
-        optimizers: The optimizers that train it. The learning rate is that before any schedule (``initial_lr``).
-        upstream: What feeds each of the modules.
-
-    Returns:
-        Description by name.
-    """
+    """Describe the layers of one network, by name. Their learning rates are those before any schedule (``initial_lr``)."""
     groups = {id(one): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     parameters = {name: _own_parameters(layer, set(layers.values())) for name, layer in layers.items()}
     num_owners = Counter(id(one) for own in parameters.values() for one in own)
@@ -202,3 +209,68 @@ def _rate_exponent(widths: Sequence[int], rates: Sequence[Sequence[float]]) -> f
 
 def _slope(widths: Sequence[int], values: Sequence[float]) -> float:
     return math.log(values[-1] / values[0]) / math.log(widths[-1] / widths[0])
+
+
+# Which layers feed which
+
+_HOMOGENEOUS = re.compile(
+    r"(Add|Sub|Neg|Relu|LeakyRelu|Mean|Sum|Mul|Div|NativeDropout|Clone|ToCopy|Alias|Copy|Contiguous"
+    r"|View|UnsafeView|ReshapeAlias|Reshape|T|Transpose|Permute|Expand|Repeat|Squeeze|Unsqueeze|Select|Slice|Split|Unbind|Index|IndexSelect|Cat|Stack"
+    r"|MaxPool[123]D(WithIndices)?|AvgPool[123]D|AdaptiveAvgPool[123]D|Amax|Unfold)Backward\d*"
+)
+"""Operations that multiply their output by the same factor as their input."""
+
+
+class Topology:
+    """Reads, while its hooks are registered, which layers feed each layer. A detached tensor counts as data."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.layers = layers
+        self.upstream: dict[str, Upstream | None] = {}
+        """The layers that feed each layer that ran; ``None`` where the graph does not show them."""
+        self._source: dict[Node, str] = {}
+        self._hooks = HookSet()
+        for name, layer in layers.items():
+            self._hooks.add_forward(layer, UncopiedHook(functools.partial(self._read, name)), with_kwargs=True)
+
+    def close(self) -> None:
+        """Remove the hooks and release the graph."""
+        self._hooks.close()
+        self._source.clear()
+
+    def _read(self, name: str, _layer: nn.Module, args: object, kwargs: object, output: object) -> None:
+        now = self._walk((args, kwargs)) if torch.is_grad_enabled() else None
+        before = self.upstream.get(name, Upstream())
+        joined = None
+        if now is not None and before is not None:  # all calls of the layer count
+            joined = Upstream(before.names | now.names, before.is_homogeneous and now.is_homogeneous)
+        self.upstream[name] = joined
+        for _path, tensor in named_tensors(output):
+            if tensor.grad_fn is not None:
+                self._source.setdefault(tensor.grad_fn, name)
+
+    def _walk(self, inputs: object) -> Upstream | None:
+        """Walk from the inputs back to the outputs of other layers."""
+        names: set[str] = set()
+        is_homogeneous = True
+        pending = [tensor.grad_fn for _path, tensor in named_tensors(inputs) if tensor.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if node in self._source:
+                names.add(self._source[node])
+                continue
+            if _hides_weights(node):
+                return None
+            before = [one for one, _index in node.next_functions if one is not None]
+            # A product of two learned tensors scales with the square.
+            is_product = node.name().startswith(("Mul", "Div")) and len(before) > 1
+            is_homogeneous &= not is_product and _HOMOGENEOUS.fullmatch(node.name()) is not None
+            pending += [one for one in before if one not in seen]
+            seen.update(before)
+        return Upstream(frozenset(names), is_homogeneous)
+
+
+def _hides_weights(node: object) -> bool:
+    """Whether unknown weights may be behind a node: a weight used outside of its layer, or a Python Function, as of checkpointing."""
+    return isinstance(node, BackwardCFunction) or isinstance(getattr(node, "variable", None), nn.Parameter)

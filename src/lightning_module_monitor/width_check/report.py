@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightning_module_monitor.config import check_choice
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.sinks.drawing import new_axes
+from lightning_module_monitor.errors import require
+from lightning_module_monitor.sinks.store.plot import new_axes
 from lightning_module_monitor.width_check.settings import Settings
 from lightning_module_monitor.width_check.verdict import Row
 
@@ -44,11 +45,7 @@ class WidthCheck(Described):
         return len(self.rows)
 
     def __getitem__(self, key: tuple[str, str]) -> Row:
-        """The row of a module and term.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """The row of a module and term; ``KeyError`` if there is none."""
         return {(row.module, row.term): row for row in self.rows}[key]
 
     @property
@@ -153,8 +150,7 @@ class WidthCheck(Described):
         """
         terms = self._drawn_terms()
         term = terms[0] if term is None else term
-        if term not in self.settings.terms:
-            raise ConfigError(f"term is {term!r}; expected one of {', '.join(self.settings.terms)}{nearest(term, self.settings.terms)}")
+        check_choice(term, self.settings.terms, f"term is {term!r}", f"one of {', '.join(self.settings.terms)}")
         rows = [row for row in self.rows if math.isfinite(row.exponent)]
         colors = {module: f"C{number % 10}" for number, module in enumerate(sorted({row.module for row in rows}))}
         axes = ax or new_axes()

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 
-from lightning_module_monitor.config import as_tuple
+from lightning_module_monitor.config import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
 
@@ -93,8 +93,7 @@ def _parse_seeds(seeds: object) -> tuple[int, ...]:
 def _parse_terms(terms: object) -> tuple[str, ...]:
     parsed = as_tuple(terms)
     for term in parsed:
-        if term not in TERMS:
-            raise ConfigError(f"terms {term!r} is not a term; expected {', '.join(TERMS)}{nearest(str(term), TERMS)}")
+        check_choice(term, TERMS, f"terms {term!r} is not a term")
     if not parsed:
         raise ConfigError(f"terms is empty; expected at least one of {', '.join(TERMS)}.")
     return parsed

@@ -21,9 +21,8 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.random_states import unchanged_random_states
 from lightning_module_monitor.trainer.checks import makes_layers_late
-from lightning_module_monitor.width_check.layers import LayerAtWidth, describe, find_units
+from lightning_module_monitor.width_check.layers import LayerAtWidth, Topology, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
-from lightning_module_monitor.width_check.topology import Topology
 
 Data = Iterable[Any] | LightningDataModule | None
 
@@ -79,14 +78,7 @@ class _ReadTopology(Callback):
 
 
 def train(make_module: Callable[[int], LightningModule], data: Data, width: int, seed: int, settings: Settings) -> Training:
-    """Train a network of one width, and measure it.
-
-    Args:
-        make_module: Makes the module of a width; called under the seed.
-        data: As for ``Trainer.fit``; ``None`` for the module's own ``train_dataloader``.
-        width: The width.
-        seed: Seed of every generator, before making the module and again before training it.
-        settings: Number of steps and options of the Trainer.
+    """Train a network of one width, and measure it. Every generator is seeded before the module is made, and again before training.
 
     Raises:
         ConfigError: If ``make_module`` returns no module, or one of manual optimization, or the training ended early.
@@ -150,7 +142,7 @@ def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) 
 
 @contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    # Of every device: the Trainer selects one, and a seed is set on all.
+    # On every device: the Trainer selects one, and a seed is set on all.
     with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
         yield
 

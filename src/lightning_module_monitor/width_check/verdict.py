@@ -1,16 +1,15 @@
-"""The verdict on the values of one term at several widths."""
+"""The verdict on the values of one term at several widths: the exponent of a power law, and its confidence interval."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_module_monitor.width_check.expectations import NOTHING
-from lightning_module_monitor.width_check.fit import PowerLaw, fit_power_law
 from lightning_module_monitor.width_check.layers import Role
 from lightning_module_monitor.width_check.settings import Settings
 
@@ -50,17 +49,16 @@ class Row:
         return self.verdict in OFFENDING
 
 
-def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], expected: float | None, settings: Settings) -> Row:
-    """Fit one term and compare its exponent with the expected one.
+class PowerLaw(NamedTuple):
+    """The exponent ``a`` of ``value = c * width ** a``, and its confidence interval."""
 
-    Args:
-        module: Name of the module.
-        role: Its role.
-        term: Name of the term.
-        values: The term's values, shape ``(widths, seeds)``.
-        expected: The expected exponent; ``-inf`` for exactly zero, ``None`` for unknown.
-        settings: Widths, confidence and tolerance.
-    """
+    exponent: float
+    lower: float
+    upper: float
+
+
+def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], expected: float | None, settings: Settings) -> Row:
+    """Fit the values of one term, shape ``(widths, seeds)``, and compare its exponent with the expected one; see :class:`Row`."""
 
     def row(law: PowerLaw, verdict: Verdict, note: str = "") -> Row:
         return Row(module, role, term, *law, expected, verdict, note, values)
@@ -82,13 +80,75 @@ def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], ex
         return row(law, "unclear", f"zero in {(~positive).sum()} of {values.size} runs, which are left out")
     if expected == NOTHING:
         return row(law, "unclear", "expected to be zero, and is not")
-    return row(law, _compare(law, expected, settings.tolerance))
+    verdict: Verdict = "unclear"
+    if expected is not None:
+        low, high = expected - settings.tolerance, expected + settings.tolerance
+        if law.lower > high or law.upper < low:
+            verdict = "grows" if law.lower > high else "vanishes"
+        elif low <= law.lower and law.upper <= high:
+            verdict = "ok"
+    return row(law, verdict)
 
 
-def _compare(law: PowerLaw, expected: float | None, tolerance: float) -> Verdict:
-    if expected is None:
-        return "unclear"
-    low, high = expected - tolerance, expected + tolerance
-    if law.lower > high or law.upper < low:
-        return "grows" if law.lower > high else "vanishes"
-    return "ok" if low <= law.lower and law.upper <= high else "unclear"
+def fit_power_law(widths: ArrayLike, values: ArrayLike, confidence: float = 0.95) -> PowerLaw:
+    r"""Least squares of :math:`\ln v = \ln c + a \ln n` over all points.
+
+    With :math:`s^2 = \sum r^2 / (N - 2)` of the residuals :math:`r`, the interval is
+    :math:`a \pm t_{N - 2} \, s / \sqrt{\sum (\ln n - \overline{\ln n})^2}`, with Student's :math:`t`. The residuals contain both the
+    scatter of the seeds and the deviation from a power law.
+
+    Args:
+        widths: Widths n, shape ``(points,)``, at least two that differ.
+        values: Values v, shape ``(points,)``, finite and greater than 0.
+        confidence: Probability of the interval, between 0 and 1.
+
+    Returns:
+        Exponent and interval, dimensionless; the interval is infinite where there are two points, whose line fits exactly.
+    """
+    x, y = np.log(np.asarray(widths, dtype=np.float64)), np.log(np.asarray(values, dtype=np.float64))
+    x_from_mean = x - x.mean()
+    spread = float(x_from_mean @ x_from_mean)
+    exponent = float(x_from_mean @ y) / spread
+    if len(x) == 2:
+        return PowerLaw(exponent, -math.inf, math.inf)
+    residuals = y - y.mean() - exponent * x_from_mean
+    standard_error = math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
+    half_width = student_t(confidence, len(x) - 2) * standard_error
+    return PowerLaw(exponent, exponent - half_width, exponent + half_width)
+
+
+def student_t(confidence: float, degrees_of_freedom: int) -> float:
+    """The two-sided quantile of Student's t distribution: SciPy's ``t.ppf((1 + confidence) / 2, degrees_of_freedom)``.
+
+    SciPy is not a dependency of this package. For whole degrees of freedom the probability is a finite sum.
+
+    Args:
+        confidence: The probability, between 0 and 1.
+        degrees_of_freedom: At least 1.
+
+    Returns:
+        The quantile, dimensionless.
+
+    References:
+        Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+
+    Example:
+        >>> round(student_t(0.95, 14), 6)  # of every table of the distribution: 2.145
+        2.144787
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):  # halves the angle's interval to the last bit of a float64
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_within(middle, degrees_of_freedom) < confidence else (low, middle)
+    return math.sqrt(degrees_of_freedom) * math.tan((low + high) / 2)
+
+
+def _probability_within(angle: float, degrees_of_freedom: int) -> float:
+    """The probability of magnitudes up to ``sqrt(degrees_of_freedom) * tan(angle)``."""
+    is_odd = degrees_of_freedom % 2 == 1
+    term = math.cos(angle) if is_odd else 1.0
+    total = term if degrees_of_freedom > 1 else 0.0
+    for power in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+        total += term
+    return (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total

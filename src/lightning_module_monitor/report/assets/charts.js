@@ -78,9 +78,7 @@ function shortNames(names, most = 44) {
   const parts = names.map((name) => name.split("."));
   let common = 0;
   while (names.length > 1 && parts.every((part) => part.length > common + 1 && part[common] === parts[0][common])) common++;
-  const short = parts.map((part) => {
-    return part.slice(common).join(".");
-  });
+  const short = parts.map((part) => part.slice(common).join("."));
   const cut = short.map((name) => (name.length > most ? `…${name.slice(-most + 1)}` : name));
   return { short: new Set(cut).size === names.length ? cut : short, common: parts.length ? parts[0].slice(0, common).join(".") : "" };
 }

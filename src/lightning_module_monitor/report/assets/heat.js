@@ -69,9 +69,7 @@ const heat = {
   async draw() {
     const { kind, statistic } = JSON.parse(byId("heat-table").value);
     const { base } = tableNames((table) => table.kind === kind && table.statistic === statistic)[0];
-    const loadedTables = await Promise.all(
-      page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)),
-    );
+    const loadedTables = await loadAll(kind, statistic);
     const all = unionOfSites(loadedTables);
     const sites = filtered(all);
     const depth = this.depth(sites);

@@ -40,7 +40,7 @@ def exists(path: Path) -> bool:
 def release(lock: BaseFileLock) -> None:
     """Give the right back and remove the hidden file.
 
-    It is removed while it is held: who opened it before and gets it after sees that it has no name any more.
+    It is removed while it is held: a process that opened it before and locks it afterwards finds that it has no name any more.
     """
     with suppress(OSError):  # e.g. Windows, which removes no open file: it stays, and does no harm
         Path(lock.lock_file).unlink()

@@ -1,14 +1,15 @@
-"""The tables of a store in memory: all numbers, or all histograms, of one kind."""
+"""The tables of a store in memory: all numbers of one kind, those of one statistic of it, or all its histograms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Key
+from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Key, is_undefined
 from lightning_module_monitor.sinks.store import schema
 
 _BYTES_PER_READ = 1 << 20
@@ -19,13 +20,46 @@ class Matrix:
     """All numbers of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns, each of which has a value in one row at least."""
+    """Keys of the columns, each of which has a value in one row at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     values: NDArray[np.float64]
     """Shape ``(rows, columns)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
-    """Where something was, be it a NaN; shape ``(rows, columns)``."""
+    """Where a value was recorded, which may be NaN; shape ``(rows, columns)``."""
+
+    def table(self, columns: Sequence[int]) -> Table:
+        """The columns of one statistic, without the rows in which none of them has a value."""
+        rows = self.is_recorded[:, columns].any(axis=1)
+        values = np.ascontiguousarray(self.values[rows][:, columns].T)
+        is_recorded = self.is_recorded[rows][:, columns].T & ~is_undefined(values)
+        sites = tuple(self.keys[column].site for column in columns)
+        return Table(self.keys[columns[0]]._replace(site=""), sites, self.steps[rows], values, is_recorded)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One statistic of one kind, sites by steps."""
+
+    name: Key
+    """The common part of its keys; its site is empty."""
+    sites: tuple[str, ...]
+    steps: NDArray[np.int64]
+    """Ascending, shape ``(steps,)``; each has a value of one site at least."""
+    values: NDArray[np.float64]
+    """Shape ``(sites, steps)``; NaN where nothing was recorded."""
+    is_recorded: NDArray[np.bool_]
+    """Where a value was recorded, which may be NaN; shape ``(sites, steps)``."""
+
+    @property
+    def kind(self) -> str:
+        """The kind with prefix and stage: ``validation/activation``."""
+        return self.name._replace(statistic="").format()
+
+    @property
+    def statistic(self) -> str:
+        """Name of the statistic."""
+        return self.name.statistic
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,15 +67,15 @@ class HistogramMatrix:
     """Histograms of one kind: a row for each of its records, a column for each of its keys."""
 
     keys: list[Key]
-    """Of the columns, each of which has a histogram in one of the rows at least."""
+    """Keys of the columns, each of which has a histogram in one of the rows at least."""
     steps: NDArray[np.int64]
     """Of the rows, ascending; shape ``(rows,)``."""
     counts: NDArray[np.int64]
-    """Of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
+    """Counts of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
     nonfinite: NDArray[np.int64]
     """Number of elements that are ``-inf``, ``inf`` and ``nan``, shape ``(rows, columns, 3)``; 0 where nothing was recorded."""
     edges: NDArray[np.float64]
-    """Of the bins, shape ``(bins + 1,)``."""
+    """Edges of the bins, shape ``(bins + 1,)``."""
 
 
 def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
@@ -59,7 +93,7 @@ def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
 def _read(
     file: h5py.File, group: str, max_rows: int | None = None
 ) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
-    """Keys, steps and values of the columns of a table that were recorded, and where they were; shape ``(rows, columns)``."""
+    """Keys, steps, values and ``is_recorded`` of the columns of a group that were recorded."""
     columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
     if max_rows is None or len(steps) <= max_rows:
         values: schema.Values = file[group]["values"][: len(steps)]

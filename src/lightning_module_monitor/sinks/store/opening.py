@@ -1,8 +1,12 @@
-"""How a store is opened for reading: while it is written, after a kill, after its end; damaged, or made by another program."""
+"""How a store is found and opened for reading: while it is written, after a kill, after its end; damaged, or of another program."""
 
 from __future__ import annotations
 
+import io
+import logging
 import math
+import os
+import struct
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,14 +18,18 @@ import numpy as np
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.record import EDGES, LABELS
 from lightning_module_monitor.sinks.store import schema
-from lightning_module_monitor.sinks.store.killed import ClosedView, is_cut_short, is_in_use
 from lightning_module_monitor.sinks.store.space import NoSpaceError
+
+_logger = logging.getLogger("lightning.pytorch.module_monitor")
+"""Without Lightning it has no handler, and Python prints its warnings to the standard error."""
+
+_MAX_LISTED = 10
 
 _ATTEMPTS = 3
 """A run can begin or end between the look at a file and its opening."""
 
 _MAX_COMPRESSION = 1032
-"""What deflate, the one filter that the store uses, compresses by at most (zlib's own figure)."""
+"""Largest compression factor of deflate, the only filter that the store uses (zlib's own figure)."""
 
 
 class ForeignFileError(ConfigError):
@@ -29,12 +37,44 @@ class ForeignFileError(ConfigError):
 
 
 class AbsentKeyError(KeyError):
-    """A whole file does not have what was asked for."""
+    """An undamaged file does not have the requested name."""
+
+
+def find_store(path: Path) -> Path:
+    """The file of a run: ``path`` itself, or the one written to last below a folder, with a warning that lists the others.
+
+    Raises:
+        FileNotFoundError: If the folder has no store.
+    """
+    if not path.is_dir():
+        return path
+    newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
+    if not newest_first:
+        message = f"There is no store at {str(path)!r}. Neither in this folder nor below it is a run's .h5 file; give the path of one."
+        raise FileNotFoundError(message)
+    newest, *others = newest_first
+    if others:
+        listed = [str(file) for file in others[:_MAX_LISTED]]
+        more = [f"and {len(others) - _MAX_LISTED} more"] if len(others) > _MAX_LISTED else []
+        words = "%s has %d runs; the newest is used: %s. Give the path of a file for another one:\n  %s"
+        _logger.warning(words, path, len(newest_first), newest, "\n  ".join([*listed, *more]))
+    return newest
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a file is a store, also a damaged one: the newest run must not be skipped without an error."""
+    try:
+        with open_store(path) as file:
+            return not schema.has_tensors(file)
+    except ForeignFileError:
+        return False
+    except (OSError, ValueError):
+        return path.is_file() and path.stat().st_size > 0
 
 
 @contextmanager
 def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) -> Iterator[h5py.File]:
-    """A store's file opened for reading, whether it is being written, was left by a kill, or was closed.
+    """A store's file opened for reading.
 
     Args:
         path: The file.
@@ -89,7 +129,7 @@ def _check_version(file: h5py.File, path: Path) -> None:
 def _check_content(file: h5py.File, path: Path) -> None:
     """Check that a file holds all of its data itself, and that its parts fit each other.
 
-    HDF5 follows what points out of a file: to any file of the machine, whose content would be exported as if it were recorded.
+    HDF5 follows links out of a file: to any file of the machine, whose content would be exported as if it were recorded.
     """
     num_bytes = path.stat().st_size
     found = list(schema.walk(file))
@@ -99,8 +139,10 @@ def _check_content(file: h5py.File, path: Path) -> None:
             raise ConfigError(message)
     for name, item in found:
         name.encode()  # fails for a name that is no text
-        if isinstance(item, h5py.Dataset):
-            _check_size(name, item, num_bytes)
+        if isinstance(item, h5py.Dataset):  # memory is asked for by its shape
+            size = math.prod(item.shape or ()) * item.dtype.itemsize
+            if size > num_bytes * (_MAX_COMPRESSION if item.compression else 1):
+                raise ValueError(f"{name!r} has the shape {item.shape}, of {size} bytes; the file has {num_bytes}")
     schema.read_attributes(file)
     schema.read_modules(file)
     for group, columns in schema.read_columns(file, with_superseded=True).items():
@@ -108,13 +150,6 @@ def _check_content(file: h5py.File, path: Path) -> None:
     for name, _item in found:
         if schema.is_findings(name):
             schema.read_findings(file[name].parent)
-
-
-def _check_size(name: str, dataset: h5py.Dataset, num_bytes: int) -> None:
-    """Check that a dataset is no larger than the file can hold: memory is asked for by its shape."""
-    size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
-    if size > num_bytes * (_MAX_COMPRESSION if dataset.compression else 1):
-        raise ValueError(f"{name!r} has the shape {dataset.shape}, of {size} bytes; the file has {num_bytes}")
 
 
 def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) -> None:
@@ -129,3 +164,83 @@ def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) ->
     for name, is_as_expected in expected.items():
         if not is_as_expected:
             raise ValueError(f"{name!r} of {group.name!r} is not as the store writes it")
+
+
+# Files that a kill left in SWMR mode
+#
+# HDF5 opens such a file only as if its writer were alive: metadata that it cannot parse it reads again and again, and waits twice as long
+# each time, for the writer to mend it. If the writer is dead and the machine went down with it, that never ends. So such a file is read as
+# the plain file that it would be if it had been closed.
+
+# Superblock version 3: signature, version, sizes of offsets and lengths, flags; base address, extension's address, end of file,
+# root group's address; then a checksum. HDF5 File Format Specification, section II.A.
+_SUPERBLOCK = struct.Struct("<11sBQQQQ")
+_SIZE = _SUPERBLOCK.size + 4
+_SIGNATURE_3 = b"\x89HDF\r\n\x1a\n\x03"
+_WORD = 0xFFFF_FFFF
+
+
+class ClosedView(io.FileIO):
+    """A file of the store as its close would have left it: not in use, and as long as it is. For ``h5py.File``; for reading only."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "r")
+        self._head = _closed(super().read(_SIZE), os.fstat(self.fileno()).st_size)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # h5py hands over a memoryview
+        """Read from the current position; the superblock is that of a closed file."""
+        position = self.tell()
+        count = super().readinto(buffer)
+        if position < len(self._head):
+            end = min(count, len(self._head) - position)
+            buffer[:end] = self._head[position : position + end]
+        return count
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a file is marked as being written: by a live writer, or by one that was killed."""
+    fields = _superblock(path)
+    return fields is not None and fields[1] != 0
+
+
+def is_cut_short(path: Path) -> bool:
+    """Whether a file of the store is shorter than its superblock states, as a copy that was broken off: no writer will mend it."""
+    fields = _superblock(path)
+    return fields is not None and fields[4] > path.stat().st_size
+
+
+def _superblock(path: Path) -> tuple[int, ...] | None:
+    with path.open("rb") as file:
+        head = file.read(_SIZE)
+    return _SUPERBLOCK.unpack_from(head) if len(head) == _SIZE and head.startswith(_SIGNATURE_3) else None
+
+
+def _closed(head: bytes, num_bytes: int) -> bytes:
+    """A superblock with no flag set and this end of file; any other head stays as it is, for HDF5 to report."""
+    # A damaged superblock must not get a checksum that makes it look sound.
+    if len(head) < _SIZE or _lookup3(head[:-4]) != int.from_bytes(head[-4:], "little"):
+        return head
+    constants, _, base, extension, _, root = _SUPERBLOCK.unpack_from(head)
+    mended = _SUPERBLOCK.pack(constants, 0, base, extension, num_bytes, root)
+    return mended + _lookup3(mended).to_bytes(4, "little")
+
+
+def _lookup3(data: bytes) -> int:
+    """HDF5's checksum of metadata: Bob Jenkins' ``lookup3``, ``hashlittle`` with start value 0; 1 byte at least."""
+    a = b = c = (0xDEAD_BEEF + len(data)) & _WORD
+    blocks: list[tuple[int, ...]] = list(struct.iter_unpack("<III", data + bytes(-len(data) % 12)))
+    for x, y, z in blocks[:-1]:
+        a, b, c = (a + x) & _WORD, (b + y) & _WORD, (c + z) & _WORD
+        for bits in (4, 6, 8, 16, 19, 4):
+            # One line of the original, after which the three change places.
+            a, c = ((a - c) & _WORD) ^ _rotate(c, bits), (c + b) & _WORD
+            a, b, c = b, c, a
+    a, b, c = ((word + more) & _WORD for word, more in zip((a, b, c), blocks[-1], strict=True))
+    for bits in (14, 11, 25, 16, 4, 14, 24):
+        c = ((c ^ b) - _rotate(b, bits)) & _WORD
+        a, b, c = b, c, a
+    return b
+
+
+def _rotate(word: int, bits: int) -> int:
+    return ((word << bits) | (word >> (32 - bits))) & _WORD

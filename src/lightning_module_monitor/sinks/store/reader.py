@@ -16,9 +16,8 @@ from lightning_module_monitor.display import Described, Description, Findings, c
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
-from lightning_module_monitor.sinks.store.find import find_store
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
-from lightning_module_monitor.sinks.store.opening import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.opening import AbsentKeyError, find_store, open_store
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 
@@ -54,7 +53,8 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 class StoreReader(Described):
     """The content of a store. Each call opens the file anew and closes it again, so that it has the newest records.
 
-    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then.
+    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then, and ``KeyError``
+    for a key, a kind or a tensor that was not recorded; the message names the nearest.
     It is a mapping from :meth:`keys` to :meth:`series`: ``store["loss"]``, ``"loss" in store``, ``len(store)``, ``for key in store``.
     ``with load_store(path) as store`` works, too; there is nothing to close.
     """
@@ -74,7 +74,7 @@ class StoreReader(Described):
             recorded = {**self._recorded(of_histograms=False), **self._recorded(of_histograms=True)}
             with open_store(self.path) as file:
                 rows = [_cells(file, group, columns) for group, columns in recorded.items()]
-        except (OSError, ValueError) as error:  # the file is gone, say: nothing is to be shown of it, and that is no error
+        except (OSError, ValueError) as error:  # for example, the file is gone: a display is no place for an error
             return Description(f"{str(self.path)!r}, which cannot be read: {error}", (), ())
         return Description(f"{str(self.path)!r}: {counted(len(rows), 'table')}", ("kind", "sites", "statistics", "records", "steps"), rows)
 
@@ -115,9 +115,6 @@ class StoreReader(Described):
         Returns:
             Steps (int64) and values (float64), both of shape ``(rows,)``: the rows in which the key was recorded. A NaN among
             the values was recorded as such.
-
-        Raises:
-            KeyError: If there is no such key; the message names the nearest.
         """
         found = self._column(*schema.split(key))
         if found is not None:
@@ -136,9 +133,6 @@ class StoreReader(Described):
         Returns:
             Steps (int64, shape ``(rows,)``) in which it was recorded; counts of the finite elements (int64, shape ``(rows,
             bins)``); the edges of the bins (float64, shape ``(bins + 1,)``, see ``Histogram.edges``).
-
-        Raises:
-            KeyError: If there is no such key; the message names the nearest.
         """
         steps, rows = self._histogram_rows(key)
         return steps, rows[:, FINITE], EDGES.copy()
@@ -151,9 +145,6 @@ class StoreReader(Described):
 
         Returns:
             Steps, shape ``(rows,)``, and counts of ``-inf``, ``inf`` and ``nan``, shape ``(rows, 3)``, both int64.
-
-        Raises:
-            KeyError: If there is no such key; the message names the nearest.
         """
         steps, rows = self._histogram_rows(key)
         return steps, rows[:, NOT_FINITE]
@@ -178,7 +169,7 @@ class StoreReader(Described):
     # -------------------------------------------------------------- one kind
 
     def kinds(self) -> list[str]:
-        """What comes before site and statistic in keys, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
+        """The parts of keys before site and statistic, which :meth:`matrix` takes: ``activation``, ``validation/activation``.
 
         Keys without a kind, such as ``loss``, are those of ``logged``.
         """
@@ -196,9 +187,6 @@ class StoreReader(Described):
 
         Returns:
             Steps, keys and values.
-
-        Raises:
-            KeyError: If there is no such kind; the message names the nearest.
         """
         with open_store(self.path) as file:
             return read_numbers(file, self._group_of(file, kind, of_histograms=False))
@@ -212,9 +200,6 @@ class StoreReader(Described):
 
         Returns:
             Steps, keys and counts.
-
-        Raises:
-            KeyError: If there is no such kind; the message names the nearest.
         """
         with open_store(self.path) as file:
             return read_histograms(file, self._group_of(file, kind, of_histograms=True), max_rows)
@@ -239,7 +224,7 @@ class StoreReader(Described):
     # -------------------------------------------------------------- all of it
 
     def findings(self) -> list[Finding]:
-        """What was found to be wrong with the model, in the order in which it was found; a notebook shows a table."""
+        """The findings of training, in their order; a notebook shows a table."""
         with open_store(self.path) as file:
             return Findings(schema.read_findings(file))
 
@@ -294,7 +279,6 @@ class StoreReader(Described):
             nothing was recorded.
 
         Raises:
-            KeyError: If there is no such kind; the message names the nearest.
             ImportError: If xarray is not installed.
         """
         xr, matrix = require("xarray", "xarray"), self.matrix(kind)
@@ -324,8 +308,7 @@ class StoreReader(Described):
             A tensor on the CPU, of its own dtype and shape.
 
         Raises:
-            KeyError: If it was not captured; the message names the nearest that was.
-            FileNotFoundError: If nothing was.
+            FileNotFoundError: If no tensor was captured.
         """
         with self._open_tensors() as file:
             value = tensors.find_tensor(file, schema.tensor_path(kind, site, step, call))
@@ -335,7 +318,7 @@ class StoreReader(Described):
             return value
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
-        """What the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
+        """The raw tensors that the callback's ``capture`` wrote: ``store.tensor(*found[:4])`` gives the tensor of an entry.
 
         Args:
             kind: Only those of this kind.
@@ -354,7 +337,7 @@ class StoreReader(Described):
 
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
-        # Where the file beside the store could not be gone on in, a run writes to a numbered one, which is opened by itself.
+        # If a run could not continue the file beside the store, its tensors are in a numbered file, which is opened by its own path.
         beside = rewrite.tensors_path(self.path)
         with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as file:
             self._has_checked_tensors = True
@@ -383,7 +366,7 @@ def _cells(file: h5py.File, group: str, columns: list[str]) -> tuple[str, ...]:
 
 
 def _not_captured(found: list[StoredTensor], wanted: StoredTensor) -> str:
-    """Which part of what is wanted is wrong, with the nearest right one."""
+    """The part of a request that matches no tensor, with the nearest one that does."""
     fields = StoredTensor._fields[:4]
     for name, value in zip(fields, wanted, strict=False):
         known = dict.fromkeys(getattr(one, name) for one in found)

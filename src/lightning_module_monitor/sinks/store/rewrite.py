@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import h5py
@@ -20,8 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store import lock, schema, space
-from lightning_module_monitor.sinks.store.killed import is_in_use
-from lightning_module_monitor.sinks.store.opening import open_store
+from lightning_module_monitor.sinks.store.opening import is_in_use, open_store
 
 _BYTES_PER_COPY = 1 << 22
 # The oldest format that knows SWMR, so that older HDF5 tools read the files, too.
@@ -32,17 +32,17 @@ _LIBVER = ("v110", "v110")
 
 
 def temporary_path(path: Path) -> Path:
-    """Where the successor of a file is prepared; a leftover of a killed rewrite is written over by the next."""
+    """Path at which the successor of a file is prepared; the next rewrite replaces the leftover of a killed one."""
     return path.with_name(f".{path.name}.new")
 
 
 def tensors_path(path: Path) -> Path:
-    """Where the raw tensors of a store's run are: ``monitor.tensors.h5`` beside ``monitor.h5``."""
+    """Path of the raw tensors of a store's run: ``monitor.tensors.h5`` beside ``monitor.h5``."""
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything at a path but an empty file, which holds nothing to lose."""
+    """Whether anything but an empty file is at a path."""
     return path.exists() and not (path.is_file() and path.stat().st_size == 0)
 
 
@@ -66,6 +66,18 @@ def new_file(
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` for the block to write, which then takes its place; after an error ``path`` is as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -164,33 +176,30 @@ def rewrite(
     target: Path,
     *,
     attributes: schema.Attributes | None = None,
-    more: Mapping[str, Sequence[str]] | None = None,
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),
     modules: Sequence[ModuleInfo] = (),
     before_step: int | None = None,
     with_superseded: bool = True,
 ) -> Count:
-    """Copy a file into a new, plain file at ``target``.
+    """Copy a file, open in any mode, into a new, plain file at ``target``.
 
     Args:
-        source: The file, open in any mode.
+        source: The file.
         target: Path of the copy; not the source's own.
         attributes: Replaces the source's own.
         more: Columns by group that the copy has besides the source's.
         modules: Modules that the copy has besides the source's, or in their place.
-        before_step: What is of this step or a later one is superseded.
-        with_superseded: Whether the copy has what is superseded, by this step or before.
-
-    Returns:
-        Number of rows, or of raw tensors.
+        before_step: Rows of this step and later ones are superseded.
+        with_superseded: Whether the copy has the superseded rows, those of earlier resumes too.
     """
-    more, of_tensors = more or {}, schema.has_tensors(source)
-    columns = schema.read_columns(source, with_superseded=True)
-    until, cut = sys.maxsize if before_step is None else before_step, schema.next_superseded(source)
+    of_tensors, columns = schema.has_tensors(source), schema.read_columns(source, with_superseded=True)
+    until = sys.maxsize if before_step is None else before_step
+    superseded = f"{schema.SUPERSEDED}/{len(source.get(schema.SUPERSEDED, ())) + 1}"
     parts: list[_Part] = []
     for name, rows, steps in _steps_by_name(source, columns):
         is_kept = (steps < until) | schema.is_superseded(name)
         parts.append(_Part(name, name, rows[is_kept]))
-        parts.append(_Part(name, f"{cut}/{name}", rows[~is_kept]))
+        parts.append(_Part(name, f"{superseded}/{name}", rows[~is_kept]))
     # An empty table is copied as well: it has its columns.
     parts = [part for part in parts if len(part.rows) or (part.source == part.target and not of_tensors)]
     parts = [part for part in parts if with_superseded or not schema.is_superseded(part.target)]

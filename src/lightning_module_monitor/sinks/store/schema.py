@@ -9,7 +9,7 @@ The histograms of a kind are a table of the same form, in the group ``histograms
 ``findings`` has a row for each finding.
 
 ``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of what it
-returned first. All rows are there from the start; shape and dtype are written in place once they are known.
+returned first. All rows exist from the start; shape and dtype are written in place once they are known.
 
 ``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers skip them.
 
@@ -117,18 +117,13 @@ def is_recorded(values: Values) -> NDArray[np.bool_]:
 
 
 def is_superseded(name: str) -> bool:
-    """Whether a group or dataset belongs to what a resumed run has run again."""
+    """Whether a group or dataset has rows that a resumed run has superseded."""
     return name.startswith(f"{SUPERSEDED}/")
 
 
 def is_findings(name: str) -> bool:
     """Whether a dataset has findings: those of the file, or those that are superseded."""
     return name.rpartition("/")[2] == FINDINGS
-
-
-def next_superseded(file: h5py.File) -> str:
-    """The group for the rows that are superseded from now on, e.g. ``superseded/2``."""
-    return f"{SUPERSEDED}/{len(file.get(SUPERSEDED, ())) + 1}"
 
 
 # ------------------------------------------------------------------ reading
@@ -200,7 +195,7 @@ def read_columns_of(file: h5py.File, group: str) -> list[str]:
 
 
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:
-    """The steps of the complete rows of a table, shape ``(rows,)``: a row counts once its step is there, too."""
+    """The steps of the complete rows of a table, shape ``(rows,)``: a row is complete once its step is written."""
     steps: NDArray[np.int64] = group["steps"][: len(group["values"])]
     return steps
 
@@ -211,11 +206,8 @@ def read_findings(group: h5py.Group) -> list[Finding]:
         return []
     # A row without a name was not written whole: a kill came in between.
     rows = group[FINDINGS][...]
-    return [Finding(**_fields_of(row, rows.dtype.names)) for row in rows if row["name"]]
-
-
-def _fields_of(row: np.void, names: Iterable[str]) -> dict[str, Any]:
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in zip(names, row.tolist(), strict=True)}
+    whole = ([value.decode() if isinstance(value, bytes) else value for value in row.tolist()] for row in rows if row["name"])
+    return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in whole]
 
 
 def read_modules(file: h5py.File) -> list[ModuleInfo]:
@@ -226,7 +218,7 @@ def read_modules(file: h5py.File) -> list[ModuleInfo]:
 
 
 def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> list[ModuleInfo]:
-    """Modules with what is known of them later; what was known of an output stays until there is another."""
+    """Modules updated by later descriptions; an output stays until there is another."""
     by_name = {one.name: one for one in before}
     by_name |= {one.name: one for one in more if one.output_shape is not None or one.name not in by_name}
     return [*by_name.values()]
@@ -236,13 +228,9 @@ def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> 
 
 
 def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
-    """Fill a new file with all that has to be there before others read it: with SWMR they never see what is created later.
+    """Fill a new file with every group and dataset: readers with SWMR do not find those that are created later.
 
-    Args:
-        file: The file.
-        attributes: Of the file.
-        tables: Columns by group; a group ``superseded/1/findings`` makes room for findings. ``None``: the file is for raw tensors.
-        modules: The modules of the model.
+    ``tables`` are columns by group; a group ``superseded/1/findings`` makes room for findings. ``None``: the file is for raw tensors.
     """
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["package_version"] = attributes.package_version
@@ -292,30 +280,23 @@ def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
 
 
 def finding_rows(findings: Sequence[Finding]) -> NDArray[np.void]:
-    """Findings as rows of the dataset; texts that are too long are cut between characters."""
-    sizes = {name: _FINDING[name].itemsize for name in _FINDING.names or ()}
-    values = [{name: getattr(one, name) for name in sizes} for one in findings]
-    rows = [tuple(_fitting(value, sizes[name]) if isinstance(value, str) else value for name, value in one.items()) for one in values]
-    return np.array(rows, dtype=_FINDING)
+    """Findings as rows of the dataset."""
+    return _rows(_FINDING, map(vars, findings))
 
 
 def module_rows(modules: Sequence[ModuleInfo]) -> NDArray[np.void]:
     """Modules as rows of the dataset; a shape that is too long is left out."""
-    sizes = {name: _MODULE[name].itemsize for name in _MODULE.names or ()}
     shapes = ["" if one.output_shape is None else json.dumps(one.output_shape) for one in modules]
-    return np.array(
-        [
-            (
-                _fitting(one.name, sizes["name"]),
-                _fitting(one.type, sizes["type"]),
-                one.num_parameters,
-                shape if len(shape) <= sizes["output_shape"] else "",
-                one.output_dtype,
-            )
-            for one, shape in zip(modules, shapes, strict=True)
-        ],
-        dtype=_MODULE,
-    )
+    longest = _MODULE["output_shape"].itemsize
+    fitting = [shape if len(shape) <= longest else "" for shape in shapes]
+    return _rows(_MODULE, ({**one._asdict(), "output_shape": shape} for one, shape in zip(modules, fitting, strict=True)))
+
+
+def _rows(dtype: np.dtype[np.void], items: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
+    """Rows of a dataset from values by field; texts that are too long are cut between characters."""
+    sizes = {name: dtype[name].itemsize for name in dtype.names or ()}
+    rows = [tuple(_fitting(one[name], size) if isinstance(one[name], str) else one[name] for name, size in sizes.items()) for one in items]
+    return np.array(rows, dtype=dtype)
 
 
 def _fitting(text: str, size: int) -> bytes:
@@ -327,7 +308,7 @@ def _fitting(text: str, size: int) -> bytes:
 
 
 class StoredTensor(NamedTuple):
-    """One of the tensors of a file."""
+    """Description of a tensor of a file."""
 
     kind: str
     site: str
@@ -345,7 +326,7 @@ def has_tensors(file: h5py.File) -> bool:
 
 
 def tensor_path(kind: str, site: str, step: int, call: int) -> str:
-    """Where a tensor is in the file."""
+    """Path of a tensor in the file."""
     return f"{kind}/{site}/{step}" + (f"{_CALL}{call}" if call else "")
 
 

@@ -24,11 +24,7 @@ class NoSpaceError(OSError):
 
 @contextmanager
 def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
-    """Reserve space for what the block writes, and flush it at the end.
-
-    Args:
-        file: An open file that was flushed.
-        num_bytes: What the file grows by at most.
+    """Reserve space for what the block writes to an open, flushed file, ``num_bytes`` at most, and flush it at the end.
 
     Raises:
         NoSpaceError: If the file may not grow by so much. Then nothing is written.
@@ -49,13 +45,7 @@ def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
 
 
 def growth(dataset: h5py.Dataset, num_new: int, num_rows: int) -> int:
-    """What new rows of a dataset take in the file at most.
-
-    Args:
-        dataset: The dataset, in chunks of rows.
-        num_new: Number of new rows.
-        num_rows: Number of all its rows in the end.
-    """
+    """Bytes that ``num_new`` rows of a dataset, of then ``num_rows`` in all, take in the file at most."""
     num_chunked: int = num_new + dataset.chunks[0] - 1
     return row_bytes(dataset) * num_chunked + index_bytes(num_rows, num_new)
 
@@ -67,7 +57,7 @@ def row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def index_bytes(num_rows: int, num_new: int = 1) -> int:
-    """What HDF5's own bookkeeping for new rows takes at most, with the rest of a chunk of steps.
+    """Bytes that HDF5's own bookkeeping for new rows takes at most, with the rest of a chunk of steps.
 
     Measured for one: 5 KB at first, 20 KB at 100,000 rows.
     """
@@ -75,7 +65,7 @@ def index_bytes(num_rows: int, num_new: int = 1) -> int:
 
 
 def bytes_beside_tensors(num_tensors: int) -> int:
-    """What HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    """Bytes that HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
     return (1 << 16) + (1 << 14) * num_tensors
 
 

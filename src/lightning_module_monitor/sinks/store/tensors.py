@@ -11,8 +11,9 @@ module in a step is ``/kind/site/step.call_1``.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
 from lightning_module_monitor.sinks.store.opening import open_store
-from lightning_module_monitor.sinks.store.writer import Writer
+from lightning_module_monitor.sinks.store.writer import Store, Writer
 
 if TYPE_CHECKING:  # reading numbers does not need torch
     from torch import Tensor
@@ -48,14 +49,8 @@ class TensorStore(Writer):
             with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
                 stored = schema.read_tensors(file)
                 return any((one.step >= self._resume_from) is (self._resumed == self.path) for one in stored)
-        except Exception:  # what is wrong with it is reported when there are tensors to write
+        except Exception:  # the damage is reported when there are tensors to write
             return False
-
-    def _columns(self, record: Record) -> None:
-        return None
-
-    def _put_in_place(self, temporary: Path) -> None:
-        rewrite.replace(temporary, self.path)
 
     def _finish(self) -> None:
         """The file is closed already."""
@@ -74,8 +69,35 @@ class TensorStore(Writer):
                 dataset.attrs["index"] = index
 
 
+class RunFiles(Store):
+    """Writes the records of one run: values to the store, raw tensors to their own file. An error of one file leaves the other alone.
+
+    Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Store`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resumed: Path | None = None, **options: Any) -> None:
+        super().__init__(path, resumed=resumed, **options)
+        self._tensors: TensorStore | None = None
+        self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
+        self._options["resumed"] = None if resumed is None else rewrite.tensors_path(resumed)
+
+    def write(self, record: Record) -> None:
+        """Append a record. Never raises."""
+        super().write(record)
+        if self._tensors is None and self.has_begun:  # now the store's final name is known
+            self._tensors = TensorStore(rewrite.tensors_path(self.path), **self._options)
+        if self._tensors is not None:
+            self._tensors.write(record)
+
+    def close(self) -> None:
+        """Close the files. Never raises; twice does no harm."""
+        super().close()
+        if self._tensors is not None:
+            self._tensors.close()
+
+
 def find_tensor(file: h5py.File, path: str) -> Tensor | None:
-    """One tensor of a file, on the CPU, bit for bit as it was; ``None`` if it is not there."""
+    """A tensor of a file, on the CPU, bit for bit as it was; ``None`` if the file does not have it."""
     import torch
 
     dataset = file.get(path)

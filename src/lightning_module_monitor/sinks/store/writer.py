@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,18 +23,17 @@ from numpy.typing import NDArray
 from lightning_module_monitor.record import NUM_COUNTS, ModuleInfo, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
 from lightning_module_monitor.sinks.store.opening import open_store
-from lightning_module_monitor.sinks.store.tables import Table
 from lightning_module_monitor.version import __version__
 
 _logger = logging.getLogger(__name__)
 
 
 class Writer(ABC):
-    """Writes what concerns it of the records of one run to one HDF5 file; the single writer of that file.
+    """Writes its part of the records of one run to one HDF5 file; the single writer of that file.
 
-    The file comes into being with the first record that concerns it. From then on it can be read at any time, also after a
-    ``kill -9``. A writer never raises and never touches a file that is not its own. Where there is no space for a record, one warning
-    is logged, and records are tried again at growing distances.
+    The first record with such a part creates the file. From then on it can be read at any time, also after a ``kill -9``. A writer never
+    raises and never touches another's file. Where there is no space for a record, one warning is logged, and records are tried again at
+    growing distances.
 
     Args:
         path: Where the file should be; missing folders are made. If a file is there already, the next free numbered name is
@@ -47,14 +46,8 @@ class Writer(ABC):
         logger: Gets a warning when another name is taken and when records are lost, and a line when a run is resumed.
     """
 
-    path: Path
-    """The file; the name it really has is known when the first record is written."""
-
     _ITEMS = "rows"
-    """What a message counts."""
-
-    failed: bool
-    """Whether any record could not be written."""
+    """The noun in messages."""
 
     def __init__(
         self,
@@ -67,22 +60,24 @@ class Writer(ABC):
     ) -> None:
         # Without links: replacing the file at a link's name would leave the file it points to behind.
         self.path = self._wanted = Path(path).resolve()
+        """The file; its final name is known when the first record is written."""
         self.failed = False
+        """Whether any record could not be written."""
         self._configuration = configuration
         self._resumed = None if resumed is None else resumed.resolve()
         self._resume_from = resume_from
         self._logger = logger
         self._is_closed = False
         self._lock: BaseFileLock | None = None
-        """Held from the first record that concerns this file to the end."""
+        """Held from the first record of this file to the end."""
         self.has_begun = False
-        """Whether there is a file at the path that this run has begun, or has gone on in."""
+        """Whether this run has created the file at the path, or continued it."""
         self._num_missing = 0
         """Records that were lost since the last one that was written."""
         self._num_to_skip, self._next_distance = 0, 1
 
     def write(self, record: Record) -> None:
-        """Append what there is of a record, and flush it. Never raises; nothing is written after :meth:`close`."""
+        """Append a record, and flush it. Never raises; nothing is written after :meth:`close`."""
         try:
             if self._is_closed or not self._concerns(record):
                 return
@@ -112,36 +107,36 @@ class Writer(ABC):
         except Exception as error:  # see write
             self._give_up(error)
         finally:
-            self._let_go()
+            self._release()
 
-    # -------------------------------------------------------------- what is in the file
+    # -------------------------------------------------------------- content
 
     @abstractmethod
     def _concerns(self, record: Record) -> bool:
-        """Whether there is anything to do about a record."""
-
-    @abstractmethod
-    def _columns(self, record: Record) -> dict[str, list[str]] | None:
-        """Columns by group of the tables that are to be in the file before it is appended to; ``None``: it is for raw tensors."""
-
-    @abstractmethod
-    def _put_in_place(self, temporary: Path) -> None:
-        """Give a finished file its name, and append to it from here on. A file at the name can be read at any moment."""
+        """Whether a record has a part for this file."""
 
     @abstractmethod
     def _append(self, record: Record) -> None:
         """Write a record behind the others; afterwards a kill does it no harm."""
 
+    def _columns(self, record: Record) -> dict[str, list[str]] | None:
+        """Columns by group of the tables that the file needs before a record is appended; ``None``: it is for raw tensors."""
+        return None
+
+    def _put_in_place(self, temporary: Path) -> None:
+        """Give a finished file its name, at which a file can be read at any moment, and append to it from here on."""
+        rewrite.replace(temporary, self.path)
+
     @abstractmethod
     def _finish(self) -> None:
         """Close the file, if it is open, so that any HDF5 program opens it."""
 
-    def _taken(self, path: Path) -> str:
-        """Why a new file cannot be at ``path``; empty if it can."""
+    def _reason_taken(self, path: Path) -> str:
+        """The reason why a new file cannot be at ``path``; empty if it can."""
         return "it exists" if rewrite.is_there(path) else ""
 
-    def _sweep(self, path: Path) -> None:
-        """Remove what a killed run left beside the file at ``path``."""
+    def _remove_leftovers(self, path: Path) -> None:
+        """Remove the temporary file that a killed run left beside the file at ``path``."""
         held = lock.acquire(path) if lock.exists(path) else None
         if held is not None:
             rewrite.temporary_path(path).unlink(missing_ok=True)
@@ -150,29 +145,30 @@ class Writer(ABC):
     # -------------------------------------------------------------- beginning
 
     def _begin(self, record: Record) -> None:
-        """Open the file to go on in, or a new one; after an error nothing is open."""
-        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
+        """Continue the resumed run's file, or create a new one; after an error no file is open."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        run: dict[str, object] = {"started": now, "first_step": record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not rewrite.is_there(self._resumed):
                 self._resumed = None
-            reason = self._go_on(run, record) if self._resumed == self.path else ""
+            reason = self._continue(run, record) if self._resumed == self.path else ""
             if self._lock is None:
                 self._create(run, record, reason)
             self._put_in_place(rewrite.temporary_path(self.path))
         except BaseException:
             self.path = self._wanted
-            self._let_go()
+            self._release()
             raise
         self.has_begun = True
 
-    def _go_on(self, run: dict[str, object], record: Record) -> str:
-        """Prepare to go on in the file at ``path``; returns why that is not possible, without the lock."""
+    def _continue(self, run: dict[str, object], record: Record) -> str:
+        """Prepare to continue the file at ``path``; returns the reason if that is not possible, without the lock."""
         self._lock = lock.acquire(self.path)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
         count = self._copy_resumed(run, record, is_own=True)
         if isinstance(count, str):
-            self._let_go()
+            self._release()
             self._resumed = None
             return f"it cannot be resumed: {count}".rstrip(".")
         if self._resume_from is not None:
@@ -183,7 +179,7 @@ class Writer(ABC):
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
         """Prepare a new file, to be at ``path`` or beside it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        reason = reason or self._taken(self._wanted) or "another run begins it"
+        reason = reason or self._reason_taken(self._wanted) or "another run begins it"
         self.path, self._lock = self._lock_free_name()
         if self.path != self._wanted:
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
@@ -199,7 +195,7 @@ class Writer(ABC):
         rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
-        """Copy the file of the resumed run, with a place for the record; returns why that is not possible instead."""
+        """Copy the file of the resumed run, with columns for the record; returns the reason instead if that is not possible."""
         assert self._resumed is not None
         has_writer = not is_own and lock.has_holder(self._resumed)
         temporary, columns = rewrite.temporary_path(self.path), self._columns(record)
@@ -210,7 +206,7 @@ class Writer(ABC):
                     self._report_changes(attributes.configurations[-1], record.step)
                 attributes.configurations.append(run)
                 options: dict[str, Any] = {"attributes": attributes, "before_step": self._resume_from, "with_superseded": is_own}
-                return rewrite.rewrite(source, temporary, more=columns, modules=record.modules, **options)
+                return rewrite.rewrite(source, temporary, more=columns or {}, modules=record.modules, **options)
         except space.NoSpaceError:
             raise
         except Exception as error:  # a damaged file fails in any of HDF5's ways; it stays as it is
@@ -230,11 +226,13 @@ class Writer(ABC):
 
     def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
         """The first free name, at which no other run begins a file while its lock is held."""
-        for path in _numbered(self._wanted):
-            if self._taken(path):
-                self._sweep(path)
+        wanted = self._wanted
+        numbered = (wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}") for number in itertools.count(2))
+        for path in itertools.chain([wanted], numbered):
+            if self._reason_taken(path):
+                self._remove_leftovers(path)
             elif (held := lock.acquire(path)) is not None:
-                if not self._taken(path):  # by a run that had the lock until now
+                if not self._reason_taken(path):  # by a run that held the lock until now
                     return path, held
                 lock.release(held)
         raise AssertionError  # the names do not end
@@ -242,7 +240,7 @@ class Writer(ABC):
     # -------------------------------------------------------------- ending
 
     def _postpone(self, step: int, error: Exception) -> None:
-        """Lose a record for want of space, and the next ones up to the next trial."""
+        """Skip a record for lack of space, and the next ones up to the next trial."""
         if not self._num_missing:
             rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
             message = "The store %s cannot be written at step %d (%s). Training goes on; %s later records are tried again."
@@ -255,10 +253,10 @@ class Writer(ABC):
         self.failed = self._is_closed = True
         rest = "; what was written before can be read with load_store" if self.has_begun else ""
         self._logger.warning("The store %s stops here (%s). Training goes on%s.", self.path, _reason(error), rest)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        """Let others have the file, as it was last flushed."""
+    def _release(self) -> None:
+        """Release the file, as it was last flushed, for others."""
         if self._lock is not None:
             lock.release(self._lock)
         self._lock = None
@@ -267,13 +265,8 @@ class Writer(ABC):
 class Store(Writer):
     """Writes the values, histograms and findings of the records of one run, one row in each group that a record has any of.
 
-    A second record of a step is merged into the first. Read it with ``load_store``.
-
-    Args:
-        path: Where the file should be.
-        keys: Keys of numbers that are known to come. One that turns up later costs a rewrite of the file.
-        histogram_keys: Likewise of histograms.
-        **options: The other arguments of :class:`Writer`.
+    A second record of a step is merged into the first. Read it with ``load_store``. ``keys`` and ``histogram_keys`` are known to come:
+    any other key costs a rewrite of the file. The other arguments are those of :class:`Writer`.
     """
 
     def __init__(
@@ -282,28 +275,28 @@ class Store(Writer):
         super().__init__(path, **options)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._file: h5py.File | None = None
-        self._tables: list[Table] = []
+        self._tables: list[TableWriter] = []
         self._places: dict[str, int] = {}
-        """Of a key in the row of all numbers."""
+        """Index of a key in the row of all numbers."""
         self._histogram_places: dict[str, int] = {}
-        """Of a key in the rows of all histograms."""
+        """Index of a key in the rows of all histograms."""
         self._last_keys: tuple[str, ...] | None = None
         self._last_places: NDArray[np.int64] = np.empty(0, np.int64)
         self._modules: list[ModuleInfo] = []
-        """Those of the file."""
+        """The modules in the file."""
         self._last_modules: Sequence[ModuleInfo] = ()
 
     def _concerns(self, record: Record) -> bool:
         return bool(record.values or record.histograms or record.findings)
 
-    def _taken(self, path: Path) -> str:
+    def _reason_taken(self, path: Path) -> str:
         # The tensors of a run whose store is gone would be read as those of the new one.
         beside = rewrite.tensors_path(path)
-        return super()._taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
+        return super()._reason_taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
 
-    def _sweep(self, path: Path) -> None:
-        super()._sweep(path)
-        super()._sweep(rewrite.tensors_path(path))
+    def _remove_leftovers(self, path: Path) -> None:
+        super()._remove_leftovers(path)
+        super()._remove_leftovers(rewrite.tensors_path(path))
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
@@ -317,7 +310,7 @@ class Store(Writer):
             places = self._histogram_places if schema.has_histograms(group) else self._places
             start = len(places)
             places |= {schema.join(group, column): start + index for index, column in enumerate(columns)}
-            self._tables.append(Table(self._file[group], slice(start, start + len(columns))))
+            self._tables.append(TableWriter(self._file[group], slice(start, start + len(columns))))
 
     def _append(self, record: Record) -> None:
         assert self._file is not None
@@ -328,7 +321,6 @@ class Store(Writer):
             self._last_keys, self._last_places = keys, np.fromiter(map(self._places.__getitem__, keys), np.int64, len(keys))
         if record.modules is not self._last_modules:
             self._write_modules(record.modules)
-            self._last_modules = record.modules
         rows, findings = self._rows(record), schema.finding_rows(record.findings)
         for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
         for_values = for_steps + sum(row.nbytes for _table, row in rows)
@@ -344,7 +336,7 @@ class Store(Writer):
             for table, _row in rows:
                 table.put_step(record.step)
 
-    def _rows(self, record: Record) -> list[tuple[Table, schema.Values]]:
+    def _rows(self, record: Record) -> list[tuple[TableWriter, schema.Values]]:
         """The tables that get a row, with the row."""
         numbers = np.full(len(self._places), schema.ABSENT)
         numbers[self._last_places] = np.fromiter(record.values.values(), np.float64, len(record.values))
@@ -364,7 +356,7 @@ class Store(Writer):
             self._rewrite(more=schema.columns_by_group(late, late_histograms))
 
     def _write_modules(self, modules: Sequence[ModuleInfo]) -> None:
-        """Write what is known of modules by now in their places; only those of a resumed run that has others take a new file."""
+        """Update the modules in place; those of a resumed run that has other ones take a new file."""
         assert self._file is not None
         known = schema.merged_modules(self._modules, modules)
         if len(known) > len(self._modules):
@@ -373,6 +365,7 @@ class Store(Writer):
             with space.room(self._file, 0):
                 self._file[schema.MODULES][...] = schema.module_rows(known)
             self._modules = known
+        self._last_modules = modules
 
     def _rewrite(self, **changes: Any) -> None:
         """Go on in a new file that replaces this one; arguments are those of :func:`rewrite.rewrite`."""
@@ -395,17 +388,53 @@ class Store(Writer):
         if is_rewritten:
             rewrite.replace(temporary, self.path)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._file is not None:
             rewrite.abandon(self._file)
         self._file, self._tables = None, []
-        super()._let_go()
+        super()._release()
 
 
-def _numbered(path: Path) -> Iterator[Path]:
-    yield path
-    for number in itertools.count(2):
-        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+class TableWriter:
+    """Appends rows to a group of the open file, behind its last complete row.
+
+    ``part`` are its columns among those of all tables of numbers, or of histograms.
+    """
+
+    def __init__(self, group: h5py.Group, part: slice) -> None:
+        steps = schema.read_steps(group)
+        self.values, self.steps, self.part = group["values"], group["steps"], part
+        self.num_rows = len(steps)
+        self._last_step = int(steps[-1]) if len(steps) else -1
+        self._last_row: schema.Values | None = self.values[len(steps) - 1] if len(steps) else None
+
+    def put_values(self, step: int, row: schema.Values) -> None:
+        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; a second one of the same step is merged into the first."""
+        if self._last_row is not None and step == self._last_step:
+            merged, recorded = self._last_row.copy(), schema.is_recorded(row)
+            merged[recorded] = row[recorded]
+            _put(self.values, self.num_rows - 1, merged)
+            self._last_row = merged
+        else:
+            _put(self.values, self.num_rows, row)
+            self._last_row = row
+
+    def put_step(self, step: int) -> None:
+        """Write the step of the row that was written last, which completes it: readers find it, also after a kill."""
+        if step != self._last_step or not self.num_rows:
+            _put(self.steps, self.num_rows, step)
+            self.num_rows += 1
+            self._last_step = step
+
+
+def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
+    """Write one item of a dataset that grows along its first axis. ``dataset[index] = item`` takes four times as long."""
+    rows = np.array([item], dataset.dtype)
+    if len(dataset) <= index:
+        dataset.id.set_extent((index + 1, *rows.shape[1:]))
+    place = dataset.id.get_space()
+    place.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
+    dataset.id.write(h5py.h5s.create_simple(rows.shape), place, rows)
 
 
 def is_name_of(path: Path, wanted: Path) -> bool:
@@ -417,7 +446,3 @@ def is_name_of(path: Path, wanted: Path) -> bool:
 def _reason(error: Exception) -> str:
     # HDF5's messages are long, and have line ends in them.
     return textwrap.shorten(str(error) or type(error).__name__, 300)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
