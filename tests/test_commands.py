@@ -142,7 +142,9 @@ def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixt
     printed(capsys, "report", str(store), "-o", "pages/mine.html")
     assert Path("pages/mine.html").exists()
     shutil.copy(store, "other.h5")
-    assert re.fullmatch(r"compare\.html: \d\.\d MB\n", printed(capsys, "compare", "monitor.h5", "other.h5"))
+    out = printed(capsys, "compare", "monitor.h5", "other.h5").splitlines()
+    assert re.fullmatch(r"compare\.html: \d\.\d MB", out[0])
+    assert [line.endswith("other.h5: no series of both differs") for line in out[1:]] == [True]
     assert "<title>monitor and other</title>" in Path("compare.html").read_text()
     assert error(capsys, "compare", "monitor.h5") == "one STORE is given; expected two or more. For one run there is the command report."
     assert "there is no folder 'nowhere'" in error(capsys, "report", "monitor.h5", "-o", "nowhere/page.html")
@@ -201,6 +203,23 @@ def test_a_wrong_check_of_two_runs_is_a_line(arguments: tuple[str, ...], message
     write_store(Path("before.h5"), {"gradient/a/norm": [1.0], "gradient/only_before/norm": [1.0]})
     write_store(Path("after.h5"), {"gradient/a/norm": [1.0]})
     assert message in error(capsys, "compare", "before.h5", "after.h5", *arguments)
+
+
+def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The medians of the last quarter, the largest factor first, for each run against the first."""
+    runs = {"one.h5": (1.0, 2.0, 1.0), "two.h5": (1.0, 2.5, 4.0), "three.h5": (1.0, 2.0, 0.0)}
+    for name, (same, other, most) in runs.items():
+        values = {"same": same, "other": other, "most": most}
+        write_store(tmp_path / name, {f"gradient/{site}/norm": [9.0, 9.0, 9.0, value] for site, value in values.items()})
+    out = printed(capsys, "compare", *(str(tmp_path / name) for name in runs), "-o", str(tmp_path / "all.html")).splitlines()[1:]
+    first, second, third = (tmp_path / name for name in runs)
+    assert out == [
+        f"{first} -> {second}: medians of the last quarter that differ most",
+        "  gradient/most/norm: 1 -> 4 (x 4)",
+        "  gradient/other/norm: 2 -> 2.5 (x 1.25)",
+        f"{first} -> {third}: medians of the last quarter that differ most",
+        "  gradient/most/norm: 1 -> 0",
+    ]
 
 
 @pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)

@@ -139,8 +139,8 @@ examples:
   lightning-module-monitor compare seed1.h5 seed2.h5 seed3.h5 -o seeds.html
   lightning-module-monitor compare main.h5 branch.h5 --fail-on 'gradient/.*/norm' --ratio 2
 
-Sites are matched by name; the page says what matched and what did not. Differences are to the first run. With --fail-on nothing but a
-check is done: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the records are compared. The
+Sites are matched by name; the page says what matched and what did not. Differences are to the first run, and the largest are printed.
+With --fail-on nothing but a check is done: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the records are compared. The
 keys that fail are printed; where values of one run are not finite, or the signs differ, a key fails, too. A page is written with -o only.
 
 exit status:
@@ -170,11 +170,28 @@ def _compare(arguments: argparse.Namespace) -> int:
         if arguments.ratio is not None:
             raise ConfigError(f"--ratio is {arguments.ratio:g}, and there is no --fail-on; expected --fail-on PATTERN.")
         arguments.output = arguments.output or Path("compare.html")
-        return _write_page(arguments)
+        _write_page(arguments)
+        return _print_changes(arguments.store)
     status = _check_series(arguments.store, [_pattern(one, "--fail-on") for one in arguments.fail_on], arguments.ratio)
     if arguments.output is not None:
         _write_page(arguments)
     return status
+
+
+def _print_changes(paths: Sequence[Path]) -> int:
+    """Print the series that differ most between the first run and each other."""
+    from lightning_module_monitor.report.comparison import largest_changes
+    from lightning_module_monitor.report.run import read_run
+
+    first, *others = [read_run(_open_store(path)) for path in paths]
+    for other in others:
+        changes = largest_changes(first, other, most=10)
+        most = "medians of the last quarter that differ most" if changes else "no series of both differs"
+        print(printable(f"{first.path} -> {other.path}: {most}"))
+        for one in changes:
+            factor = "" if math.isnan(one.factor) else f" (x {one.factor:.3g})"
+            print(printable(f"  {one.kind}/{one.site}/{one.statistic}: {one.before:.4g} -> {one.after:.4g}{factor}"))
+    return 0
 
 
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
