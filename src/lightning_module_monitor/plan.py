@@ -15,8 +15,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.blocks import find_blocks
-from lightning_module_monitor.model.index import ModelIndex
+from lightning_module_monitor.model.index import ModelIndex, find_blocks
 from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
@@ -351,7 +350,7 @@ class Planner:
 
     def renamed(self) -> dict[str, str]:
         """New name by old name of what is watched, where loggers would not take the old one."""
-        changed = self.index.renamed
+        changed = self.index.namer.changed
         if not changed:
             return {}
         plan = self.plan()

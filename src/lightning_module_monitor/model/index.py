@@ -1,14 +1,14 @@
-"""The names of a model: its modules, parameters, outputs and heads, as they stand in keys."""
+"""The names of a model in keys: of its modules, parameters, outputs, heads and blocks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_module_monitor.errors import ConfigError, nearest
-from lightning_module_monitor.model.names import UNWATCHED, ModuleSite, NameFormat, Namer, ParameterSite, and_insides, matches
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.model.names import ROOT, UNWATCHED, ModuleSite, NameFormat, Namer, Site, and_insides, matches
 from lightning_module_monitor.model.outputs import Path, suffix
 
 
@@ -29,9 +29,11 @@ class ModelIndex:
         self.namer = Namer(format_name)
         self._format_name = format_name
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
-        if within is not None and not any(within in (*site.aliases, site.name) for site in modules):
-            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{nearest(within, names_of(modules))}")
-        self.within = next((site.module for site in modules if within in (*site.aliases, site.name)), root)
+        outermost = root if within is None else next((site.module for site in modules if within in (*site.aliases, site.name)), None)
+        if outermost is None:
+            near = nearest(str(within), [site.name for site in modules])
+            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
+        self.within = outermost
         """Outside of this nothing is watched."""
         self.modules = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
@@ -44,13 +46,8 @@ class ModelIndex:
         """Every module by every name that it has, in the model's order."""
         self._root = root
         self._note_parts()
-        self._further_names: dict[tuple[str, Path, str], str] = {}
-        self._head_names: dict[tuple[str, str], str] = {}
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """New name by old name, of what loggers would not have taken."""
-        return self.namer.changed
+        self._names_of_parts: dict[tuple[object, ...], str] = {}
+        """Names of outputs, inputs and heads of modules."""
 
     def leave_out_what_is_gone(self) -> list[str]:
         """Forget modules that were taken out of the model since its names were read, and their parameters.
@@ -80,31 +77,80 @@ class ModelIndex:
     def further_name(self, site: str, path: Path, of: str = "output") -> str:
         """The name of a further output, or input, of a module, always the same for the same one."""
         key = (site, path, of)
-        if key not in self._further_names:
-            self._further_names[key] = self.namer.name(f"{site}.{suffix(path, of)}")
-        return self._further_names[key]
+        if key not in self._names_of_parts:
+            self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
+        return self._names_of_parts[key]
 
     def head_name(self, site: str, head: str) -> str:
-        """The name of a head of a module's attention, or of a tensor of it: ``head_0``, ``head_0.query``. Always the same for the same."""
+        """The name of a head of a module's attention (``head_0``) or of its tensor (``head_0.query``), always the same for the same one."""
         key = (site, head)
-        if key not in self._head_names:
-            self._head_names[key] = self.namer.name(f"{site}.{head}")
-        return self._head_names[key]
+        if key not in self._names_of_parts:
+            self._names_of_parts[key] = self.namer.name(f"{site}.{head}")
+        return self._names_of_parts[key]
 
     def module_site(self, module: nn.Module | str) -> ModuleSite | None:
         """The site of a module, which may be given by any of its names; ``None`` if it is not watched."""
         return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
 
 
-def names_of(sites: Iterable[ModuleSite | ParameterSite]) -> list[str]:
-    """The names of some sites."""
-    return [site.name for site in sites]
-
-
-def is_excluded(site: ModuleSite | ParameterSite, patterns: Sequence[re.Pattern[str]]) -> bool:
+def is_excluded(site: Site, patterns: Sequence[re.Pattern[str]]) -> bool:
     """Whether a pattern matches any name of a site, or of a module that it is in."""
     return matches(and_insides(site.aliases), patterns)
 
 
-def _is_within(site: ModuleSite | ParameterSite, within: str | None) -> bool:
+def _is_within(site: Site, within: str | None) -> bool:
     return within is None or any(within in and_insides([alias]) for alias in site.aliases)
+
+
+_HOLDS_BLOCKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names of the blocks, in the order of the forward pass.
+
+    Args:
+        blocks: Name of a container, whose children are the blocks; or a pattern (``re.fullmatch``) of names, in the model's
+            order; or names in order. A module that stands at several places has several names.
+        by_name: Every module by each of its names, in the model's order.
+        label: Path of the option, for messages.
+
+    Returns:
+        At least two names.
+
+    Raises:
+        ConfigError: If there are fewer; names the nearest right name.
+    """
+    if isinstance(blocks, str):
+        found = _children(blocks, by_name, label) if blocks in by_name else _matching(blocks, by_name, label)
+    else:
+        found = list(blocks)
+        for name in found:
+            if name not in by_name:
+                raise ConfigError(f"{label} {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+    if len(found) < 2:
+        names = ", ".join(map(repr, found)) or "none"
+        raise ConfigError(f"{label} {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two.")
+    return found
+
+
+def _matching(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names that a pattern matches."""
+    try:
+        found = [name for name in by_name if re.fullmatch(blocks, name)]
+    except re.error as error:
+        message = f"{label} {blocks!r} is no module's name, and not a regular expression ({error}); expected 'model.blocks' or the like"
+        raise ConfigError(message + nearest(blocks, by_name)) from error
+    if not found:
+        message = f"{label} {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
+        raise ConfigError(message + nearest_pattern(blocks, by_name))
+    return found
+
+
+def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names of the watched children of a container."""
+    module = by_name[name]
+    if not isinstance(module, _HOLDS_BLOCKS):
+        containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]
+        expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
+        raise ConfigError(f"{label} {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
+    return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]

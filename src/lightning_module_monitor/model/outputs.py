@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import unwrapped
 
@@ -114,51 +114,6 @@ def in_graph(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor) and functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
-
-
-def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph.
-
-    Args:
-        value: As :func:`with_tensors` takes it.
-        memo: Copies by the identity of the tensor, so that a tensor that occurs twice occurs twice in the copy: attention checks
-            whether its query is its key.
-    """
-    known = {} if memo is None else memo
-
-    def copy_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = tensor.detach().clone()
-        return known[id(tensor)]
-
-    return with_tensors(value, copy_of)
-
-
-def same_layout(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the tensor, by which torch selects kernels too: ``clone`` keeps them only where there are no gaps."""
-    clone = tensor.clone()
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return clone
-    own = tensor[_written_once(tensor)]
-    try:
-        return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
-    except RuntimeError:
-        return clone  # elements overlap: windows of one tensor
-
-
-def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor of the same shape, which may be an expanded one."""
-    if tensor.layout is not torch.strided:
-        tensor.copy_(values)
-        return
-    own = _written_once(tensor)
-    tensor[own].copy_(values[own])
-
-
-def _written_once(tensor: Tensor) -> tuple[slice, ...]:
-    """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def is_first(path: Path) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_module_monitor.model.outputs import named_tensors, overwrite, same_layout, with_tensors
+from lightning_module_monitor.model.copies import overwrite, same_layout
+from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold no results."""
@@ -28,7 +29,10 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
         pairs: A module of the model, and the module of the same parameters that gets its flags.
     """
     pairs = list(pairs)
-    before = [(sibling, sibling.training, _flags(sibling)) for _live, sibling in pairs]
+    before = [
+        (sibling, sibling.training, [(one, one.requires_grad) for one in sibling._parameters.values() if one is not None])
+        for _live, sibling in pairs
+    ]
     try:
         for live, sibling in pairs:
             if sibling.training != live.training:
@@ -46,10 +50,6 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
                 if tensor.grad_fn is not None:
                     tensor.detach_()
                 _set_flag(tensor, flag)
-
-
-def _flags(module: nn.Module) -> list[tuple[Tensor, bool]]:
-    return [(parameter, parameter.requires_grad) for parameter in module._parameters.values() if parameter is not None]
 
 
 def _set_flag(parameter: Tensor, flag: bool) -> None:
@@ -75,19 +75,14 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
                     part._buffers[name] = tensor
         with torch.no_grad():
             for tensor, values in saved:
-                _restore(tensor, values)
-
-
-def _restore(tensor: Tensor, values: Tensor) -> None:
-    """Restore a tensor's shape and values, in its own memory if the shape is unchanged."""
-    if tensor.is_inference():
-        return  # nothing can be written into it
-    if tensor.grad_fn is not None:
-        tensor.detach_()
-    if tensor.shape != values.shape:
-        tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
-    else:
-        overwrite(tensor, values)
+                if tensor.is_inference():
+                    continue  # nothing can be written into it
+                if tensor.grad_fn is not None:
+                    tensor.detach_()
+                if tensor.shape != values.shape:
+                    tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
+                else:
+                    overwrite(tensor, values)
 
 
 @contextmanager
@@ -119,11 +114,11 @@ def no_warning_of_checkpoints() -> Iterator[None]:
 
 def saving_nothing() -> saved_tensors_hooks:
     """Within the block no tensor is saved for a backward pass, which then cannot be run."""
-    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
 
+    def not_saved(_nothing: None) -> Tensor:
+        raise RuntimeError("no tensors are kept for a backward pass")
 
-def _not_saved(_nothing: None) -> Tensor:
-    raise RuntimeError("no tensors are kept for a backward pass")
+    return saved_tensors_hooks(lambda _tensor: None, not_saved)
 
 
 def drop_graphs(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
-from lightning_module_monitor.model.hooks import ForwardHook, HookSet, backward_pass, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
 from lightning_module_monitor.record import KINDS, RawTensor
@@ -217,10 +217,11 @@ class ModuleProbe(Probe, Generic[TargetT]):
         self._module_hooks.close()
 
 
-class CallHook(ForwardHook):
+class CallHook(UncopiedHook):
     """Calls a probe after a module's forward. It returns nothing: what a forward hook returns replaces the output."""
 
     def __init__(self, probe: ModuleProbe[TargetT], target: TargetT) -> None:
+        super().__init__(probe.observe_call)
         self._probe: ModuleProbe[Any] = probe
         self._target = target
 
@@ -229,7 +230,7 @@ class CallHook(ForwardHook):
         if is_tracing() or not self._probe.is_open:
             return
         try:  # and no `failing_alone`, whose calls would be paid at every call of a module
-            self._probe.observe_call(self._target, *call)
+            self._function(self._target, *call)
         except MonitorError:
             raise
         except Exception as error:

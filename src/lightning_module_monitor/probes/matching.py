@@ -9,13 +9,13 @@ from torch import nn
 from lightning_module_monitor.config import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.index import ModelIndex, is_excluded, names_of
-from lightning_module_monitor.model.names import ModuleSite, ParameterSite, matches
+from lightning_module_monitor.model.index import ModelIndex, is_excluded
+from lightning_module_monitor.model.names import ParameterSite, Site, matches
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.record import KINDS
 
 
-def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[ModuleSite | ParameterSite]:
+def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
     """The sites that a rule picks for a kind."""
     if KINDS[kind].site == "parameter":
         return [site for site in index.parameters if is_picked(site, site.owner, rule)]
@@ -39,9 +39,9 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
     what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
-    sites: Sequence[ModuleSite | ParameterSite] = index.modules if what == "module" else index.parameters
+    sites: Sequence[Site] = index.modules if what == "module" else index.parameters
     if not any(matches(site.aliases, rule.sites) for site in sites):
-        patterns, names = [pattern.pattern for pattern in rule.sites], names_of(sites)
+        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
         near = next((end for end in (nearest_pattern(one, names) for one in patterns) if end != "."), ".")
         raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
     types = [one if isinstance(one, str) else one.__name__ for one in rule.types or ()]
@@ -57,17 +57,18 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
 
 def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
     """The patterns of a rule's sites that match no name, beside others that do, each with what may be meant, as the end of a sentence."""
-    sites: list[ModuleSite | ParameterSite] = [*index.modules, *index.parameters]
+    sites: list[Site] = [*index.modules, *index.parameters]
     idle = [one for one in rule.sites if not any(matches(site.aliases, (one,)) for site in sites)]
-    return [f"{one.pattern!r} matches none of {len(sites)} names{nearest_pattern(one.pattern, names_of(sites))}" for one in idle]
+    names = [site.name for site in sites]
+    return [f"{one.pattern!r} matches none of {len(names)} names{nearest_pattern(one.pattern, names)}" for one in idle]
 
 
-def can_occur(site: ModuleSite | ParameterSite, kind: str) -> bool:
+def can_occur(site: Site, kind: str) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
     return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
 
 
-def is_picked(site: ModuleSite | ParameterSite, module: nn.Module, rule: ParsedRule) -> bool:
+def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
     """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
     if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.model.eager_mode import Uncompiled
-from lightning_module_monitor.model.hooks import Unobserved
+from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
 from lightning_module_monitor.probes.reference import ReferenceProbe
