@@ -19,7 +19,7 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
 from lightning_module_monitor.record import KINDS, RawTensor
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)

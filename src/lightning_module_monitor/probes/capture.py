@@ -20,7 +20,7 @@ from lightning_module_monitor.probes.base import Among, GradientProbe, WatchedMo
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.precision import unscaled
 
 _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""

@@ -47,8 +47,8 @@ from lightning_module_monitor.probes.rcc_layers import (
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.precision import Difference
 
 NUM_STEPS = 6
 """Products with the matrix, and with its transpose, from a random start."""

@@ -19,7 +19,7 @@ from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.updates import Copies, update
 from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import UNWATCHED
-from lightning_module_monitor.statistics.loss_scale import widened
+from lightning_module_monitor.statistics.precision import widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"

@@ -9,7 +9,7 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import Among
-from lightning_module_monitor.statistics.loss_scale import WIDE, widened
+from lightning_module_monitor.statistics.precision import WIDE, widened
 
 
 class Copies:

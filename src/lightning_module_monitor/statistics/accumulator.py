@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import MonitorError
@@ -20,8 +20,8 @@ from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
+from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
 from lightning_module_monitor.statistics.units import dead_fraction, in_either, is_alive
@@ -198,7 +198,7 @@ class StepAccumulator:
                     else:
                         self.add_result(spec, function, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(spec, function.name, tensors[0], error)
+                self._fail(spec, function.name, _describe(tensors[0]), error)
 
     def add_result(self, spec: MetricSpec, function: UserFunction, result: object, num_elements: int) -> None:
         """Take a result that was computed elsewhere.
@@ -263,10 +263,12 @@ class StepAccumulator:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return Values()
         whole_tokens = {row for spec, row in result.rows if spec in self._whole_tokens} if self._whole_tokens else ()
-        values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail_to_finish)
+        values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail)
         values.update(result.values)
         for spec, units in result.units:
-            values.update({spec.key(name): self._dead_fraction(spec.key(name), units) for name in spec.units})
+            for key in map(spec.key, spec.units):
+                self._state.units[key].append(units.numpy())
+                values[key] = dead_fraction(self._state.units[key])
         by_key = {key: Histogram(row.numpy()) for spec, row in result.counted for key in spec.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
         values.update(dict.fromkeys(self._failed, float("nan")))
@@ -275,24 +277,32 @@ class StepAccumulator:
     def _on_host(self) -> GlobalResult:
         """What this process has observed, where there is no other."""
         parts = self._finished_parts()
-        rows, num_rows = [*self._rows.items()], len(self._state.specs)
-        counted = [row for spec, row in rows if spec.histograms]
-        counts = self._table.collect_counts(counted)
-        scalars = [value for _key, part in parts for value in part.values]
-        units = [*self._units.values()]
+        moments, counts, units, scalars = self._transferred([value for _key, part in parts for value in part.values])
+        counted, sizes = [spec for spec in self._rows if spec.histograms], [*map(len, self._units.values())]
+        of_part = scalars.split([len(part.values) for _key, part in parts]) if parts else ()
+        return GlobalResult(
+            rows=[*self._rows.items()],
+            moments=moments,
+            counted=[*zip(counted, counts.long(), strict=True)] if counted else [],
+            units=[*zip(self._units, (units > 0).split(sizes), strict=True)] if sizes else [],
+            values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
+        )
+
+    def _transferred(self, scalars: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Copy moments, counts of histograms, units and some scalars to the host by one transfer per device; all float64.
+
+        Returns:
+            Moments, shape ``(NUM_FIELDS, rows)``; counts, shape ``(counted rows, NUM_COUNTS)``; units and scalars, one after the other.
+        """
+        num_rows, counted = len(self._state.specs), [row for spec, row in self._rows.items() if spec.histograms]
+        counts, units = self._table.collect_counts(counted), [*self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
         sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, sum(map(len, units))]
         # Each operation of torch counts at the end of a step, and nearly always there is nothing but moments.
-        of_parts, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
-        of_rows = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0).long() if counted else []
-        of_part = of_parts.split([len(part.values) for _key, part in parts]) if parts else ()
-        return GlobalResult(
-            rows=rows,
-            moments=merged(shares, num_rows, torch.device("cpu")),
-            counted=[(self._state.specs[row], of_row) for row, of_row in zip(counted, of_rows, strict=True)],
-            units=[*zip(self._units, (of_units > 0).split([*map(len, units)]), strict=True)] if units else [],
-            values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
-        )
+        of_scalars, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
+        if counted:
+            of_counts = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0)
+        return merged(shares, num_rows, torch.device("cpu")), of_counts, of_units, of_scalars
 
     def _reduced(self, reducer: Reducer) -> GlobalResult:
         """What all ranks have observed."""
@@ -313,22 +323,18 @@ class StepAccumulator:
 
     def _local(self) -> LocalResult:
         """What this rank has observed, on the host."""
-        num_rows, counted = len(self._state.specs), [(spec, row) for spec, row in self._rows.items() if spec.histograms]
-        of_counts, units = self._table.collect_counts([row for _spec, row in counted]), [*self._units.values()]
-        shares, others = to_host(self._table.collect(num_rows), of_counts + units)
-        of_shares, of_units = others.split([len(of_counts) * len(counted) * NUM_COUNTS, sum(map(len, units))])
-        moments = Moments(*merged(shares, num_rows, torch.device("cpu")))
-        counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device="cpu")
-        counts[:-1] += of_shares.view(len(of_counts), len(counted), NUM_COUNTS).sum(0)
+        moments, counts, units, _no_scalars = self._transferred([])
+        counted = [spec.identity for spec in self._rows if spec.histograms]
+        of_units = units.split([*map(len, self._units.values())])
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
             moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1), strict=True))),
-            counted={spec.identity: place for place, (spec, _row) in enumerate(counted)},
-            counts=counts,
+            counted={identity: place for place, identity in enumerate(counted)},
+            counts=nn.functional.pad(counts.view(-1, NUM_COUNTS), (0, 0, 0, 1)),
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units=dict(zip((spec.identity for spec in self._units), of_units.split([*map(len, units)]), strict=True)),
+            units=dict(zip((spec.identity for spec in self._units), of_units, strict=True)),
             parts=frozenset(spec.identity for spec in self._laid_out),
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
@@ -357,11 +363,6 @@ class StepAccumulator:
             own.to(tensors[0].device).reset()
             self._metrics[key] = (spec, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
-
-    def _dead_fraction(self, key: str, units: Tensor) -> float:
-        recent = self._state.units[key]
-        recent.append(units.numpy())
-        return dead_fraction(recent)
 
     def _finished_parts(self) -> list[tuple[str, Results]]:
         """Function results by key, ready for the transfer: aggregates of the user's and torchmetrics objects are computed."""
@@ -399,14 +400,14 @@ class StepAccumulator:
                 own[key] = torch.cat(results.values).cpu()
             except Exception as error:
                 # The other ranks wait for the rest.
-                self._fail(spec, name, None, error)
+                self._fail(spec, name, "its results", error)
         return own
 
     def _parts(self, spec: MetricSpec, name: str, compute: Callable[[], Mapping[str, Results]]) -> list[tuple[str, Results]]:
         try:
             return [(spec.key(part), results) for part, results in compute().items()]
         except Exception as error:
-            self._fail(spec, name, None, error)
+            self._fail(spec, name, "its results", error)
             return []
 
     def _give_up(self, spec: MetricSpec) -> None:
@@ -417,14 +418,11 @@ class StepAccumulator:
         self._give_up(spec)
         self._on_error(spec, "sending to other ranks", "what was observed on this one alone", error)
 
-    def _fail_to_finish(self, spec: MetricSpec, name: str, error: Exception) -> None:
-        self.num_errors += 1
-        self._on_error(spec, name, "its moments", error)
-
-    def _fail(self, spec: MetricSpec, name: str, tensor: Tensor | None, error: Exception) -> None:
+    def _fail(self, spec: MetricSpec, name: str, seen: str, error: Exception) -> None:
+        """Note that a statistic or function could not be computed; ``seen`` describes what from."""
         self.num_errors += 1
         self._failed.add(spec.key(name))
-        self._on_error(spec, name, "its results" if tensor is None else _describe(tensor), error)
+        self._on_error(spec, name, seen, error)
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.record import Values
-from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, MetricSpec
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Specifications with the same statistics, which are finished together."""
 
     first: MetricSpec
-    """One of them."""
     parts: Sequence[np.ndarray | slice]
     """For each row of a specification those of all of them: int64, shape ``(specifications,)``, or a slice where they are adjacent."""
     keys: Sequence[str]
@@ -40,7 +36,11 @@ class Layout:
         for spec, row in rows:
             if spec.statistics:
                 alike[tuple(spec.statistics)].append((spec, row))
-        self._groups = [_group(members) for members in alike.values()]
+        self._groups: list[_Group] = []
+        for members in alike.values():
+            first = members[0][0]
+            parts = [_index([row + part for _spec, row in members]) for part in range(first.num_rows)]
+            self._groups.append(_Group(first, parts, [key for spec, _row in members for key in spec.statistic_keys]))
         keys = [key for group in self._groups for key in group.keys]
         self._num_keys = len(keys)
         last = {key: place for place, key in enumerate(keys)}
@@ -48,13 +48,14 @@ class Layout:
         """Of keys that several specifications have, the last of each."""
         self._places = {key: place for place, key in enumerate(last)}
 
-    def finish(self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, Exception], None]) -> Values:
+    def finish(self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, str, Exception], None]) -> Values:
         """Statistics by key.
 
         Args:
             table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
             whole_tokens: Rows that are one token each, of which several ranks have parts.
-            fail: Receives a statistic that could not be finished: a specification that has it, its name, the error. Its values are NaN.
+            fail: Receives a statistic that could not be finished: a specification that has it, its name, "its moments", the error. Its
+                values are NaN.
         """
         numbers, start = np.empty(self._num_keys), 0
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
@@ -66,11 +67,12 @@ class Layout:
                 columns = numbers[start:end].reshape(-1, len(group.first.statistics))
                 parts = [Moments(*fields[:, index]) for index in group.parts]
                 for column, (name, one) in enumerate(group.first.statistics.items()):
+                    taken = (CURRENT, BASE, PRODUCT) if one.paired else (OWN, BASE) if one.relative else (OWN,)
                     try:
-                        columns[:, column] = one.finish(*_taken_by(one, parts))
+                        columns[:, column] = one.finish(*[parts[part] for part in taken])
                     except Exception as error:  # one of the user's own
                         columns[:, column] = np.nan
-                        fail(group.first, name, error)
+                        fail(group.first, name, "its moments", error)
                 start = end
         return Values(self._places, numbers if len(self._places) == len(numbers) else numbers[self._last_places])
 
@@ -93,16 +95,6 @@ _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "
 """The moments that there are none of without an element."""
 
 
-def _group(members: Sequence[tuple[MetricSpec, int]]) -> _Group:
-    first = members[0][0]
-    rows = [row for _spec, row in members]
-    return _Group(
-        first,
-        [_index([row + part for row in rows]) for part in range(first.num_rows)],
-        [*itertools.chain.from_iterable(spec.statistic_keys for spec, _row in members)],
-    )
-
-
 def _index(rows: list[int]) -> np.ndarray | slice:
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))  # nothing is gathered
@@ -117,10 +109,3 @@ def _with_whole_tokens(fields: Array, index: np.ndarray) -> Array:
     moments.tokens[index], moments.token_norm[index] = 1.0, norm
     moments.token_rms[index] = norm / np.sqrt(moments.elements[index])
     return changed
-
-
-def _taken_by(statistic: Statistic, parts: list[Moments]) -> list[Moments]:
-    """The moments that a statistic is finished from."""
-    if statistic.paired:
-        return [parts[CURRENT], parts[BASE], parts[PRODUCT]]
-    return [parts[OWN], parts[BASE]] if statistic.relative else [parts[OWN]]

@@ -65,7 +65,7 @@ def _var(moments: Moments) -> Array:
 def _std(moments: Moments) -> Array:
     """``sqrt(var)``, at least 0, as ``torch.std``."""
     var = _var(moments)
-    return np.where(np.isnan(var), var, _sqrt(var))
+    return np.where(np.isnan(var), var, np.sqrt(var))
 
 
 def _skewness(moments: Moments) -> Array:
@@ -86,12 +86,12 @@ def _standardized(numerator: Array, power: float, moments: Moments) -> Array:
 
 def _norm(moments: Moments) -> Array:
     """``sqrt(sum(x**2))``, at least 0, as ``torch.linalg.vector_norm``."""
-    return _sqrt(moments.squares)
+    return np.sqrt(moments.squares)
 
 
 def _rms(moments: Moments) -> Array:
     """``sqrt(sum(x**2) / n)``, at least 0."""
-    return _sqrt(moments.squares / moments.elements)
+    return np.sqrt(moments.squares / moments.elements)
 
 
 def _min(moments: Moments) -> Array:
@@ -111,8 +111,7 @@ def _abs_mean(moments: Moments) -> Array:
 
 def _abs_max(moments: Moments) -> Array:
     """The largest ``|x|``, at least 0."""
-    largest: Array = np.maximum(moments.maximum, -moments.minimum)
-    return largest
+    return np.maximum(moments.maximum, -moments.minimum)
 
 
 def _zero_fraction(moments: Moments) -> Array:
@@ -144,18 +143,13 @@ def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
     """``sum(x * y) / (norm(x) * norm(y))``, from -1 to 1; undefined where a norm is 0."""
     # Rounding must not make it more than one can be.
     norms = _norm(current) * _norm(reference)
-    cosine: Array = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
+    cosine = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
     return np.where(norms == 0, UNDEFINED, cosine)
 
 
 def _over(numerator: Array, denominator: Array) -> Array:
     """A quotient; of zero and zero there is none."""
     return np.where((numerator == 0) & (denominator == 0), UNDEFINED, numerator / denominator)
-
-
-def _sqrt(x: Array) -> Array:
-    root: Array = np.sqrt(x)
-    return root
 
 
 STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {
