@@ -20,8 +20,15 @@ from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, 
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, idle_patterns, is_picked, matching
-from lightning_module_monitor.probes.planned import Plan
+from lightning_module_monitor.probes.planned import (
+    Plan,
+    check_tensor_parallel,
+    check_types,
+    idle_kinds,
+    idle_patterns,
+    is_picked,
+    matching,
+)
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec

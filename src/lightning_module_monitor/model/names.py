@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ class ParameterSite:
         return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
 
 
-def tensors_of(sites: Sequence[ParameterSite]) -> list[Tensor | None]:
+def tensors_of(sites: Collection[ParameterSite]) -> list[Tensor | None]:
     """:meth:`ParameterSite.tensor` of several, by functions of C alone where none of them is out of the ordinary."""
     tables = [*map(_parameters_of, map(_owner_of, sites))]
     if set(map(type, tables)) <= _PLAIN_TABLES:  # another may fetch what it is asked for from elsewhere

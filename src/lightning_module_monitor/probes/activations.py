@@ -1,14 +1,26 @@
-"""Outputs of modules, and the gradients that arrive at them."""
+"""Outputs of modules, the gradients that arrive at them, and their differences from those of the reference."""
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_module_monitor.model.hooks import is_in_backward
-from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, PassedOver, WatchedModule, elements_of
+from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors, of_all_samples
+from lightning_module_monitor.probes.base import (
+    GradientHook,
+    GradientProbe,
+    ModuleProbe,
+    WatchedModule,
+    elements_of,
+    failing_alone,
+    log_unsupported,
+)
+from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -20,40 +32,33 @@ _Target = tuple[str, MetricSpec | None, MetricSpec | None]
 
 
 class ActivationProbe(GradientProbe[_Target]):
-    """Observes outputs and their gradients. It keeps no tensor, and reads no value on the host.
-
-    Args:
-        watched: The modules, of each of which one of ``KINDS`` is recorded.
-        accumulator: Takes tensors.
-        output_name: Names further outputs, from the module's site and the path to the output.
-        say: Logs a message once.
-    """
+    """Observes outputs and their gradients. It keeps no tensor, and reads no value on the host."""
 
     def __init__(
         self,
         watched: Sequence[WatchedModule],
         accumulator: StepAccumulator,
-        output_name: Callable[[str, Path], str],
-        say: Callable[[str], None],
+        further_name: Callable[[str, Path], str],
+        log: Callable[[str], None],
     ) -> None:
         super().__init__(
             [(one.site.module, (one.site.name, one.specs.get("activation"), one.specs.get("activation_gradient"))) for one in watched]
         )
         self._accumulator = accumulator
-        self._output_name = output_name
-        self._say = say
-        self._passed_over = PassedOver("outputs")
+        self._further_name = further_name
+        self._log = log
+        self._unsupported: defaultdict[torch.dtype, list[str]] = defaultdict(list)
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
         site, activation, gradient = target
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
             if not tensor.is_floating_point():
-                self._passed_over.add(site, tensor)
+                self._unsupported[tensor.dtype].append(site)
                 continue
             of_output, of_gradient = activation, gradient
             if path and not is_first(path):
-                name = self._output_name(site, path)
+                name = self._further_name(site, path)
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
             if of_output is not None and not is_in_backward():
                 self._accumulator.observe(of_output, elements_of(tensor))
@@ -62,8 +67,8 @@ class ActivationProbe(GradientProbe[_Target]):
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
 
     def finish(self) -> None:
-        """Report which outputs were passed over."""
-        self._passed_over.report(self._say)
+        """Log which outputs are not watched."""
+        log_unsupported("outputs", self._unsupported, self._log)
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
@@ -78,3 +83,54 @@ class ActivationProbe(GradientProbe[_Target]):
     def fail_gradient(self, spec: MetricSpec, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
         self._accumulator.fail(spec, gradient, error)
+
+
+DIFFERENCE = "activation_difference"
+
+
+def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
+    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
+
+
+_Pair = tuple[MetricSpec, nn.Module]
+"""What is recorded of a module, and its sibling in the reference."""
+
+
+class DifferenceProbe(ModuleProbe[_Pair]):
+    """Compares every output of a module with the output of its sibling in the reference at the same call."""
+
+    def __init__(
+        self,
+        watched: Sequence[WatchedModule],
+        accumulator: StepAccumulator,
+        reference: ReferenceProbe,
+        further_name: Callable[[str, Path], str],
+    ) -> None:
+        self._accumulator = accumulator
+        self._reference = reference
+        self._further_name = further_name
+        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if DIFFERENCE in one.specs]
+        super().__init__((one.site.module, (one.specs[DIFFERENCE], sibling)) for one, sibling in siblings if sibling is not None)
+        for _module, (_spec, sibling) in self._targets:
+            reference.want(sibling, DIFFERENCE, _floating_outputs)
+
+    def observe_call(self, target: _Pair, _args: object, output: object) -> None:
+        """Compare every output."""
+        if is_in_backward():
+            return  # a recomputation, which was compared
+        spec, sibling = target
+        references = dict(self._reference.take(sibling, DIFFERENCE) or ())
+        for path, tensor in named_tensors(output):
+            if path not in references or not tensor.is_floating_point():
+                continue
+            elements = of_all_samples(tensor.detach())
+            if elements.shape != references[path].shape:  # as of routed experts
+                self._reference.not_compared[OTHER_SHAPE].add(sibling)
+                continue
+            own = spec if is_first(path) else spec.at(self._further_name(spec.site, path))
+            with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
+                self._accumulator.observe_pair(own, elements, references[path])
+
+    def fail(self, target: _Pair, output: object, error: Exception) -> None:
+        """Record NaN for an output that cannot be taken apart."""
+        self._accumulator.fail(target[0], output, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,7 +18,7 @@ from lightning_module_monitor.errors import MonitorError, shortened
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
-from lightning_module_monitor.record import KINDS, RawTensor
+from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -35,27 +35,6 @@ class Watched(Generic[SiteT]):
 
     site: SiteT
     specs: Mapping[str, MetricSpec]
-
-    @functools.cached_property
-    def has_functions(self) -> bool:
-        """Whether any of it is a function of the user's."""
-        return any(spec.functions for spec in self.specs.values())
-
-    @functools.cached_property
-    def is_of_heads(self) -> bool:
-        """Whether any of it is of heads of attention."""
-        return any(KINDS[kind].of_heads for kind in self.specs)
-
-
-@dataclass(frozen=True)
-class ParametersOfKind:
-    """Parameters, and what is recorded of each, of one kind."""
-
-    sites: Sequence[ParameterSite]
-    specs: Sequence[MetricSpec]
-
-
-NO_PARAMETERS = ParametersOfKind((), ())
 
 
 WatchedModule = Watched[ModuleSite]
@@ -93,25 +72,10 @@ class failing_alone:  # noqa: N801  # used like a function
         return True
 
 
-class PassedOver:
-    """Names what is not watched, as it is no real floating tensor, in one line for each dtype.
-
-    Args:
-        what: What it is, in the plural.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._names: defaultdict[torch.dtype, list[str]] = defaultdict(list)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Note one."""
-        self._names[tensor.dtype].append(name)
-
-    def report(self, log_once: Callable[[str], None]) -> None:
-        """Log all of them."""
-        for dtype, names in self._names.items():
-            log_once(f"{shortened(names)}: {self._what} of dtype {dtype} are not watched; only real floating ones are.")
+def log_unsupported(what: str, names: Mapping[torch.dtype, list[str]], log: Callable[[str], None]) -> None:
+    """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype."""
+    for dtype, of_dtype in names.items():
+        log(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not watched; only real floating ones are.")
 
 
 class Probe:

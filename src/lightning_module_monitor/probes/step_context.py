@@ -24,7 +24,7 @@ class StepContext:
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         accumulator: Receives what its probes observe.
         reducer: Reduces over all ranks; ``None`` where there is one.
-        whole_tensors: Puts together what is laid out over ranks.
+        whole_tensors: Assembles tensors that are laid out over ranks.
         reporter: Reports errors.
     """
 
@@ -51,7 +51,7 @@ class StepContext:
         self._num_unobserved = Unobserved.number
 
     def attach(self, attention: AttentionProbe, others: Sequence[Probe]) -> None:
-        """Put the probes on."""
+        """Register the hooks of the probes."""
         self._uncompiled.begin()
         self.attention = attention
         self.probes = (*others, attention)
@@ -78,14 +78,14 @@ class StepContext:
             probe.is_suspended = is_suspended
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor; a second call closes what an error or Ctrl-C in the first has left open."""
+        """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
             stack.callback(self._uncompiled.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
     def lose(self) -> None:
-        """Give up what was seen: there will be no record, on no rank."""
+        """Discard everything that was observed: no rank makes a record."""
         self.close()
         self.attention, self.probes = None, ()
         self.whole_tensors.forget()
@@ -102,7 +102,7 @@ class StepContext:
     def finish_probes(self) -> list[RawTensor]:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
         with self._reporter.guard("whole tensors", self.accumulator):
-            self.whole_tensors.put_together()
+            self.whole_tensors.assemble()
         self.notify("what has waited", Probe.finish)
         tensors: list[RawTensor] = []
         for probe in self.probes:

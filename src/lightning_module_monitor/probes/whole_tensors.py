@@ -11,13 +11,9 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.shards import FlatShard, is_sharded, whole, whole_of_flat
-from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import WatchedParameter, failing_alone
 
 FOR_THE_FILE = "for the file"
-
-Use = Callable[..., None]
-"""Gets as many whole tensors as were given together."""
 
 
 class WholeTensors:
@@ -37,15 +33,15 @@ class WholeTensors:
         self._expected = expected
         self._ranks = ranks
         self._failed = failed
-        self._kept: defaultdict[str, list[tuple[list[Tensor], Use]]] = defaultdict(list)
+        self._kept: defaultdict[str, list[tuple[list[Tensor], Callable[..., None]]]] = defaultdict(list)
 
-    def give(self, name: str, tensors: Sequence[Tensor], use: Use) -> None:
+    def give(self, name: str, tensors: Sequence[Tensor], use: Callable[..., None]) -> None:
         """Call a function with whole tensors, on rank 0: at once, or at the end of the step if they are laid out over ranks.
 
         Args:
             name: One of the expected names, if any of the tensors is laid out over ranks.
             tensors: They may be overwritten as soon as this returns.
-            use: The function.
+            use: The function, which gets as many tensors.
         """
         if self._ranks is None:
             use(*(whole(tensor) for tensor in tensors))
@@ -54,7 +50,7 @@ class WholeTensors:
         elif self._ranks.index == 0:
             use(*tensors)
 
-    def put_together(self) -> None:
+    def assemble(self) -> None:
         """Assemble the tensors at the end of the step, on every rank."""
         if self._ranks is None or not self._expected:
             return
@@ -81,18 +77,8 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
 def expected_tensors(
     with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter], flat: Mapping[str, FlatShard]
 ) -> dict[str, FlatShard | None]:
-    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name.
-
-    Args:
-        with_functions: The parameters that functions get.
-        captured: Those that are captured.
-        flat: Those of FSDP1, by site.
-    """
+    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
     named = [(name_of(kind, one.site.name), one.site) for one in with_functions for kind, spec in one.specs.items() if spec.functions]
     named += [(name_of(kind, one.site.name, FOR_THE_FILE), one.site) for one in captured for kind in one.specs]
-    return {name: flat.get(site.name) for name, site in named if site.name in flat or _is_sharded(site)}
-
-
-def _is_sharded(site: ParameterSite) -> bool:
-    parameter = site.tensor()
-    return parameter is not None and is_sharded(parameter)
+    parameters = [(name, site.name, site.tensor()) for name, site in named]
+    return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
