@@ -396,7 +396,7 @@ class ModuleMonitor(Described, StepEngine):
         site, attention = sites.module_site(module), self._context.attention
         if site is not None and attention is not None:
             watched = self.planner.attention_by_hand(attention.watched(site), self._context.stage)
-            attention.see(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), by_hand=True)
+            attention.observe(watched, read_scaled_dot_product_attention, RawCall((), arguments, output), is_reported=True)
         elif all(module is not one for one in self._module.modules()):
             raise ValueError(_none_of(module, "that are watched", [one.name for one in sites.modules]))
 
@@ -418,7 +418,7 @@ class ModuleMonitor(Described, StepEngine):
         if site is not None and attention is not None:
             call = RawCall((), arguments, output)
             watched = attention.watched(site)
-            attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
+            attention.keep_of_reference(watched, read_scaled_dot_product_attention, call, to_host=self._reference.cpu_offload)
         elif not isinstance(live, nn.Module):
             raise ValueError(_none_of(module, "of the reference", [one.name for one in sites.modules]))
 

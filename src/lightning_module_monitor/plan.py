@@ -19,7 +19,7 @@ from lightning_module_monitor.model.index import ModelIndex, find_blocks
 from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
-from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
+from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
 from lightning_module_monitor.probes.planned import (
     Plan,
     check_tensor_parallel,
@@ -121,7 +121,7 @@ class Planner:
             of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
             self._chain = Chain(
                 blocks=[index.module_by_name[name] for name in names],
-                specs=[norm_watch(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
+                specs=[norm_spec(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
                 transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
                 thresholds=self._gradient_flow.thresholds,
                 prefix=self.prefix,

@@ -39,7 +39,6 @@ class Watched(Generic[SiteT]):
 
 WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
-
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
@@ -49,15 +48,10 @@ class Say(Protocol):
 
     def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
         """Log it; ``once`` is the part that is logged once, by default the whole message."""
-        ...
 
 
 class failing_alone:  # noqa: N801  # used like a function
-    """Reports an error of its block and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then.
-
-    Args:
-        report: Gets the error.
-    """
+    """Gives an error of its block to ``report`` and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
         self._report = report
@@ -83,7 +77,6 @@ class Probe:
 
     is_open = True
     """Whether calls are observed now: not under ``no_monitor``, and not in a loop of another stage."""
-
     is_suspended = False
     """Whether a loop of another stage runs in the middle of the step. The reference is run under ``no_monitor`` too, and a call of it
     belongs to the step only where this is false."""
@@ -96,38 +89,25 @@ class Probe:
         """Register the hooks."""
 
     def begin_backward(self, scale: Tensor | None = None) -> None:
-        """The backward pass of the loss begins. In a loop that never reports one, every gradient counts.
-
-        Args:
-            scale: The factor of the loss; shape ``()``, on any device.
-        """
+        """The backward pass of the loss times ``scale``, shape ``()``, begins. In a loop that never reports one, every gradient counts."""
 
     def end_backward(self) -> None:
         """The backward pass of the loss is over."""
 
     def observe_parameters(self, among: Among = None) -> None:
-        """The optimizer is about to move parameters.
-
-        Args:
-            among: Which ones; all of them without it.
-        """
+        """The optimizer is about to move ``among``, or all parameters."""
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """The gradients of parameters are complete.
 
         Args:
             kind: ``gradient_before_clip``, or ``gradient`` if the optimizer is about to use them.
-            among: Of which parameters.
-            scale: The factor that they still have; as in :meth:`begin_backward`.
+            among: Of which parameters; all without it.
+            scale: The factor of the loss that they still have, shape ``()``, on any device.
         """
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """The optimizer has moved parameters.
-
-        Args:
-            among: Which ones.
-            is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
-        """
+        """The optimizer has moved parameters, or skipped its step: then the update is 0, whatever else has changed them."""
 
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
@@ -147,11 +127,7 @@ class Probe:
 
 
 class ModuleProbe(Probe, Generic[TargetT]):
-    """Observes calls of modules: :meth:`observe_call` is called after each forward.
-
-    Args:
-        targets: The modules, each with what :meth:`observe_call` gets for it.
-    """
+    """Calls :meth:`observe_call` after each forward of a module, with the target that was given with the module."""
 
     def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
         self._targets = list(targets)
@@ -163,12 +139,9 @@ class ModuleProbe(Probe, Generic[TargetT]):
             self._module_hooks.add_forward(module, CallHook(self, target))
 
     def observe_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
-        """Observe a call of a module. An error goes to :meth:`fail`.
+        """Observe a call of a module, from its target, arguments (keyword ones if the hook has them) and output.
 
-        Args:
-            target: What the probe keeps for the module.
-            args: Positional arguments of the call, its keyword arguments if the hook has them, and its output.
-            kwargs: Empty; lets a subclass name the positional ones.
+        An error goes to :meth:`fail`. ``kwargs`` is empty: with it a subclass may name its parameters.
         """
         raise NotImplementedError
 
@@ -214,7 +187,6 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     counts_gradients = True
     """Whether gradients that arrive now are those of the loss."""
-
     scale: Tensor | None = None
     """The factor of the loss that is differentiated."""
 
@@ -238,12 +210,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         self.counts_gradients = False
 
     def observe_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
-        """Observe a gradient.
-
-        Args:
-            call: What was given to :meth:`watch_gradient` or :meth:`follow`.
-            gradient: Any shape; may be overwritten as soon as this returns, and be part of a graph.
-        """
+        """Observe a gradient of a call that was given to :meth:`follow`. It may be part of a graph, and is valid in this method only."""
         raise NotImplementedError
 
     def fail_gradient(self, call: Any, gradient: Tensor, error: Exception) -> None:  # noqa: ANN401  # as above
@@ -255,7 +222,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         self._tensor_hooks.add(tensor.register_hook(hook))
 
     def follow(self, key: Hashable, output: Tensor | None, call: object) -> None:
-        """Wait for the gradient of an output of a call, or of its recomputation.
+        """Wait for the gradient of an output of a call of ``key``, or of its recomputation.
 
         Args:
             key: What is called.
@@ -280,7 +247,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         self.repeated.clear()
 
     def backward_pass(self) -> int:
-        """Number of the call of ``backward`` that runs now; what it runs again has a pass of its own within it."""
+        """Number of the call of ``backward`` that runs now; a recomputation has a pass of its own within it."""
         current = backward_pass()
         return self.outer_pass.get(current, current)
 

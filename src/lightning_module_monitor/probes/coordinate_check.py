@@ -100,7 +100,7 @@ def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
 _Observed = tuple[Difference, list[tuple[MetricSpec, int]]]
-"""A term, and the rows of moments that it goes into."""
+"""A term, and the rows of moments that it is measured for."""
 
 
 @dataclass(eq=False)
@@ -133,14 +133,14 @@ class CheckedLayer:
     recorded_norms: frozenset[str]
     computed_norms: frozenset[str]
 
+    @property
+    def wanted_by(self) -> str:
+        """The name under which the reference's calls are kept: each layer of a module takes every call once."""
+        return f"rcc {self.part}"
+
 
 def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
-    """The linear maps of a module that the check observes.
-
-    Args:
-        watched: The module, and what is recorded of it.
-        reference: The reference's module.
-    """
+    """The linear maps of a module that the check compares with the reference's module."""
     module, found = watched.site.module, []
     by_kind = {kind: watched.specs[kind].by_layer for kind in KINDS if kind in watched.specs}
     if not by_kind or reference is None:
@@ -163,16 +163,7 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
 
 
 class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
-    """Observes the terms of the check as the model's modules run.
-
-    Args:
-        watched: The modules.
-        accumulator: Takes the terms.
-        reference: Keeps the tensors of the reference's modules.
-        skipped_calls: Takes the number of calls that are left out.
-        further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
-        log: Logs a message once.
-    """
+    """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
     def __init__(  # noqa: PLR0917  # called by the monitor, once
         self,
@@ -193,7 +184,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         self._num_skipped = 0
         super().__init__((layer.module, layer) for layer in self._layers if layer.type.is_called)
         for _module, layer in self._targets:
-            reference.want(layer.reference, _wanted_by(layer), functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            reference.want(layer.reference, layer.wanted_by, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
@@ -229,7 +220,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             return  # a recomputation, which was counted
         # Modes of torch functions are foreign code, and no public function turns them off.
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            call = self._reference.take(layer.reference, _wanted_by(layer))
+            call = self._reference.take(layer.reference, layer.wanted_by)
             if call is None:
                 self._num_skipped += 1  # the probe of the reference logs that it has not run as often
                 return
@@ -265,22 +256,18 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
         known = self._reference.reference.operator_norms
-        specs = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
-        for layer in self._layers:
-            if layer.norms is None:
-                continue
-            with failing_alone(functools.partial(self._accumulator.fail, layer.norms, layer.module)):
+        layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
+        for layer, spec in layers:
+            with failing_alone(functools.partial(self._accumulator.fail, spec, layer.module)):
                 if "update" in layer.computed_norms:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
                 if "reference" in layer.computed_norms and layer.site not in known:
                     references[layer.site] = Difference(_matrices(layer, layer.reference))
         known.update(operator_norms(references))
-        of_reference = {
-            layer.site: known[layer.site] for layer in self._layers if "reference" in layer.computed_norms and layer.site in known
-        }
-        for name, norms in (("update", operator_norms(updates)), ("reference", of_reference)):
-            for site, norm in norms.items():
-                self._accumulator.add_result(specs[site], UserFunction(name, float, "mean"), norm, 1)
+        for name, norms in (("update", operator_norms(updates)), ("reference", known)):
+            for layer, spec in layers:
+                if name in layer.computed_norms and layer.site in norms:
+                    self._accumulator.add_result(spec, UserFunction(name, float, "mean"), norms[layer.site], 1)
 
 
 class CallTensors(NamedTuple):
@@ -383,11 +370,6 @@ def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:
 def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
     weight, _bias = weight_and_bias(layer.type, module)
     return layer.type.matrices(module, weight)
-
-
-def _wanted_by(layer: CheckedLayer) -> str:
-    """The name under which the reference's calls are kept: each layer of a module takes every call once."""
-    return f"rcc {layer.part}"
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[object]:

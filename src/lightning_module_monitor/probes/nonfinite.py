@@ -1,4 +1,4 @@
-"""Observes what shows which module made the first non-finite value: outputs, inputs that are no outputs, and the gradients of both."""
+"""Largest magnitudes that show which module made the first non-finite value: of outputs, other inputs, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -85,11 +85,8 @@ class Observed:
 class NonfiniteProbe:
     """Takes the largest magnitude of every module's input and output, and of the gradients that arrive at them.
 
-    An input that is the very tensor that was the last output is not read again.
-
-    Args:
-        sites: The modules.
-        report: Gets an error in a hook. From then on nothing of this micro-batch counts.
+    An input that is the very tensor that was the last output is not read again. ``report`` gets an error in a hook; from then on nothing
+    of this micro-batch counts.
     """
 
     def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
@@ -111,7 +108,7 @@ class NonfiniteProbe:
     # The step
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         for number, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, number), with_kwargs=True)
@@ -136,7 +133,7 @@ class NonfiniteProbe:
         return len(self._hooks) > 0
 
     def begin_micro_batch(self) -> None:
-        """Another micro-batch begins."""
+        """A micro-batch begins."""
         self.end_micro_batch()
         self.is_open = True
         self._passes.append(Pass())
@@ -177,7 +174,7 @@ class NonfiniteProbe:
         self._weights.clear()
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor; a second call does no harm."""
+        """Remove every hook and release every tensor; a second call does nothing."""
         self._hooks.close()
         self.forget()
 
@@ -185,16 +182,16 @@ class NonfiniteProbe:
 
     def _enter(self, number: int, args: Args, kwargs: Kwargs, _output: object) -> None:
         """A module with submodules was called."""
-        caller, calls = self._caller(), self._passes[-1].calls
+        caller = self._caller()
         values = [*args, *kwargs.values()]
         value = next((one for one in values if isinstance(one, Tensor)), None)
         others = self._others(values, value, None)
         place, is_new = self._place(value)
-        self._running.append((number, len(calls)))
+        self._running.append((number, len(self._passes[-1].calls)))
         self._note(Call(number, caller, place, is_new, UNKNOWN, NO_CALL, others), value, None)
 
     def _leave(self, number: int, _args: Args, _kwargs: Kwargs, output: object) -> None:
-        """It has returned."""
+        """A module with submodules has returned."""
         while self._running:
             one, entered = self._running.pop()
             if one == number:
@@ -210,11 +207,11 @@ class NonfiniteProbe:
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         place, is_new = self._place(value)
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
-        for number_of_output, (tensor, of_output) in enumerate(self._places(output)):
-            is_further = number_of_output > 0
-            self._note(
-                Call(number, self._caller(), place, is_new and not is_further, of_output, NO_CALL, others, is_further), value, tensor
-            )
+        is_further = False
+        for tensor, of_output in self._places(output):
+            call = Call(number, self._caller(), place, is_new and not is_further, of_output, NO_CALL, others, is_further)
+            self._note(call, value, tensor)
+            is_further = True
 
     def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
         """Places of a call's inputs beside its first tensor, without those that it returned."""

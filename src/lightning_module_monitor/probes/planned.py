@@ -37,12 +37,12 @@ class Plan:
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules of which something of heads of attention is watched."""
+        """The modules of which heads of attention are watched."""
         return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
 
     @functools.cached_property
     def parameters_with_functions(self) -> list[WatchedParameter]:
-        """The parameters that a function of the user's is to get anything of."""
+        """The parameters that a function of the user's gets, or the gradients or updates of which it gets."""
         return [one for one in self.parameters if any(spec.functions for spec in one.specs.values())]
 
     @functools.cached_property
@@ -136,7 +136,7 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
 
 
 def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
-    """The patterns of a rule's sites that match no name, beside others that do, each with what may be meant, as the end of a sentence."""
+    """For each pattern of a rule's sites that matches no name the end of a sentence, with the nearest name."""
     sites: list[Site] = [*index.modules, *index.parameters]
     idle = [one for one in rule.sites if not any(matches(site.aliases, (one,)) for site in sites)]
     names = [site.name for site in sites]

@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -154,11 +154,7 @@ class ReferenceProbe(Probe):
     def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
         """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
 
-        Args:
-            module: One of the reference's.
-            by: Name of what takes them.
-            tensors: Gives the tensors to keep.
-            before_other_hooks: Whether other forward hooks, which may replace the output, come later.
+        With ``before_other_hooks`` other forward hooks, which may replace the output, come later.
         """
         self._wanted[module, by] = tensors, before_other_hooks
 
@@ -219,14 +215,12 @@ class ReferenceProbe(Probe):
             self.not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
             for what, modules in self.not_compared.items():
                 if modules:
-                    self._log(f"{what}: {self._names(modules)}.", once=what)
+                    names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
+                    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                    self._log(f"{what}: {', '.join(names[:5])}{more}.", once=what)
         self._forget()
         self.not_compared.clear()
         self._has_run = self._is_explained = False
-
-    def _names(self, modules: Container[nn.Module]) -> str:
-        names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
     def finish(self) -> None:
         """End the micro-batch, in a loop that does not report its end."""

@@ -20,10 +20,10 @@ class StepContext:
     """One step, or one loop of another stage, while it is observed: its probes and what they observe.
 
     Args:
-        step: What its record is plotted against.
+        step: The step of its record.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         accumulator: Receives what its probes observe.
-        reducer: Reduces over all ranks; ``None`` where there is one.
+        reducer: Reduces over all ranks; ``None`` for a single process.
         whole_tensors: Assembles tensors that are laid out over ranks.
         reporter: Reports errors.
     """

@@ -67,9 +67,6 @@ class StepAccumulator:
         Args:
             spec: What is recorded of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
-
-        Raises:
-            MonitorError: If errors are to be raised.
         """
         try:
             if spec.needs:
@@ -105,12 +102,7 @@ class StepAccumulator:
                 self._add(of_needs, term, needs)
 
     def observe_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
-        """Take the difference of two tensors, and what its statistics need of either.
-
-        Args:
-            spec: What is recorded of them.
-            current: The model's, as :meth:`observe` takes it.
-            reference: The reference's, of the same shape.
+        """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
 
         Raises:
             ValueError: If their shapes differ.
@@ -201,13 +193,7 @@ class StepAccumulator:
                 self._fail(spec, function.name, _describe(tensors[0]), error)
 
     def add_result(self, spec: MetricSpec, function: UserFunction, result: object, num_elements: int) -> None:
-        """Take a result that was computed elsewhere.
-
-        Args:
-            spec: Kind and site that it belongs to.
-            function: Its name and aggregate.
-            result: A real tensor of any shape or a number.
-            num_elements: Number of elements it was computed from.
+        """Take a result that was computed elsewhere: a real tensor of any shape or a number, from so many elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
@@ -226,14 +212,7 @@ class StepAccumulator:
         self._laid_out.add(spec)
 
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
-        """Discard the results of some specifications whose keys are those of what was measured.
-
-        Args:
-            logged: The specifications.
-
-        Returns:
-            The keys.
-        """
+        """Discard the results of some specifications whose keys are those of what was measured; returns the keys."""
         results = [key for key, (spec, *_rest) in self._results.items() if spec.origin in logged]
         measured = set(itertools.chain.from_iterable(spec.keys() for spec in self._rows if results))
         dropped = [key for key in results if key in measured]
@@ -241,11 +220,11 @@ class StepAccumulator:
             del self._results[key]
         return dropped
 
-    def fail(self, spec: MetricSpec, seen: object, error: Exception) -> None:
+    def fail(self, spec: MetricSpec, observed: object, error: Exception) -> None:
         """Note that nothing of a specification could be computed of what was observed."""
         self.num_errors += 1
         self._give_up(spec)
-        self._on_error(spec, ", ".join((*spec.statistics, *spec.histograms, *spec.functions, *spec.units)), _describe(seen), error)
+        self._on_error(spec, ", ".join((*spec.statistics, *spec.histograms, *spec.functions, *spec.units)), _describe(observed), error)
 
     # The end of the step
 
@@ -418,11 +397,11 @@ class StepAccumulator:
         self._give_up(spec)
         self._on_error(spec, "sending to other ranks", "what was observed on this one alone", error)
 
-    def _fail(self, spec: MetricSpec, name: str, seen: str, error: Exception) -> None:
-        """Note that a statistic or function could not be computed; ``seen`` describes what from."""
+    def _fail(self, spec: MetricSpec, name: str, source: str, error: Exception) -> None:
+        """Note that a statistic or function could not be computed; ``source`` describes what from."""
         self.num_errors += 1
         self._failed.add(spec.key(name))
-        self._on_error(spec, name, seen, error)
+        self._on_error(spec, name, source, error)
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:
@@ -435,11 +414,11 @@ def _computed(name: str, metric: Metric) -> dict[str, Results]:
             metric.reset()
 
 
-def _describe(seen: object) -> str:
-    """What a tensor is, in words; not every kind of tensor has a shape."""
-    if not isinstance(seen, Tensor):
-        return f"a {type(seen).__name__}"
+def _describe(value: object) -> str:
+    """Type or shape of a value for messages; not every kind of tensor has a shape."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
     try:
-        return f"tensor of shape {tuple(seen.shape)}"
+        return f"tensor of shape {tuple(value.shape)}"
     except RuntimeError:
-        return f"a {type(seen).__name__} without a shape"
+        return f"a {type(value).__name__} without a shape"
