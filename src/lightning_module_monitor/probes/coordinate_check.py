@@ -65,34 +65,6 @@ SKIPPED = (
 )
 
 
-class Term(NamedTuple):
-    """A term of the check, ``tensor - minus``, by the names of parts of a call."""
-
-    kind: str
-    tensor: str
-    minus: str = ""
-    bias: str = ""
-    """The bias in the term, which the site of the weight alone leaves out."""
-    alignment: str = ""
-    """The alignment that is computed from the norm of the term, without the bias."""
-
-
-RCC_TERMS = (
-    Term(OUTPUT, "output", bias="bias"),
-    Term(REFERENCE_OUTPUT, "reference_output", bias="reference_bias"),
-    Term(EFFECTIVE, "output", "again", bias="bias_change", alignment="effective"),
-    # The bias of the reference is in both parts.
-    Term(PROPAGATING, "again", "reference_output", alignment="propagating"),
-)
-"""The terms of outputs. ``again`` is ``W0 x + b0``."""
-
-RCC_INPUT_TERMS = (
-    Term(INPUT, "input", alignment="effective"),
-    Term(INPUT_CHANGE, "input", "reference_input", alignment="propagating"),
-)
-"""The terms of inputs, and of the tensor that the weight is applied to."""
-
-
 def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
     return np.where(base.squares == 0, _NO_ALIGNMENT, np.sqrt(moments.squares / base.squares))
 
@@ -275,8 +247,15 @@ class CallTensors(NamedTuple):
 
     inputs: list[Tensor]
     reference_inputs: list[Tensor]
-    outputs: dict[str, Tensor]
-    """The parts of :data:`RCC_TERMS` by name."""
+    output: Tensor
+    """``W x + b``."""
+    again: Tensor
+    """``W0 x + b0``."""
+    reference_output: Tensor
+    """``W0 x0 + b0``."""
+    bias: Tensor | None
+    """In a shape in which it is added to the output."""
+    reference_bias: Tensor | None
 
 
 def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: NamedTensors) -> CallTensors | None:
@@ -301,12 +280,8 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
             one.requires_grad_(own_one.requires_grad)
     # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
     again = function(*inputs, reference_weight, reference_bias, module)
-    given = {"bias": bias, "reference_bias": reference_bias}
-    biases = {name: _like_output(layer, one, again) for name, one in given.items() if one is not None}
-    if len(biases) == 2:
-        biases["bias_change"] = Difference(biases["bias"], biases["reference_bias"]).computed()
-    parts = {"output": own.detach(), "again": again, "reference_output": reference}
-    return CallTensors([x.detach() for x in inputs], reference_inputs, parts | biases)
+    biases = (_like_output(layer, one, again) for one in (bias, reference_bias))
+    return CallTensors([x.detach() for x in inputs], reference_inputs, own.detach(), again, reference, *biases)
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
@@ -317,34 +292,47 @@ def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[st
     return [*named_tensors(inputs), *(named_tensors(output) if layer.type.gives_output else ())]
 
 
-def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
-    parts = tensors.outputs
-    for term in RCC_TERMS:
-        tensor, other, bias = parts[term.tensor], parts.get(term.minus), parts.get(term.bias)
-        rows, of_weight = _rows(term, layer.specs), _rows(term, layer.of_weight)
-        if term.alignment in layer.alignments:
-            of_weight.append((layer.alignments[term.alignment], OWN))
-        if bias is None:
-            rows, of_weight = rows + of_weight, []
-        yield from _with_features_last(layer, Difference(tensor, other), rows)
-        yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
+def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]:
+    """The terms of outputs."""
+    bias, reference_bias = call.bias, call.reference_bias
+    bias_change = None if bias is None or reference_bias is None else Difference(bias, reference_bias).computed()
+    yield from _output_term(layer, OUTPUT, Difference(call.output), bias)
+    yield from _output_term(layer, REFERENCE_OUTPUT, Difference(call.reference_output), reference_bias)
+    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.again), bias_change, layer.alignments.get("effective"))
+    # The bias of the reference is in both parts.
+    yield from _output_term(layer, PROPAGATING, Difference(call.again, call.reference_output), None, layer.alignments.get("propagating"))
+
+
+def _output_term(
+    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: MetricSpec | None = None
+) -> Iterator[_Observed]:
+    """A term, which the site of the weight alone, and the alignment, have without the bias in it."""
+    rows, of_weight = _rows(kind, layer.specs), _rows(kind, layer.of_weight)
+    if alignment is not None:
+        of_weight.append((alignment, OWN))
+    if bias is None:
+        rows, of_weight = rows + of_weight, []
+    yield from _with_features_last(layer, term, rows)
+    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), of_weight)
 
 
 def _terms_of_input(
     layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *specs: Mapping[str, MetricSpec]
 ) -> Iterator[_Observed]:
     """The terms of one input, for the specs of each mapping by kind; the alignments get the norms of all vectors."""
-    for term in RCC_INPUT_TERMS:
-        difference = Difference(own, reference if term.minus else None)
-        rows = _rows(term, *specs)
-        aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
+    for kind, alignment, term in (
+        (INPUT, "effective", Difference(own)),
+        (INPUT_CHANGE, "propagating", Difference(own, reference)),
+    ):
+        rows = _rows(kind, *specs)
+        aligned = [(alignments[alignment], BASE)] if alignment in alignments else []
         if layer.type.vectors is every_vector_once:
             rows += aligned
         elif aligned and layer.type.vectors is not None:
-            vectors = layer.type.vectors(layer.module, difference.written())
+            vectors = layer.type.vectors(layer.module, term.written())
             if vectors is not None:
                 yield Difference(vectors), aligned
-        yield from _with_features_last(layer, difference, rows)
+        yield from _with_features_last(layer, term, rows)
 
 
 def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[MetricSpec, int]]) -> Iterator[_Observed]:
@@ -356,13 +344,13 @@ def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[
         yield difference, rows
 
 
-def _rows(term: Term, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
-    return [(by_kind[term.kind], OWN) for by_kind in specs if term.kind in by_kind]
+def _rows(kind: str, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
+    return [(by_kind[kind], OWN) for by_kind in specs if kind in by_kind]
 
 
-def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:
+def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Tensor | None:
     """A bias in a shape in which it is added to the output."""
-    if bias.dim() > 1:
+    if bias is None or bias.dim() > 1:
         return bias
     return bias.reshape(-1, *[1] * (output.dim() - 1 - layer.type.features(layer.module, output)))
 
