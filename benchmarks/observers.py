@@ -303,7 +303,7 @@ class Nonfinite(Observer):
 
     def before_update(self) -> None:
         self.finite.observe_gradients()
-        assert self.finite.is_finite()
+        assert self.finite.first_nonfinite() is None
         self.finite.forget()
 
 

@@ -84,7 +84,7 @@ def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward()
         finite.observe_gradients()
         probe.end_micro_batch()
-    assert not finite.is_finite()
+    assert finite.first_nonfinite() is not None
     observed = probe.observed()
     assert observed is not None
     found = producer(observed)
@@ -108,13 +108,13 @@ def test_a_gradient_that_is_bad_is_seen() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         finite.observe_gradients()
-        assert finite.is_finite()
+        assert finite.first_nonfinite() is None
         finite.forget()
         bad = model.get_parameter(name).grad
         assert bad is not None
         bad.view(-1)[-1] = torch.inf
         finite.observe_gradients()
-        assert not finite.is_finite()
+        assert finite.first_nonfinite() is not None
 
 
 class Mask(nn.Module):

@@ -61,14 +61,9 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
 
 
 def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) -> None:
-    """Make a deep copy call no code that refers to the original: ``deepcopy`` does not copy functions.
+    """Make a deep copy of a module call no code that refers to the original: ``deepcopy``, whose memo it takes, copies no functions.
 
     Functions among the attributes refer to the copy then. Hooks that are neither methods of the module nor torch's own are removed.
-
-    Args:
-        module: The original.
-        clone: Its copy.
-        memo: The memo of ``deepcopy``.
     """
     for part in module.modules():
         for attribute, value in vars(part).items():
@@ -270,20 +265,13 @@ def _written_once(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
-def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph.
-
-    Args:
-        value: As :func:`with_tensors` takes it.
-        memo: Copies by the identity of the tensor, so that a tensor that occurs twice occurs twice in the copy: attention checks
-            whether its query is its key.
-    """
-    known = {} if memo is None else memo
+def copied(value: Any, memo: dict[int, Tensor]) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies of their tensors, without a graph; ``memo`` as :func:`plain_copy` takes it."""
 
     def copy_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = tensor.detach().clone()
-        return known[id(tensor)]
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]
 
     return with_tensors(value, copy_of)
 

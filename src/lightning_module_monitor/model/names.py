@@ -102,16 +102,16 @@ class Namer:
         self.changed: dict[str, str] = {}
         """New name by old name, of those that could not stay as they were."""
 
-    def name(self, wished: str) -> str:
-        """The name for a new site: the wished one, or the nearest that is fit and free."""
-        fit = base = fit_for_loggers(wished)
+    def name(self, preferred: str) -> str:
+        """The name for a new site: the preferred one, or the nearest that is fit and free."""
+        fit = base = fit_for_loggers(preferred)
         number = 1
         while fit in self._taken:
             number += 1
             fit = f"{base[: MAX_SITE_LENGTH - 8]}_{number}"
         self._taken.add(fit)
-        if fit != wished:
-            self.changed[wished] = fit
+        if fit != preferred:
+            self.changed[preferred] = fit
         return fit
 
     def module_sites(self, root: nn.Module) -> list[ModuleSite]:

@@ -21,12 +21,9 @@ MAIN_NAMES = ("hidden_states", "last_hidden_state")
 
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor in an output, with the path to it.
+    """Every tensor in an output, with the path to it, which begins with ``path``.
 
-    Args:
-        output: What a module returned: a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors.
-            Anything else in it is skipped.
-        path: The path to ``output`` itself.
+    The output is a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors. Anything else in it is skipped.
     """
     if isinstance(output, Tensor):
         yield path, output
@@ -38,12 +35,8 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
 def main_tensor(output: object) -> Tensor | None:
     """The tensor of a block's output that the next block goes on from.
 
-    Args:
-        output: What a module returned, as for :func:`named_tensors`.
-
-    Returns:
-        The output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor;
-        else the first real floating tensor in it. ``None`` if there is none.
+    It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
+    first real floating tensor in it. ``None`` if there is none.
     """
     for name in () if isinstance(output, Tensor) else MAIN_NAMES:
         part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
@@ -88,12 +81,7 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
 
 
 def with_tensors(value: object, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
-    """A value with other tensors in it, in containers of the same types; anything else in it stays the same object.
-
-    Args:
-        value: As for :func:`named_tensors`.
-        replace: Gets every tensor.
-    """
+    """A value with what ``replace`` returns for its tensors, in containers of the same types; anything else stays the same object."""
     return map_leaves(value, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, keeps_mappings=True)
 
 

@@ -25,12 +25,7 @@ class RandomStates:
 
     @classmethod
     def now(cls, device: torch.device, *, of_torch_alone: bool = False) -> RandomStates:
-        """The states as they are.
-
-        Args:
-            device: Whose generator is kept beside that of the CPU.
-            of_torch_alone: Leave out Python's and numpy's, which take ten times as long as torch's.
-        """
+        """The states of the CPU's and a device's generators as they are; those of Python and numpy take ten times as long as torch's."""
         own = None if device.type == "cpu" else device
         of_device = None if own is None else getattr(torch, own.type).get_rng_state(own)
         of_python = None if of_torch_alone else random.getstate()
@@ -49,11 +44,7 @@ class RandomStates:
 
 @contextmanager
 def unchanged_random_states(device: torch.device) -> Iterator[None]:
-    """What is drawn in the block is drawn again after it.
-
-    Args:
-        device: Whose generator is kept beside that of the CPU.
-    """
+    """What is drawn in the block from the CPU's and a device's generators is drawn again after it."""
     states = RandomStates.now(device)
     try:
         yield

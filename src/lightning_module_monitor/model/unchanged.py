@@ -25,8 +25,7 @@ _PLAIN = frozenset((type(None), bool, int, float, str))
 def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
     """Give modules the modes of a model's, and their parameters its ``requires_grad`` flags: torch selects kernels by both.
 
-    Args:
-        pairs: A module of the model, and the module of the same parameters that gets its flags.
+    Each pair is a module of the model, and the module of the same parameters that gets its flags.
     """
     pairs = list(pairs)
     before = [

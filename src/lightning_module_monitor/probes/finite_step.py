@@ -95,15 +95,8 @@ class FiniteStep:
     def _note(self) -> None:
         self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
 
-    def is_finite(self) -> bool:
-        """Whether all values are finite; as :meth:`first_nonfinite`."""
-        return self.first_nonfinite() is None
-
     def first_nonfinite(self) -> int | None:
-        """The first micro-batch with a non-finite value; ``None`` if all values are finite.
-
-        Reads everything by one transfer, where it does not lie in the host's memory.
-        """
+        """The first micro-batch with a non-finite value; ``None`` if all values are finite. One transfer for each other device."""
         if not self._numbers.may_have_nonfinite():
             return None
         numbers = zip(self._micro_batches, self._numbers.read(), strict=True)
@@ -122,6 +115,6 @@ class FiniteStep:
         return None if since is None else torch.where(since < 0, 0.0, step - since)
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the step."""
         self._numbers.clear()
         self._micro_batches.clear()

@@ -1,4 +1,4 @@
-"""The rows of the table: which are whose, and how they become values."""
+"""How rows of moments become values of statistics."""
 
 from __future__ import annotations
 
@@ -78,13 +78,9 @@ class Layout:
 
 
 def nan_where_empty(fields: Array) -> Array:
-    """Of an empty tensor mean, spread and extremes are NaN for statistics, and not what merging starts from.
+    """Make mean, spread and extremes of empty tensors NaN, in place of what merging starts from.
 
-    Args:
-        fields: Of all rows' moments, shape ``(fields, rows)``, float64; it is written into.
-
-    Returns:
-        The same array.
+    ``fields`` of all rows' moments, shape ``(fields, rows)``, float64, is written into and returned.
     """
     if 0.0 in fields[0].tolist():
         fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan

@@ -1,4 +1,4 @@
-"""What is known of a step beside the tensors: what lives from step to step, what one rank has observed, what all ranks have together."""
+"""State of series from step to step, and what one rank, or all ranks together, have observed in a step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from lightning_module_monitor.statistics.units import Recent, memory
 
 
 class SeriesState:
-    """What lives from step to step: which rows are whose, copies of torchmetrics objects, and what units did.
+    """State from step to step: rows of specifications, copies of torchmetrics objects, and which units were alive.
 
-    Args:
-        units: What units did, where that is kept for several states.
+    Several states may share ``units``.
     """
 
     def __init__(self, units: defaultdict[str, Recent] | None = None) -> None:
         self.specs: list[MetricSpec] = []
-        """Whose each row is."""
+        """The specification of each row."""
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
         self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
-        """What units did in the last monitored steps, by key."""
+        """Which units were alive in the last monitored steps, by key."""
         self._first: dict[MetricSpec, int] = {}
         self._layout: tuple[Sequence[tuple[MetricSpec, int]], Layout] = (), Layout(())
 

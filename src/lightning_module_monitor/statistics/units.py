@@ -45,14 +45,7 @@ def in_either(one: Tensor, other: Tensor) -> Tensor:
 
 
 def dead_fraction(recent: Recent) -> float:
-    """The fraction of units that were dead in all of some steps.
-
-    Args:
-        recent: What :func:`is_alive` gave of each of them, on the host.
-
-    Returns:
-        From 0 to 1; NaN if there is no unit.
-    """
+    """The fraction of units, 0 to 1, that were dead in all of some steps, from :func:`is_alive` of each; NaN if there is no unit."""
     found = np.zeros(max(map(len, recent)), bool)
     for one in recent:
         found[: len(one)] |= one
