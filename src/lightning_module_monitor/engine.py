@@ -20,7 +20,7 @@ from lightning_module_monitor.errors import ConfigError, RanksLostError, shorten
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.access import ParameterAccess
+from lightning_module_monitor.probes.access import ParameterAccess, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
@@ -33,7 +33,6 @@ from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,

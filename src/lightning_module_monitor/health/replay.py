@@ -13,7 +13,7 @@ from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import Snapshot, load
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors, suffix
-from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.random_states import RandomStates
+from lightning_module_monitor.model.unchanged import RandomStates
 
 FORMAT = 2
 """Raise it with every change that a reader has to handle."""

@@ -15,10 +15,9 @@ from lightning_module_monitor.distributed.shards import FlatShard, has_parts_of_
 from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.access import Copies, ParameterAccess, update
+from lightning_module_monitor.probes.access import Copies, ParameterAccess, WholeTensors, name_of, update
 from lightning_module_monitor.probes.base import Among, Probe, failing_alone, log_unsupported
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec

@@ -19,7 +19,6 @@ from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
-from lightning_module_monitor.model.random_states import unchanged_random_states
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -27,6 +26,7 @@ from lightning_module_monitor.model.unchanged import (
     saving_nothing,
     uncached_autocast,
     unchanged_buffers,
+    unchanged_random_states,
 )
 from lightning_module_monitor.probes.base import Probe, Say
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
+from lightning_module_monitor.probes.access import WholeTensors
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.probes.whole_tensors import WholeTensors
 from lightning_module_monitor.record import RawTensor, Values
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.elements import own_elements
 from lightning_module_monitor.kernels.torch_kernel import has_float64
-from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lightning_module_monitor.model.copies import copied, copies_without_graph, 
 from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.training_reference import run_training_step, silence
