@@ -19,7 +19,7 @@ from lightning_module_monitor.config import GradientFlow, attention_rules
 from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates
-from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.probes.nonfinite import FiniteStep
 
 if TYPE_CHECKING:
     import wandb

@@ -21,13 +21,12 @@ from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.access import ParameterAccess, WholeTensors, expected_tensors
-from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
+from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.parameters import ParameterProbe
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe

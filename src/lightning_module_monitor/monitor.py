@@ -25,8 +25,8 @@ from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (

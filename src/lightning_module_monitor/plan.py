@@ -15,8 +15,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.index import ModelIndex, find_blocks
-from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.probes.finite_step import FiniteStep
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 

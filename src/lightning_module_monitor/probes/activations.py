@@ -1,15 +1,17 @@
-"""Outputs of modules, the gradients that arrive at them, and their differences from those of the reference."""
+"""Outputs of modules, the gradients that arrive at them, their differences from those of the reference, and their shapes."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_module_monitor.model.hooks import is_in_backward
+from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors, of_all_samples
 from lightning_module_monitor.probes.base import (
     GradientHook,
@@ -21,6 +23,7 @@ from lightning_module_monitor.probes.base import (
     log_unsupported,
 )
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -134,3 +137,52 @@ class DifferenceProbe(ModuleProbe[_Pair]):
     def fail(self, target: _Pair, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
         self._accumulator.fail(target[0], output, error)
+
+
+class ModuleTable:
+    """What is known of the modules of a model."""
+
+    def __init__(self, sites: Iterable[ModuleSite]) -> None:
+        self._sites = list(sites)
+        self._waiting = [site for site in self._sites if site.runs]
+        """Those that have not run yet."""
+        self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype, by name."""
+        self._modules: tuple[ModuleInfo, ...] = ()
+        self._num_known = 0
+        """Number of outputs that are in ``_modules``."""
+
+    def probe(self) -> OutputShapeProbe | None:
+        """A probe for the modules that have not run yet; ``None`` if all of them have."""
+        self._waiting = [site for site in self._waiting if site.name not in self._outputs]
+        return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
+
+    def modules(self) -> Sequence[ModuleInfo]:
+        """All modules; the same object until more is known."""
+        if not self._modules:  # not before the first step: parameters of lazy modules have no size
+            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, _num_parameters(site)) for site in self._sites)
+        if self._num_known != len(self._outputs):
+            self._num_known = len(self._outputs)
+            self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)
+        return self._modules
+
+
+class OutputShapeProbe(ModuleProbe[str]):
+    """Notes shape and dtype of the first tensor that a module returns in ``outputs``, by name; no element is read."""
+
+    def __init__(self, sites: Iterable[ModuleSite], outputs: dict[str, tuple[tuple[int, ...], str]]) -> None:
+        super().__init__((site.module, site.name) for site in sites)
+        self._outputs = outputs
+
+    def observe_call(self, target: str, _args: object, output: object) -> None:
+        """Note what a module has returned, if it is the first time."""
+        tensor = None if target in self._outputs else next((tensor for _path, tensor in named_tensors(output)), None)
+        if tensor is not None:
+            self._outputs[target] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+    def fail(self, target: str, output: object, error: Exception) -> None:
+        """An output that cannot be taken apart has no shape."""
+
+
+def _num_parameters(site: ModuleSite) -> int:
+    return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))

@@ -12,8 +12,7 @@ from torch import nn
 from lightning_module_monitor.config import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.index import ModelIndex, is_excluded
-from lightning_module_monitor.model.names import ParameterSite, Site, matches
+from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches
 from lightning_module_monitor.probes import activations, rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain

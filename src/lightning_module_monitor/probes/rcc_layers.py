@@ -60,8 +60,8 @@ class LayerType:
         methods: Methods that a subclass must inherit.
         has_tensor_input: Whether the input is a tensor of numbers that can change a little; indices are not.
         is_called: Whether the module is called at all. Otherwise only its weight is used, by the module around it.
-        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes.
-        takes_more: Whether a call may have further arguments, which do not change ``W x + b``.
+        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes, whose
+            call may have further arguments that do not change ``W x + b``.
         parameters: Weight and bias of a module; ``None`` where it does not own such a parameter.
         features: The dimension of an input or output that holds the features.
         matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
@@ -76,7 +76,6 @@ class LayerType:
     has_tensor_input: bool = True
     is_called: bool = True
     gives_output: bool = True
-    takes_more: bool = False
     parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _own_parameters
     features: Callable[[AnyModule, Tensor], int] = lambda module, tensor: tensor.dim() - 1
     matrices: Callable[[AnyModule, Tensor], Tensor] = lambda module, weight: weight.unsqueeze(0)
@@ -99,10 +98,10 @@ class LayerType:
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The inputs of a call, in order; ``None`` if one is missing or no plain tensor, or if the call has other arguments."""
-        names = _argument_names(type(module).forward) if kwargs or self.takes_more else self.inputs
+        names = _argument_names(type(module).forward) if kwargs or not self.gives_output else self.inputs
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         more = {name: value for name, value in given.items() if name not in self.inputs}
-        if len(args) > len(names) or (not self.takes_more and any(value is not None for value in more.values())):
+        if len(args) > len(names) or (self.gives_output and any(value is not None for value in more.values())):
             return None
         found = [given.get(name) for name in self.inputs]
         tensors = [one for one in found if is_plain(one)]
@@ -219,7 +218,7 @@ def _projection(index: int, name: str) -> LayerType:
         return weight, None if bias is None else bias[start : start + module.embed_dim]
 
     inputs = ("query", "key", "value")[index : index + 1]
-    return LayerType(function=_linear, inputs=inputs, gives_output=False, takes_more=True, parameters=parameters)
+    return LayerType(function=_linear, inputs=inputs, gives_output=False, parameters=parameters)
 
 
 Parts = dict[str, LayerType]

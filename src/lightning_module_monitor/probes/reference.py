@@ -93,10 +93,8 @@ class Reference:
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
         """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next.
 
-        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph.
-
-        Args:
-            is_grad_enabled: Whether the model runs with a graph: torch selects kernels by this, and by ``requires_grad``.
+        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph. The grad mode is that
+        of the model: torch selects kernels by it, and by ``requires_grad``.
         """
         if self.is_running:
             yield
@@ -177,11 +175,9 @@ class ReferenceProbe(Probe):
         self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_call), always_call=True))
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
-        """Run the reference and keep the tensors that are wanted. An error is reported.
+        """Run the reference by ``call`` and keep the tensors that are wanted. An error is reported.
 
-        Args:
-            call: Runs it. It is called once more if the reference needs tensors for a backward pass within its own forward pass.
-            is_grad_enabled: As :meth:`Reference.running` takes it.
+        It is called once more if the reference needs tensors for a backward pass within its own forward pass.
 
         Raises:
             NotPlainError: If an argument cannot be copied.
@@ -195,7 +191,7 @@ class ReferenceProbe(Probe):
                 except NotPlainError:
                     raise
                 except Exception:
-                    pass  # it may need tensors for a backward pass of its own: it runs once more, with a graph
+                    pass  # it may need the tensors that were not saved
             self._forget()
             with self.reference.running(is_grad_enabled):
                 call()
@@ -264,19 +260,19 @@ class ReferenceProbe(Probe):
                 self._log(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
 
     def _begin_call(self, *_args: object) -> None:
-        is_by_hand = not self.reference.is_running
+        is_of_user = not self.reference.is_running
         call = ExitStack()
         # The model of a training step runs with a graph, even where the user has none for the reference.
         call.enter_context(self.reference.running(torch.is_grad_enabled() if self.is_suspended else True))
-        self._runs.append((call, is_by_hand))
+        self._runs.append((call, is_of_user))
 
     def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
         """Detach the output that the user gets: a loss computed from it must not lead into the reference."""
         if not self._runs:
             return None
-        call, is_by_hand = self._runs.pop()
+        call, is_of_user = self._runs.pop()
         call.close()
-        if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
+        if is_of_user and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
             with suppress(Exception):  # a container that cannot be rebuilt
                 return with_tensors(output, Tensor.detach)
         return None
