@@ -159,8 +159,12 @@ class ModuleTable:
 
     def modules(self) -> Sequence[ModuleInfo]:
         """All modules; the same object until more is known."""
+
+        def num_parameters(site: ModuleSite) -> int:
+            return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))
+
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
-            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, _num_parameters(site)) for site in self._sites)
+            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)
         if self._num_known != len(self._outputs):
             self._num_known = len(self._outputs)
             self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)
@@ -182,7 +186,3 @@ class OutputShapeProbe(ModuleProbe[str]):
 
     def fail(self, target: str, output: object, error: Exception) -> None:
         """An output that cannot be taken apart has no shape."""
-
-
-def _num_parameters(site: ModuleSite) -> int:
-    return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))

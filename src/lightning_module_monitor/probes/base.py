@@ -240,12 +240,6 @@ class GradientProbe(ModuleProbe[TargetT]):
             self.watch_gradient(tensor, hook)
             self.repeated.append((waiting, hook))
 
-    def match_repeated(self, hook: GradientHook) -> None:
-        """The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order."""
-        for waiting, repeated in reversed(self.repeated) if hook.call is None else ():
-            repeated.call = waiting.pop() if waiting else None
-        self.repeated.clear()
-
     def backward_pass(self) -> int:
         """Number of the call of ``backward`` that runs now; a recomputation has a pass of its own within it."""
         current = backward_pass()
@@ -284,7 +278,10 @@ class GradientHook:
         if gradient is None or not self._probe.counts_gradients or is_tracing():
             return
         if self._probe.repeated:
-            self._probe.match_repeated(self)
+            # The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order.
+            for waiting, repeated in reversed(self._probe.repeated) if self.call is None else ():
+                repeated.call = waiting.pop() if waiting else None
+            self._probe.repeated.clear()
         if self.call is None:
             return
         if self.outer_pass is not None:

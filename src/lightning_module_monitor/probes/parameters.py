@@ -49,7 +49,8 @@ class ParameterProbe(Probe):
             for site, spec, parameter in self._supported("parameter_difference", among):
                 reference = self.reference.parameter(site)
                 if reference is not None:
-                    self._observe_difference(spec, parameter, reference)
+                    with self._failing(spec, parameter):
+                        self._observe_difference(spec, parameter.detach(), reference.detach())
         for site, spec, parameter in self._supported("update", among):
             with self._failing(spec, parameter):
                 self._before.keep(site, parameter, self.access)
@@ -119,7 +120,7 @@ class ParameterProbe(Probe):
                 continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
                 if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
-                    self.accumulator.count_as_one_token(spec)
+                    self.accumulator.whole_tokens.add(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
                     self.accumulator.fail(spec, tensor, ValueError(why))
@@ -138,16 +139,15 @@ class ParameterProbe(Probe):
         else:
             return tensor
         if part is not None:
-            self.accumulator.count_as_part(spec)
+            self.accumulator.parts.add(spec)
         return part
 
     def _observe_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
-        with self._failing(spec, parameter):
-            own, of_reference = self._own_part(spec, parameter.detach()), self._own_part(spec, reference.detach())
-            if own is not None and of_reference is not None:
-                self.accumulator.measure_pair(spec, own, of_reference.to(own.device))
-            if spec.functions:
-                self._call_functions(spec, parameter.detach(), reference.detach().to(parameter.device))
+        own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
+        if own is not None and of_reference is not None:
+            self.accumulator.measure_pair(spec, own, of_reference.to(own.device))
+        if spec.functions:
+            self._call_functions(spec, parameter, reference.to(parameter.device))
 
     def _failing(self, spec: MetricSpec, tensor: Tensor) -> AbstractContextManager[None]:
         return failing_alone(functools.partial(self.accumulator.fail, spec, tensor))

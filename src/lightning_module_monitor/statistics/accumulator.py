@@ -48,8 +48,10 @@ class StepAccumulator:
         self._metrics: dict[str, tuple[MetricSpec, str, Metric]] = {}
         self._units: dict[MetricSpec, Tensor] = {}
         """Which units of a site were alive, on their device."""
-        self._whole_tokens: set[MetricSpec] = set()
-        self._laid_out: set[MetricSpec] = set()
+        self.whole_tokens: set[MetricSpec] = set()
+        """Those whose tensor is a single token that several ranks have parts of; its norm is that of all elements."""
+        self.parts: set[MetricSpec] = set()
+        """Those of whose tensor this rank has a part that no other rank counts."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -203,14 +205,6 @@ class StepAccumulator:
             self._results[key] = (spec.with_function(function), function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
-    def count_as_one_token(self, spec: MetricSpec) -> None:
-        """Note that a site's tensor is a single token that several ranks have parts of; its norm is that of all elements."""
-        self._whole_tokens.add(spec)
-
-    def count_as_part(self, spec: MetricSpec) -> None:
-        """Note that this rank has a part of a site's tensor that no other rank counts."""
-        self._laid_out.add(spec)
-
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
         """Discard the results of some specifications whose keys are those of what was measured; returns the keys."""
         results = [key for key, (spec, *_rest) in self._results.items() if spec.origin in logged]
@@ -241,7 +235,7 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return Values()
-        whole_tokens = {row for spec, row in result.rows if spec in self._whole_tokens} if self._whole_tokens else ()
+        whole_tokens = {row for spec, row in result.rows if spec in self.whole_tokens} if self.whole_tokens else ()
         values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail)
         values.update(result.values)
         for spec, units in result.units:
@@ -314,7 +308,7 @@ class StepAccumulator:
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
             units=dict(zip((spec.identity for spec in self._units), of_units, strict=True)),
-            parts=frozenset(spec.identity for spec in self._laid_out),
+            parts=frozenset(spec.identity for spec in self.parts),
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
