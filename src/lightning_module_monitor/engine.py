@@ -20,14 +20,13 @@ from lightning_module_monitor.errors import ConfigError, RanksLostError, shorten
 from lightning_module_monitor.health.replicas import ReplicaWatch
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.access import ParameterAccess, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
@@ -47,9 +46,9 @@ from lightning_module_monitor.schedule import MinutesSchedule
 from lightning_module_monitor.sinks.history import StorageManager
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.results import SeriesState
 from lightning_module_monitor.statistics.spec import MetricSpec
-from lightning_module_monitor.statistics.units import Recent, memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,8 +15,8 @@ from lightning_module_monitor.kernels.elements import in_memory, own_elements, u
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first, named_tensors
-from lightning_module_monitor.probes.access import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
 from lightning_module_monitor.probes.base import Among, GradientProbe, WatchedModule, WatchedParameter, failing_alone
+from lightning_module_monitor.probes.parameters import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
-from lightning_module_monitor.probes.access import WholeTensors
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.parameters import WholeTensors
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.record import RawTensor, Values

@@ -22,9 +22,9 @@ from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.precision import Difference
+from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
-from lightning_module_monitor.statistics.units import dead_fraction, in_either, is_alive
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
 """Receives what could not be computed: specification, statistic or function, of what, cause."""

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.record import NUM_COUNTS, Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction
+from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
-from lightning_module_monitor.statistics.units import Recent, memory
 
 
 class _Group(NamedTuple):
@@ -162,7 +162,7 @@ class LocalResult:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
     units: Mapping[Identity, Tensor] = field(default_factory=dict)
-    """What units did, as :func:`~lightning_module_monitor.statistics.units.is_alive` returns it."""
+    """What units did, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
     parts: frozenset[Identity] = frozenset()
     """Those of which this rank has a part that is its own to count."""
     failed: frozenset[str] = frozenset()
