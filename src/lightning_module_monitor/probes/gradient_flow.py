@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,19 +50,7 @@ class Chain:
         return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
 
-class _Places:
-    """The places of one module in a chain of blocks, and the number of its calls."""
-
-    def __init__(self, places: list[int]) -> None:
-        self._places = places
-        self.num_calls = 0
-
-    def latest(self) -> int:
-        """The place of the latest call."""
-        return self._places[max(self.num_calls - 1, 0) % len(self._places)]
-
-
-class BlockGradientProbe(GradientProbe[_Places]):
+class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
     """Gives the gradient that arrives at each block to :meth:`observe_gradient`, with the block's place.
 
     The blocks are in the order of the forward pass. A module that stands at two places is called twice in a forward pass: its first
@@ -69,22 +58,24 @@ class BlockGradientProbe(GradientProbe[_Places]):
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__((block, _Places([i for i, other in enumerate(blocks) if other is block])) for block in dict.fromkeys(blocks))
+        super().__init__((block, tuple(i for i, other in enumerate(blocks) if other is block)) for block in dict.fromkeys(blocks))
+        self._num_calls: Counter[tuple[int, ...]] = Counter()
+        """Number of calls of a module, by its places."""
         self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, torch.utils.hooks.RemovableHandle] = weakref.WeakKeyDictionary()
         """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
 
-    def observe_call(self, places: _Places, _args: object, output: object) -> None:
+    def observe_call(self, places: tuple[int, ...], _args: object, output: object) -> None:
         """Wait for the gradient of a block's output."""
         place = None
         if not is_in_backward():
-            places.num_calls += 1
-            place = places.latest()
+            place = places[self._num_calls[places] % len(places)]
+            self._num_calls[places] += 1
         self.follow(places, main_tensor(output), place)
 
-    def fail(self, places: _Places, output: object, error: Exception) -> None:
+    def fail(self, places: tuple[int, ...], output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart, once for a call and its recomputation."""
         if not is_in_backward():
-            self.fail_block(places.latest(), output, error)
+            self.fail_block(places[(self._num_calls[places] - 1) % len(places)], output, error)
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Report that the output of the block at a place cannot be taken apart."""
@@ -102,8 +93,7 @@ class BlockGradientProbe(GradientProbe[_Places]):
 
     def forget_calls(self) -> None:
         """The next call of every module is the one at its first place."""
-        for _block, places in self._targets:
-            places.num_calls = 0
+        self._num_calls.clear()
         super().forget_calls()
 
 
