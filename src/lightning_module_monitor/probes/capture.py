@@ -64,8 +64,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             with self._reporting(kind, site):
-                gradient = self._access.gradient(parameter)
-                self._keep_whole(kind, site, None if gradient is None else unscaled(gradient, scale))
+                self._keep_whole(kind, site, self._access.unscaled_gradient(parameter, scale))
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""

@@ -46,6 +46,11 @@ class ParameterAccess:
         """Its gradient, in the same way; ``None`` if there is none."""
         return gradient_of(parameter)
 
+    def unscaled_gradient(self, parameter: Tensor, scale: Tensor | None) -> Tensor | None:
+        """Its gradient, divided by the scale of the loss."""
+        gradient = self.gradient(parameter)
+        return None if gradient is None else unscaled(gradient, scale)
+
     def is_empty(self, parameter: Tensor) -> bool:
         """Whether it has no element, on any rank."""
         return not parameter.numel() and not is_flattened(parameter)
@@ -202,12 +207,8 @@ class ParameterProbe(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-
-        def unscaled_gradient(parameter: Tensor) -> Tensor | None:
-            gradient = self.access.gradient(parameter)
-            return None if gradient is None else unscaled(gradient, scale)
-
-        self._observe_kind(kind, among, self.access.gradient if scale is None else unscaled_gradient, makes_copies=scale is not None)
+        read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
+        self._observe_kind(kind, among, read, makes_copies=scale is not None)
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Observe parameters minus their copies, and release the copies."""

@@ -30,11 +30,7 @@ class _Group(NamedTuple):
 
 
 class Layout:
-    """How moments become statistics.
-
-    Args:
-        rows: First row of each specification.
-    """
+    """How moments become statistics, by the first row of each specification."""
 
     def __init__(self, rows: Sequence[tuple[MetricSpec, int]]) -> None:
         alike: defaultdict[tuple[str, ...], list[tuple[MetricSpec, int]]] = defaultdict(list)
