@@ -17,7 +17,7 @@ from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, R
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.base import LogOnce, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
 from lightning_module_monitor.probes.planned import (
     Plan,
@@ -73,7 +73,7 @@ class Planner:
         exclude: Sequence[re.Pattern[str]],
         format_name: NameFormat,
         prefix: str,
-        say: Say,
+        say: LogOnce,
     ) -> None:
         self._schedule = schedule
         self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]

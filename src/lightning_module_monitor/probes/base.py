@@ -43,7 +43,7 @@ Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
 
-class Say(Protocol):
+class LogOnce(Protocol):
     """Logs a message for the user, once."""
 
     def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:

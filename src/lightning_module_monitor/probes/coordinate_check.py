@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import Path, named_tensors
-from lightning_module_monitor.probes.base import CallHook, ModuleProbe, Say, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import CallHook, LogOnce, ModuleProbe, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -144,7 +144,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         reference: ReferenceProbe,
         skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
-        log: Say,
+        log: LogOnce,
     ) -> None:
         self._accumulator = accumulator
         self._reference = reference

@@ -28,7 +28,7 @@ from lightning_module_monitor.model.unchanged import (
     unchanged_buffers,
     unchanged_random_states,
 )
-from lightning_module_monitor.probes.base import Probe, Say
+from lightning_module_monitor.probes.base import LogOnce, Probe
 
 NamedTensors = list[tuple[Path, Tensor]]
 
@@ -132,7 +132,7 @@ class ReferenceProbe(Probe):
     ``failed`` gets an error of the reference if the monitor itself has called it; ``log`` logs a message once.
     """
 
-    def __init__(self, reference: Reference, failed: Callable[[Exception], None], log: Say) -> None:
+    def __init__(self, reference: Reference, failed: Callable[[Exception], None], log: LogOnce) -> None:
         self.reference = reference
         self._failed = failed
         self._log = log
