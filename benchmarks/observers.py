@@ -18,8 +18,8 @@ from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.config import GradientFlow, attention_rules
 from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.model.random_states import RandomStates
-from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.model.unchanged import RandomStates
+from lightning_module_monitor.probes.nonfinite import FiniteStep
 
 if TYPE_CHECKING:
     import wandb
@@ -303,7 +303,7 @@ class Nonfinite(Observer):
 
     def before_update(self) -> None:
         self.finite.observe_gradients()
-        assert self.finite.is_finite()
+        assert self.finite.first_nonfinite() is None
         self.finite.forget()
 
 

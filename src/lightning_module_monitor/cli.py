@@ -139,9 +139,11 @@ examples:
   lightning-module-monitor compare seed1.h5 seed2.h5 seed3.h5 -o seeds.html
   lightning-module-monitor compare main.h5 branch.h5 --fail-on 'gradient/.*/norm' --ratio 2
 
-Sites are matched by name; the page says what matched and what did not. Differences are to the first run, and the largest are printed.
-With --fail-on nothing but a check is done: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the records are compared. The
-keys that fail are printed; where values of one run are not finite, or the signs differ, a key fails, too. A page is written with -o only.
+Sites are matched by name; the page says what matched and what did not. Differences are to the first run; the largest are printed.
+
+With --fail-on only a check is made: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the
+records are compared, and keys that fail are printed. A key also fails where values of one run are not finite, or the signs differ. A page is
+written with -o only.
 
 exit status:
   0  it was written; with --fail-on no key differs by more than RATIO

@@ -17,8 +17,8 @@ from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.modules import ModuleTable
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Record
@@ -367,10 +367,10 @@ class ModuleMonitor(Described, StepEngine):
             return
         watched, call = attention.watched(site), RawCall((), arguments, output)
         if of_reference is not None:
-            attention.see_reference(watched, read_scaled_dot_product_attention, call, to_host=of_reference.cpu_offload)
+            attention.keep_of_reference(watched, read_scaled_dot_product_attention, call, to_host=of_reference.cpu_offload)
         else:
             watched = self.planner.attention_by_hand(watched, self._context.stage)
-            attention.see(watched, read_scaled_dot_product_attention, call, by_hand=True)
+            attention.observe(watched, read_scaled_dot_product_attention, call, is_reported=True)
 
     def close(self) -> None:
         """Remove all hooks and release the module. May be called at any time, and twice."""

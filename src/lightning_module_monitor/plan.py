@@ -15,14 +15,19 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.blocks import find_blocks
-from lightning_module_monitor.model.index import ModelIndex
-from lightning_module_monitor.model.names import ModuleSite, NameFormat, Namer, ParameterSite
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.base import Say, SiteT, Watched, WatchedModule
-from lightning_module_monitor.probes.gradient_flow import Chain, norm_watch
-from lightning_module_monitor.probes.matching import check_tensor_parallel, check_types, idle_kinds, idle_patterns, is_picked, matching
-from lightning_module_monitor.probes.planned import Plan
+from lightning_module_monitor.probes.base import LogOnce, SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
+from lightning_module_monitor.probes.planned import (
+    Plan,
+    check_tensor_parallel,
+    check_types,
+    idle_kinds,
+    idle_patterns,
+    is_picked,
+    matching,
+)
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     KINDS,
@@ -79,7 +84,7 @@ class Planner:
         exclude: Sequence[re.Pattern[str]],
         format_name: NameFormat,
         prefix: str,
-        say: Say,
+        say: LogOnce,
     ) -> None:
         self._schedule = schedule
         self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
@@ -129,7 +134,7 @@ class Planner:
             of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
             self._chain = Chain(
                 blocks=[index.module_by_name[name] for name in names],
-                specs=[norm_watch(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
+                specs=[norm_spec(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
                 transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
                 thresholds=self._gradient_flow.thresholds,
                 prefix=self.prefix,
@@ -418,7 +423,7 @@ class Planner:
         """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
         plan = self.plan()
         used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
-        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.index.renamed.items() if new in used]
+        changed = [f"{old!r} is called {new!r} in keys" for old, new in self.index.namer.changed.items() if new in used]
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"

@@ -23,8 +23,8 @@ from lightning_module_monitor.cli import main
 from lightning_module_monitor.errors import ConfigError, NonfiniteError
 from lightning_module_monitor.health.snapshot import Snapshot, load, save
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.model.random_states import RandomStates
-from lightning_module_monitor.probes.finite_step import FiniteStep
+from lightning_module_monitor.model.unchanged import RandomStates
+from lightning_module_monitor.probes.nonfinite import FiniteStep
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController

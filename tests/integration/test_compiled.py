@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
-from lightning_module_monitor.model.eager_mode import Uncompiled
+from lightning_module_monitor.model.hooks import Uncompiled
 
 RULES = [
     Rule(

@@ -36,7 +36,6 @@ EVERY_LINE_OF_MONITOR = (
     "probes/step_context.py",
     "engine/phases.py",
     "probes/reporting.py",
-    "model/eager_mode.py",
     "model/hooks.py",
     hooks_of_torch.__file__,
 )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
 

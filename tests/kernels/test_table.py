@@ -18,8 +18,8 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.record import Histogram
-from lightning_module_monitor.statistics.loss_scale import unscaled
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
+from lightning_module_monitor.statistics.precision import unscaled
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.outputs import named_tensors
 
 

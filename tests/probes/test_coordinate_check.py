@@ -21,7 +21,7 @@ from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.operator_norms import TOLERANCE, operator_norms
 from lightning_module_monitor.probes.rcc_layers import EFFECTIVE, OUTPUT, PROPAGATING, REFERENCE_OUTPUT, TERMS, layer_parts
-from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.precision import Difference
 
 CLOSE = 0.05
 """What operator norms of the matrices here are within; others may be as far off as ``TOLERANCE``."""

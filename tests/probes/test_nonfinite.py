@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.probes.finite_step import FiniteStep
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
@@ -84,7 +83,7 @@ def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward()
         finite.observe_gradients()
         probe.end_micro_batch()
-    assert not finite.is_finite()
+    assert finite.first_nonfinite() is not None
     observed = probe.observed()
     assert observed is not None
     found = producer(observed)
@@ -108,13 +107,13 @@ def test_a_gradient_that_is_bad_is_seen() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         finite.observe_gradients()
-        assert finite.is_finite()
+        assert finite.first_nonfinite() is None
         finite.forget()
         bad = model.get_parameter(name).grad
         assert bad is not None
         bad.view(-1)[-1] = torch.inf
         finite.observe_gradients()
-        assert not finite.is_finite()
+        assert finite.first_nonfinite() is not None
 
 
 class Mask(nn.Module):

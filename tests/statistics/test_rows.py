@@ -90,7 +90,7 @@ def test_an_empty_token_in_parts_is_nan_whatever_numpy_is_set_to() -> None:
     """As it is without a word: nothing over nothing."""
     one = watch("a", "token_rms", "mean")
     observation = StepAccumulator(lambda *_trouble: None)
-    observation.count_as_one_token(one)
+    observation.whole_tokens.add(one)
     observation.observe(one, torch.empty(0))
     with np.errstate(all="raise"):
         assert all(math.isnan(value) for value in observation.collect().values())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
+from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 
 def fractions(steps: list[list[Tensor]], rule: Rule | None = None) -> list[float]:

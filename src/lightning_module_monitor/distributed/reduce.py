@@ -25,9 +25,9 @@ from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult
 from lightning_module_monitor.statistics.spec import Identity, MetricSpec
-from lightning_module_monitor.statistics.units import MAX_UNITS
 
 OnError = Callable[[MetricSpec, Exception], None]
 Parts = Mapping[str, Tensor]

@@ -14,25 +14,21 @@ from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.access import ParameterAccess
-from lightning_module_monitor.probes.activations import ActivationProbe
+from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
-from lightning_module_monitor.probes.differences import DifferenceProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.modules import ModuleTable
-from lightning_module_monitor.probes.parameters import ParameterProbe
+from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, expected_tensors
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.results import SeriesState
-from lightning_module_monitor.statistics.units import Recent, memory
 
 
 class StepOpener:

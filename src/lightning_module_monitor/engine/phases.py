@@ -18,8 +18,8 @@ from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import Among, Probe
+from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext

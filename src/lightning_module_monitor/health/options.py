@@ -14,7 +14,7 @@ from lightning_module_monitor.config import Rule, as_tuple, check_choice, option
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
 from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING
-from lightning_module_monitor.statistics.saturation import saturated_sigmoid, saturated_softmax, saturated_tanh
+from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
 NONFINITE = (WARN, ALWAYS, STOP, IGNORE)

@@ -18,7 +18,7 @@ from lightning_module_monitor.errors import ConfigError, printable
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors, suffix
-from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
 from lightning_module_monitor.sinks.store.rewrite import whole_file
 

@@ -1,22 +1,27 @@
-"""A frozen copy of a module, and loading of saved weights."""
+"""Copies of modules, of tensors, and of the arguments of calls; and loading of saved weights."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import functools
 import gc
+import numbers
 import types
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.outputs import overwrite
+from lightning_module_monitor.model.outputs import with_tensors
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -56,14 +61,9 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
 
 
 def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) -> None:
-    """Make a deep copy call no code that refers to the original: ``deepcopy`` does not copy functions.
+    """Make a deep copy of a module call no code that refers to the original: ``deepcopy``, whose memo it takes, copies no functions.
 
     Functions among the attributes refer to the copy then. Hooks that are neither methods of the module nor torch's own are removed.
-
-    Args:
-        module: The original.
-        clone: Its copy.
-        memo: The memo of ``deepcopy``.
     """
     for part in module.modules():
         for attribute, value in vars(part).items():
@@ -72,8 +72,10 @@ def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) 
     own = set(clone.modules())
     for part in own:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if not _belongs(hook, own)]:
-                del hooks[key]
+            for key, hook in list(hooks.items()):
+                is_method = isinstance(hook, types.MethodType) and hook.__self__ in own
+                if not is_method and not (type(hook).__module__ or "").startswith("torch.nn."):
+                    del hooks[key]
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
 
@@ -95,15 +97,12 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
             waiting.append(_state(one))  # type: ignore[arg-type]
         elif isinstance(one, Tensor):
             memo.update({} if one.is_leaf else {id(one): one.detach().clone()})
-        elif _is_copied_by_parts(type(one)):
-            waiting += gc.get_referents(one)
+        else:
+            # ``deepcopy`` copies the attributes of a class, but one with copying code of its own may refer to the whole program.
+            own = (getattr(type(one), name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
+            if issubclass(type(one), Mapping) or not any(isinstance(method, types.FunctionType) for method in own):
+                waiting += gc.get_referents(one)
     return memo
-
-
-def _is_copied_by_parts(kind: type) -> bool:
-    """Whether ``deepcopy`` copies the attributes of a class; one with copying code of its own may refer to the whole program."""
-    own = (getattr(kind, name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
-    return issubclass(kind, Mapping) or not any(isinstance(one, types.FunctionType) for one in own)
 
 
 _OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
@@ -224,13 +223,6 @@ def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[i
     return new
 
 
-def _belongs(hook: object, own: set[nn.Module]) -> bool:
-    """Whether a copied hook is part of the computation of the copied modules."""
-    if isinstance(hook, types.MethodType) and hook.__self__ in own:
-        return True
-    return (type(hook).__module__ or "").startswith("torch.nn.")
-
-
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
     """The name of an attribute that cannot be copied."""
     known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
@@ -244,3 +236,115 @@ def _what_cannot_be_copied(module: nn.Module) -> str | None:
                 except Exception:
                     return ".".join(filter(None, (name, member)))
     return None
+
+
+def same_layout(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the tensor, by which torch selects kernels too: ``clone`` keeps them only where there are no gaps."""
+    clone = tensor.clone()
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return clone
+    own = tensor[_written_once(tensor)]
+    try:
+        return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
+    except RuntimeError:
+        return clone  # elements overlap: windows of one tensor
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor of the same shape, which may be an expanded one."""
+    if tensor.layout is not torch.strided:
+        tensor.copy_(values)
+        return
+    own = _written_once(tensor)
+    tensor[own].copy_(values[own])
+
+
+def _written_once(tensor: Tensor) -> tuple[slice, ...]:
+    """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+
+
+def copied(value: Any, memo: dict[int, Tensor]) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies of their tensors, without a graph; ``memo`` as :func:`plain_copy` takes it."""
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]
+
+    return with_tensors(value, copy_of)
+
+
+_OF_PYTHON = (type(None), numbers.Number, str, bytes, slice, range, type(...), enum.Enum)
+_CONSTANTS = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Immutable types."""
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+class NotPlainError(TypeError):
+    """Raised for an argument that cannot be copied without code of its own class."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
+
+
+def plain_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:  # noqa: ANN401  # of the same structure as the value
+    """A copy of plain data, which shares no memory with the original.
+
+    Args:
+        value: Tensors, numbers, strings and other constants, numpy arrays, and tuples, named tuples, lists, dicts and dataclasses of
+            such. Tensors have the ``requires_grad`` flag and the strides of the original, by which torch selects kernels.
+        memo: Copies by the identity of the original, so that a tensor that occurs twice occurs twice in the copy: attention checks
+            whether its query is its key.
+
+    Raises:
+        NotPlainError: If it contains anything else; names its type.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, _CONSTANTS):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = _copy(value, memo)
+    return memo[id(value)]
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  # as above
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return _tensor_copy(value)
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return value.copy()
+    if kind in _DICTS:
+        clone = value.copy()
+        clone.update((name, plain_copy(one, memo)) for name, one in value.items())
+        return clone
+    if isinstance(value, tuple) or kind is list:
+        return _sequence_copy(value, memo)
+    has_slots = any(vars(one).get("__slots__") for one in kind.__mro__)
+    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or has_slots or issubclass(kind, nn.Module):
+        raise NotPlainError(value)  # its values are not their attributes alone, or are not made without code of the class
+    clone = object.__new__(kind)
+    vars(clone).update({name: plain_copy(one, memo) for name, one in vars(value).items()})
+    return clone
+
+
+def _sequence_copy(value: tuple[Any, ...] | list[Any], memo: dict[int, Any]) -> tuple[Any, ...] | list[Any]:
+    members = [plain_copy(one, memo) for one in value]
+    if isinstance(value, list):
+        return members
+    if all(one is other for one, other in zip(members, value, strict=True)):
+        return value  # constants alone, e.g. a shape
+    if type(value) is tuple or hasattr(type(value), "_fields"):
+        return tuple.__new__(type(value), members)
+    raise NotPlainError(value)
+
+
+def _tensor_copy(tensor: Tensor) -> Tensor:
+    source = tensor.detach()
+    if not tensor.requires_grad:
+        return same_layout(source)
+    if tensor.is_leaf:
+        return same_layout(source).requires_grad_()
+    with torch.enable_grad():  # not a leaf, which a layer could not write into
+        return same_layout(source.requires_grad_())

@@ -1,32 +1,25 @@
-"""Hooks, their owner, which removes them, and the states of torch in which they observe nothing."""
+"""Hooks, their owner, the states of torch in which they observe nothing, and compiled code, which runs none of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.jit import _trace as jit
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-
-class Handle(Protocol):
-    """What torch returns for a registered hook."""
-
-    def remove(self) -> None:
-        """Remove the hook; a second call does nothing."""
-
-
-NO_BACKWARD = -1
+from torch.utils.hooks import RemovableHandle
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward pass that runs, or ``NO_BACKWARD``. torch has no public function for it."""
+"""Number of the backward pass that runs, or -1. torch has no public function for it."""
 
 
 def is_in_backward() -> bool:
     """Whether a backward pass runs: a forward pass within it is the recomputation of a checkpointed one, which was observed before."""
-    return backward_pass() != NO_BACKWARD
+    return backward_pass() != -1
 
 
 def is_tracing() -> bool:
@@ -41,22 +34,16 @@ def is_tracing() -> bool:
         return True
     # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
     # transforms of torch.func only functionalize records operations.
-    if jit._trace_module_map is not None or (_transforms() is not None and _functionalizes()):
+    transforms = _transforms()
+    if jit._trace_module_map is not None or (transforms and any(one.key() == _FUNCTIONALIZE for one in transforms)):
         _note_unobserved()
         return True
     return False
 
 
-def _never() -> bool:
-    return False
-
-
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _never)  # since torch 2.7
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 _transforms = torch._C._functorch.get_interpreter_stack
-
-
-def _functionalizes() -> bool:
-    return any(one.key() == torch._C._functorch.TransformType.Functionalize for one in _transforms() or ())
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 
 class Unobserved:
@@ -86,23 +73,17 @@ class HookSet:
     """
 
     def __init__(self) -> None:
-        self._handles: list[Handle] = []
+        self._handles: list[RemovableHandle] = []
 
     def __len__(self) -> int:
         return len(self._handles)
 
-    def add(self, handle: Handle) -> None:
+    def add(self, handle: RemovableHandle) -> None:
         """Own a handle."""
         self._handles.append(handle)
 
-    def add_forward(self, module: nn.Module, hook: ForwardHook, *, with_kwargs: bool = False) -> None:
-        """Register a hook that gets a module, its arguments and its output, after its forward.
-
-        Args:
-            module: Any.
-            hook: The hook.
-            with_kwargs: Whether it gets the keyword arguments too, before the output.
-        """
+    def add_forward(self, module: nn.Module, hook: Callable[..., object], *, with_kwargs: bool = False) -> None:
+        """Register a forward hook, which gets the keyword arguments too if ``with_kwargs`` is true."""
         # A class of the user's may override the method without the keyword.
         self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
 
@@ -113,24 +94,19 @@ class HookSet:
             self._handles.pop()
 
 
-class ForwardHook:
-    """A hook on a module, before or after its forward. It does nothing while torch traces, and nothing on a copy of the module."""
+class UncopiedHook:
+    """A hook on a module, before or after its forward. It does nothing while torch traces, and nothing on a copy of the module.
+
+    Args:
+        function: Gets the arguments of the hook. What it returns replaces the module's arguments or output; ``None``: they stay.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
 
     def __call__(self, *args: Any) -> object:
-        """Observe a call of the module, unless torch traces it."""
-        return None if is_tracing() else self.see(*args)
-
-    def see(self, *args: Any, **kwargs: Any) -> object:
-        """Observe a call of the module.
-
-        Args:
-            args: The arguments of the hook.
-            kwargs: Empty; lets a subclass name the positional ones.
-
-        Returns:
-            A replacement of the module's arguments or output; ``None``: they stay.
-        """
-        raise NotImplementedError
+        """Call the function, unless torch traces the module."""
+        return None if is_tracing() else self._function(*args)
 
     def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
         return _CopiedHook, ()
@@ -143,16 +119,29 @@ class _CopiedHook:
         pass
 
 
-class UncopiedHook(ForwardHook):
-    """Calls a function.
+class Uncompiled:
+    """Runs everything that ``torch.compile`` has wrapped uncompiled, from :meth:`begin` to :meth:`end`: a graph skips later hooks.
 
-    Args:
-        function: Gets the arguments of the hook. What it returns replaces the module's arguments or output; ``None``: they stay.
+    Nothing is compiled again, before or after: the graphs stay, and calls bypass them. Several may overlap in any order, e.g. of two
+    monitors in one loop.
     """
 
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
+    _begun: ClassVar[set[Uncompiled]] = set()
+    _stance: ClassVar[AbstractContextManager[None] | None] = None
 
-    def see(self, *args: Any) -> object:
-        """Call the function."""
-        return self._function(*args)
+    def begin(self) -> None:
+        """Run uncompiled from now on. Does nothing if the compiler was never loaded."""
+        # A function that is compiled around the model cannot be found, but compiling it has loaded this module.
+        # Before torch 2.6 there is no stance; the callback refuses compiled models there.
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            Uncompiled._begun.add(self)
+            if Uncompiled._stance is None:
+                Uncompiled._stance = torch.compiler.set_stance("force_eager")
+                Uncompiled._stance.__enter__()
+
+    def end(self) -> None:
+        """Run compiled code again; a second call does nothing."""
+        Uncompiled._begun.discard(self)
+        if not Uncompiled._begun and Uncompiled._stance is not None:
+            Uncompiled._stance.__exit__(None, None, None)
+            Uncompiled._stance = None

@@ -1,11 +1,11 @@
-"""What modules and parameters are called: names without wrappers, fit for every logger, and their selection by pattern."""
+"""The names of a model in keys: of modules, parameters, outputs, heads and blocks; fit for every logger, selected by pattern."""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torchmetrics import Metric
 
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
 
 ROOT = "_root_"
@@ -68,7 +70,7 @@ class ParameterSite:
         return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
 
 
-def tensors_of(sites: Sequence[ParameterSite]) -> list[Tensor | None]:
+def tensors_of(sites: Collection[ParameterSite]) -> list[Tensor | None]:
     """:meth:`ParameterSite.tensor` of several, by functions of C alone where none of them is out of the ordinary."""
     tables = [*map(_parameters_of, map(_owner_of, sites))]
     if set(map(type, tables)) <= _PLAIN_TABLES:  # another may fetch what it is asked for from elsewhere
@@ -102,16 +104,16 @@ class Namer:
         self.changed: dict[str, str] = {}
         """New name by old name, of those that could not stay as they were."""
 
-    def name(self, wished: str) -> str:
-        """The name for a new site: the wished one, or the nearest that is fit and free."""
-        fit = base = fit_for_loggers(wished)
+    def name(self, preferred: str) -> str:
+        """The name for a new site: the preferred one, or the nearest that is fit and free."""
+        fit = base = fit_for_loggers(preferred)
         number = 1
         while fit in self._taken:
             number += 1
             fit = f"{base[: MAX_SITE_LENGTH - 8]}_{number}"
         self._taken.add(fit)
-        if fit != wished:
-            self.changed[wished] = fit
+        if fit != preferred:
+            self.changed[preferred] = fit
         return fit
 
     def module_sites(self, root: nn.Module) -> list[ModuleSite]:
@@ -155,3 +157,147 @@ def and_insides(aliases: Iterable[str]) -> Iterator[str]:
     for alias in aliases:
         parts = alias.split(".")
         yield from (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+class ModelIndex:
+    """The names of a model.
+
+    Args:
+        root: The model; names are from here.
+        within: Name of the submodule outside of which nothing is watched; ``None`` for all.
+        exclude: Names that are never watched, with what is inside of such a module.
+        format_name: Makes a name of what ``named_modules`` gives.
+
+    Raises:
+        ConfigError: If there is no submodule of the name ``within``.
+    """
+
+    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
+        self.namer = Namer(format_name)
+        self._format_name = format_name
+        modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
+        outermost = root if within is None else next((site.module for site in modules if within in (*site.aliases, site.name)), None)
+        if outermost is None:
+            near = nearest(str(within), [site.name for site in modules])
+            raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
+        self.within = outermost
+        """Outside of this nothing is watched."""
+        self.modules = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
+        self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
+        if modules and not self.modules:
+            patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
+            raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
+        by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
+        names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
+        self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
+        """Every module by every name that it has, in the model's order."""
+        self._root = root
+        self._note_parts()
+        self._names_of_parts: dict[tuple[object, ...], str] = {}
+        """Names of outputs, inputs and heads of modules."""
+
+    def forget_removed_modules(self) -> list[str]:
+        """Forget modules that were taken out of the model since its names were read, and their parameters.
+
+        Returns:
+            The names of such modules.
+        """
+        if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
+            return []
+        there = set(self._root.modules())
+        gone = [site.name for site in self.modules if site.module not in there]
+        self.modules = [site for site in self.modules if site.module in there]
+        self.parameters = [site for site in self.parameters if site.owner in there]
+        self._note_parts()
+        return gone
+
+    def _note_parts(self) -> None:
+        """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
+        around = (module._modules for module in self._root.modules() if not isinstance(module, UNWATCHED))
+        self._parts = [(parts.get, name, part) for parts in around for name, part in parts.items()]
+
+    def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
+        """Every module that has the name of a site: the site's own, and what that wraps."""
+        names = {alias for site in self.modules for alias in site.aliases}
+        return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
+
+    def further_name(self, site: str, path: Path, of: str = "output") -> str:
+        """The name of a further output, or input, of a module, always the same for the same one."""
+        key = (site, path, of)
+        if key not in self._names_of_parts:
+            self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
+        return self._names_of_parts[key]
+
+    def head_name(self, site: str, head: str) -> str:
+        """The name of a head of a module's attention (``head_0``) or of its tensor (``head_0.query``), always the same for the same one."""
+        key = (site, head)
+        if key not in self._names_of_parts:
+            self._names_of_parts[key] = self.namer.name(f"{site}.{head}")
+        return self._names_of_parts[key]
+
+    def module_site(self, module: nn.Module | str) -> ModuleSite | None:
+        """The site of a module, which may be given by any of its names; ``None`` if it is not watched."""
+        return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
+
+
+def is_excluded(site: Site, patterns: Sequence[re.Pattern[str]]) -> bool:
+    """Whether a pattern matches any name of a site, or of a module that it is in."""
+    return matches(and_insides(site.aliases), patterns)
+
+
+def _is_within(site: Site, within: str | None) -> bool:
+    return within is None or any(within in and_insides([alias]) for alias in site.aliases)
+
+
+_HOLDS_BLOCKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names of the blocks, in the order of the forward pass.
+
+    Args:
+        blocks: Name of a container, whose children are the blocks; or a pattern (``re.fullmatch``) of names, in the model's
+            order; or names in order. A module that stands at several places has several names.
+        by_name: Every module by each of its names, in the model's order.
+        label: Path of the option, for messages.
+
+    Returns:
+        At least two names.
+
+    Raises:
+        ConfigError: If there are fewer; names the nearest right name.
+    """
+    if isinstance(blocks, str):
+        found = _children(blocks, by_name, label) if blocks in by_name else _matching(blocks, by_name, label)
+    else:
+        found = list(blocks)
+        for name in found:
+            if name not in by_name:
+                raise ConfigError(f"{label} {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+    if len(found) < 2:
+        names = ", ".join(map(repr, found)) or "none"
+        raise ConfigError(f"{label} {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two.")
+    return found
+
+
+def _matching(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names that a pattern matches."""
+    try:
+        found = [name for name in by_name if re.fullmatch(blocks, name)]
+    except re.error as error:
+        message = f"{label} {blocks!r} is no module's name, and not a regular expression ({error}); expected 'model.blocks' or the like"
+        raise ConfigError(message + nearest(blocks, by_name)) from error
+    if not found:
+        message = f"{label} {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
+        raise ConfigError(message + nearest_pattern(blocks, by_name))
+    return found
+
+
+def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+    """The names of the watched children of a container."""
+    module = by_name[name]
+    if not isinstance(module, _HOLDS_BLOCKS):
+        containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]
+        expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
+        raise ConfigError(f"{label} {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
+    return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]

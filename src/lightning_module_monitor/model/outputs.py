@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import unwrapped
 
@@ -21,12 +21,9 @@ MAIN_NAMES = ("hidden_states", "last_hidden_state")
 
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor in an output, with the path to it.
+    """Every tensor in an output, with the path to it, which begins with ``path``.
 
-    Args:
-        output: What a module returned: a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors.
-            Anything else in it is skipped.
-        path: The path to ``output`` itself.
+    The output is a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors. Anything else in it is skipped.
     """
     if isinstance(output, Tensor):
         yield path, output
@@ -38,12 +35,8 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
 def main_tensor(output: object) -> Tensor | None:
     """The tensor of a block's output that the next block goes on from.
 
-    Args:
-        output: What a module returned, as for :func:`named_tensors`.
-
-    Returns:
-        The output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor;
-        else the first real floating tensor in it. ``None`` if there is none.
+    It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
+    first real floating tensor in it. ``None`` if there is none.
     """
     for name in () if isinstance(output, Tensor) else MAIN_NAMES:
         part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
@@ -88,12 +81,7 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
 
 
 def with_tensors(value: object, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
-    """A value with other tensors in it, in containers of the same types; anything else in it stays the same object.
-
-    Args:
-        value: As for :func:`named_tensors`.
-        replace: Gets every tensor.
-    """
+    """A value with what ``replace`` returns for its tensors, in containers of the same types; anything else stays the same object."""
     return map_leaves(value, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, keeps_mappings=True)
 
 
@@ -114,51 +102,6 @@ def in_graph(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor) and functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
-
-
-def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph.
-
-    Args:
-        value: As :func:`with_tensors` takes it.
-        memo: Copies by the identity of the tensor, so that a tensor that occurs twice occurs twice in the copy: attention checks
-            whether its query is its key.
-    """
-    known = {} if memo is None else memo
-
-    def copy_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = tensor.detach().clone()
-        return known[id(tensor)]
-
-    return with_tensors(value, copy_of)
-
-
-def same_layout(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the tensor, by which torch selects kernels too: ``clone`` keeps them only where there are no gaps."""
-    clone = tensor.clone()
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return clone
-    own = tensor[_written_once(tensor)]
-    try:
-        return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
-    except RuntimeError:
-        return clone  # elements overlap: windows of one tensor
-
-
-def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor of the same shape, which may be an expanded one."""
-    if tensor.layout is not torch.strided:
-        tensor.copy_(values)
-        return
-    own = _written_once(tensor)
-    tensor[own].copy_(values[own])
-
-
-def _written_once(tensor: Tensor) -> tuple[slice, ...]:
-    """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def is_first(path: Path) -> bool:

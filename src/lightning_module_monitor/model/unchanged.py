@@ -1,18 +1,22 @@
-"""Contexts that run a module without side effects: flags, buffers and attributes are as before, and no graph is left."""
+"""Contexts that run code without side effects: random states, flags, buffers and attributes are as before, and no graph is left."""
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_module_monitor.model.outputs import named_tensors, overwrite, same_layout, with_tensors
+from lightning_module_monitor.model.copies import overwrite, same_layout
+from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold no results."""
@@ -20,15 +24,56 @@ _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of most other attributes, which hold no tensor."""
 
 
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of the generators that a model may draw from: Python's, numpy's, torch's on the CPU and on one device."""
+
+    of_python: tuple[Any, ...] | None
+    of_numpy: dict[str, Any] | None
+    of_cpu: Tensor
+    device: torch.device | None
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device, *, of_torch_alone: bool = False) -> RandomStates:
+        """The states of the CPU's and a device's generators as they are; those of Python and numpy take ten times as long as torch's."""
+        own = None if device.type == "cpu" else device
+        of_device = None if own is None else getattr(torch, own.type).get_rng_state(own)
+        of_python = None if of_torch_alone else random.getstate()
+        of_numpy = None if of_torch_alone else np.random.get_state(legacy=False)
+        return cls(of_python, of_numpy, torch.get_rng_state(), own, of_device)
+
+    def restore(self) -> None:
+        """Let the generators go on from here."""
+        if self.of_python is not None and self.of_numpy is not None:
+            random.setstate(self.of_python)
+            np.random.set_state(self.of_numpy)
+        torch.set_rng_state(self.of_cpu)
+        if self.device is not None:
+            getattr(torch, self.device.type).set_rng_state(self.of_device, self.device)
+
+
+@contextmanager
+def unchanged_random_states(device: torch.device) -> Iterator[None]:
+    """What is drawn in the block from the CPU's and a device's generators is drawn again after it."""
+    states = RandomStates.now(device)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
 @contextmanager
 def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
     """Give modules the modes of a model's, and their parameters its ``requires_grad`` flags: torch selects kernels by both.
 
-    Args:
-        pairs: A module of the model, and the module of the same parameters that gets its flags.
+    Each pair is a module of the model, and the module of the same parameters that gets its flags.
     """
     pairs = list(pairs)
-    before = [(sibling, sibling.training, _flags(sibling)) for _live, sibling in pairs]
+    before = [
+        (sibling, sibling.training, [(one, one.requires_grad) for one in sibling._parameters.values() if one is not None])
+        for _live, sibling in pairs
+    ]
     try:
         for live, sibling in pairs:
             if sibling.training != live.training:
@@ -46,10 +91,6 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
                 if tensor.grad_fn is not None:
                     tensor.detach_()
                 _set_flag(tensor, flag)
-
-
-def _flags(module: nn.Module) -> list[tuple[Tensor, bool]]:
-    return [(parameter, parameter.requires_grad) for parameter in module._parameters.values() if parameter is not None]
 
 
 def _set_flag(parameter: Tensor, flag: bool) -> None:
@@ -75,19 +116,14 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
                     part._buffers[name] = tensor
         with torch.no_grad():
             for tensor, values in saved:
-                _restore(tensor, values)
-
-
-def _restore(tensor: Tensor, values: Tensor) -> None:
-    """Restore a tensor's shape and values, in its own memory if the shape is unchanged."""
-    if tensor.is_inference():
-        return  # nothing can be written into it
-    if tensor.grad_fn is not None:
-        tensor.detach_()
-    if tensor.shape != values.shape:
-        tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
-    else:
-        overwrite(tensor, values)
+                if tensor.is_inference():
+                    continue  # nothing can be written into it
+                if tensor.grad_fn is not None:
+                    tensor.detach_()
+                if tensor.shape != values.shape:
+                    tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
+                else:
+                    overwrite(tensor, values)
 
 
 @contextmanager
@@ -119,11 +155,11 @@ def no_warning_of_checkpoints() -> Iterator[None]:
 
 def saving_nothing() -> saved_tensors_hooks:
     """Within the block no tensor is saved for a backward pass, which then cannot be run."""
-    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
 
+    def not_saved(_nothing: None) -> Tensor:
+        raise RuntimeError("no tensors are kept for a backward pass")
 
-def _not_saved(_nothing: None) -> Tensor:
-    raise RuntimeError("no tensors are kept for a backward pass")
+    return saved_tensors_hooks(lambda _tensor: None, not_saved)
 
 
 def drop_graphs(module: nn.Module) -> None:

@@ -1,14 +1,29 @@
-"""Outputs of modules, and the gradients that arrive at them."""
+"""Outputs of modules, the gradients that arrive at them, their differences from those of the reference, and their shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_module_monitor.model.hooks import is_in_backward
-from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, PassedOver, WatchedModule, elements_of
+from lightning_module_monitor.model.names import ModuleSite
+from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors, of_all_samples
+from lightning_module_monitor.probes.base import (
+    GradientHook,
+    GradientProbe,
+    ModuleProbe,
+    WatchedModule,
+    elements_of,
+    failing_alone,
+    log_unsupported,
+)
+from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -20,40 +35,33 @@ _Target = tuple[str, MetricSpec | None, MetricSpec | None]
 
 
 class ActivationProbe(GradientProbe[_Target]):
-    """Observes outputs and their gradients. It keeps no tensor, and reads no value on the host.
-
-    Args:
-        watched: The modules, of each of which one of ``KINDS`` is recorded.
-        accumulator: Takes tensors.
-        output_name: Names further outputs, from the module's site and the path to the output.
-        say: Logs a message once.
-    """
+    """Observes outputs and their gradients. It keeps no tensor, and reads no value on the host."""
 
     def __init__(
         self,
         watched: Sequence[WatchedModule],
         accumulator: StepAccumulator,
-        output_name: Callable[[str, Path], str],
-        say: Callable[[str], None],
+        further_name: Callable[[str, Path], str],
+        log: Callable[[str], None],
     ) -> None:
         super().__init__(
             [(one.site.module, (one.site.name, one.specs.get("activation"), one.specs.get("activation_gradient"))) for one in watched]
         )
         self._accumulator = accumulator
-        self._output_name = output_name
-        self._say = say
-        self._passed_over = PassedOver("outputs")
+        self._further_name = further_name
+        self._log = log
+        self._unsupported: defaultdict[torch.dtype, list[str]] = defaultdict(list)
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
         site, activation, gradient = target
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
             if not tensor.is_floating_point():
-                self._passed_over.add(site, tensor)
+                self._unsupported[tensor.dtype].append(site)
                 continue
             of_output, of_gradient = activation, gradient
             if path and not is_first(path):
-                name = self._output_name(site, path)
+                name = self._further_name(site, path)
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
             if of_output is not None and not is_in_backward():
                 self._accumulator.observe(of_output, elements_of(tensor))
@@ -62,8 +70,8 @@ class ActivationProbe(GradientProbe[_Target]):
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
 
     def finish(self) -> None:
-        """Report which outputs were passed over."""
-        self._passed_over.report(self._say)
+        """Log which outputs are not watched."""
+        log_unsupported("outputs", self._unsupported, self._log)
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
@@ -78,3 +86,103 @@ class ActivationProbe(GradientProbe[_Target]):
     def fail_gradient(self, spec: MetricSpec, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
         self._accumulator.fail(spec, gradient, error)
+
+
+DIFFERENCE = "activation_difference"
+
+
+def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
+    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
+
+
+_Pair = tuple[MetricSpec, nn.Module]
+"""What is recorded of a module, and its sibling in the reference."""
+
+
+class DifferenceProbe(ModuleProbe[_Pair]):
+    """Compares every output of a module with the output of its sibling in the reference at the same call."""
+
+    def __init__(
+        self,
+        watched: Sequence[WatchedModule],
+        accumulator: StepAccumulator,
+        reference: ReferenceProbe,
+        further_name: Callable[[str, Path], str],
+    ) -> None:
+        self._accumulator = accumulator
+        self._reference = reference
+        self._further_name = further_name
+        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if DIFFERENCE in one.specs]
+        super().__init__((one.site.module, (one.specs[DIFFERENCE], sibling)) for one, sibling in siblings if sibling is not None)
+        for _module, (_spec, sibling) in self._targets:
+            reference.want(sibling, DIFFERENCE, _floating_outputs)
+
+    def observe_call(self, target: _Pair, _args: object, output: object) -> None:
+        """Compare every output."""
+        if is_in_backward():
+            return  # a recomputation, which was compared
+        spec, sibling = target
+        references = dict(self._reference.take(sibling, DIFFERENCE) or ())
+        for path, tensor in named_tensors(output):
+            if path not in references or not tensor.is_floating_point():
+                continue
+            elements = of_all_samples(tensor.detach())
+            if elements.shape != references[path].shape:  # as of routed experts
+                self._reference.not_compared[OTHER_SHAPE].add(sibling)
+                continue
+            own = spec if is_first(path) else spec.at(self._further_name(spec.site, path))
+            with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
+                self._accumulator.observe_pair(own, elements, references[path])
+
+    def fail(self, target: _Pair, output: object, error: Exception) -> None:
+        """Record NaN for an output that cannot be taken apart."""
+        self._accumulator.fail(target[0], output, error)
+
+
+class ModuleTable:
+    """What is known of the modules of a model."""
+
+    def __init__(self, sites: Iterable[ModuleSite]) -> None:
+        self._sites = list(sites)
+        self._waiting = [site for site in self._sites if site.runs]
+        """Those that have not run yet."""
+        self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype, by name."""
+        self._modules: tuple[ModuleInfo, ...] = ()
+        self._num_known = 0
+        """Number of outputs that are in ``_modules``."""
+
+    def probe(self) -> OutputShapeProbe | None:
+        """A probe for the modules that have not run yet; ``None`` if all of them have."""
+        self._waiting = [site for site in self._waiting if site.name not in self._outputs]
+        return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
+
+    def modules(self) -> Sequence[ModuleInfo]:
+        """All modules; the same object until more is known."""
+
+        def num_parameters(site: ModuleSite) -> int:
+            return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))
+
+        if not self._modules:  # not before the first step: parameters of lazy modules have no size
+            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)
+        if self._num_known != len(self._outputs):
+            self._num_known = len(self._outputs)
+            self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)
+        return self._modules
+
+
+class OutputShapeProbe(ModuleProbe[str]):
+    """Notes shape and dtype of the first tensor that a module returns in ``outputs``, by name; no element is read."""
+
+    def __init__(self, sites: Iterable[ModuleSite], outputs: dict[str, tuple[tuple[int, ...], str]]) -> None:
+        super().__init__((site.module, site.name) for site in sites)
+        self._outputs = outputs
+
+    def observe_call(self, target: str, _args: object, output: object) -> None:
+        """Note what a module has returned, if it is the first time."""
+        tensor = None if target in self._outputs else next((tensor for _path, tensor in named_tensors(output)), None)
+        if tensor is not None:
+            self._outputs[target] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+    def fail(self, target: str, output: object, error: Exception) -> None:
+        """An output that cannot be taken apart has no shape."""

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,31 +43,21 @@ READERS: Mapping[Callable[..., Any], Reader] = {
 }
 """The functions whose calls are observed."""
 
-HeadName = Callable[[str, str], str]
-"""Gives the name of a head or of a tensor of it: from the module's site and a suffix."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Watching:
+class _HookedModule:
     """A watched module, and how attention within it is observed."""
 
-    watched: WatchedModule
-    is_of_torch: bool
-    """Whether its forward is torch's own, which calls attention only in ``nn.MultiheadAttention``.
-
-    Such a forward may take another path, with other rounding, where a mode is on; so no mode is on while it runs."""
-    is_attention: bool
-    """Whether its forward is that of ``nn.MultiheadAttention``, which the hook observes."""
-
-    @classmethod
-    def of(cls, watched: WatchedModule) -> _Watching:
-        forward = getattr(watched.site.module.forward, "__func__", None)
+    def __init__(self, watched: WatchedModule) -> None:
+        self.watched = watched
+        self.module = watched.site.module
+        forward = getattr(self.module.forward, "__func__", None)
         defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
-        return cls(watched, defined_in.startswith("torch.nn.modules."), forward is nn.MultiheadAttention.forward)
+        self.is_of_torch = defined_in.startswith("torch.nn.modules.")
+        """Whether its forward is torch's own, which calls attention only in ``nn.MultiheadAttention``.
 
-    def can_attend(self) -> bool:
-        """Whether there can be attention within it: not in a layer of torch's own without children."""
-        return self.is_attention or not self.is_of_torch or next(self.watched.site.module.children(), None) is not None
+        Such a forward may take another path, with other rounding, where a mode is on; so no mode is on while it runs."""
+        self.is_attention = forward is nn.MultiheadAttention.forward
+        """Whether its forward is that of ``nn.MultiheadAttention``, which the hook observes."""
 
 
 class AttentionProbe(Probe):
@@ -82,12 +71,11 @@ class AttentionProbe(Probe):
         watched: The modules.
         with_heads: Those of them of which a kind of heads is recorded.
         accumulator: Takes figures and tensors.
-        head_name: Names heads.
-        say: Logs a message once.
+        head_name: Names heads and their tensors, from the module's site and a suffix.
+        log: Logs a message once.
         is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
 
     Attributes:
-        is_asked_for: As above.
         has_observed: Whether there was any call of attention.
     """
 
@@ -96,21 +84,23 @@ class AttentionProbe(Probe):
         watched: Sequence[WatchedModule],
         with_heads: Sequence[WatchedModule],
         accumulator: StepAccumulator,
-        head_name: HeadName,
-        say: Callable[[str], None],
+        head_name: Callable[[str, str], str],
+        log: Callable[[str], None],
         *,
         is_asked_for: bool,
     ) -> None:
         self.is_asked_for = is_asked_for
         self.has_observed = False
         self._all = watched
-        self._watched = [one for one in map(_Watching.of, with_heads) if one.can_attend()]
+        hooked = map(_HookedModule, with_heads)
+        # A layer of torch's own without children has no attention within it.
+        self._hooked = [one for one in hooked if one.is_attention or not one.is_of_torch or next(one.module.children(), None) is not None]
         self._accumulator = accumulator
         self._head_name = head_name
-        self._say = say
+        self._log = log
         self._hooks = HookSet()
         self._mode = _AttentionMode(self)
-        self._running: list[_Watching] = []
+        self._running: list[_HookedModule] = []
         """The watched modules whose forward is running, outermost first."""
         self._is_on = False
         self._num_above = 0
@@ -122,10 +112,10 @@ class AttentionProbe(Probe):
 
     def attach(self) -> None:
         """Register the hooks."""
-        for one in self._watched:
-            module, enter, leave = one.watched.site.module, functools.partial(self._enter, one), functools.partial(self._leave, one)
-            self._hooks.add(module.register_forward_pre_hook(UncopiedHook(enter)))
-            self._hooks.add(module.register_forward_hook(UncopiedHook(leave), with_kwargs=True, always_call=True))
+        for one in self._hooked:
+            enter, leave = UncopiedHook(functools.partial(self._enter, one)), UncopiedHook(functools.partial(self._leave, one))
+            self._hooks.add(one.module.register_forward_pre_hook(enter))
+            self._hooks.add(one.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
 
     def end_micro_batch(self) -> None:
         """Forget the last call, and calls of the reference that the model has not made."""
@@ -143,14 +133,14 @@ class AttentionProbe(Probe):
         """What is recorded of a module, of all kinds."""
         return next((one for one in self._all if one.site is site), Watched(site, {}))
 
-    def see(self, watched: WatchedModule, read: Reader, call: RawCall, *, by_hand: bool = False) -> None:
-        """Observe a call.
+    def observe(self, watched: WatchedModule, read: Reader, call: RawCall, *, is_reported: bool = False) -> None:
+        """Observe a call of a module.
 
         Args:
-            watched: The module that it belongs to.
-            read: Splits it into heads.
+            watched: The module.
+            read: Splits the call into heads.
             call: The function's arguments and output.
-            by_hand: Whether the model itself reports it; a call that is reported and found counts once.
+            is_reported: Whether the model itself reports the call; a call that is reported and found counts once.
         """
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
         if not self.is_open or is_in_backward() or is_tracing():
@@ -158,18 +148,14 @@ class AttentionProbe(Probe):
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
             heads = read(call, not watched.specs.keys().isdisjoint(KINDS_OF_TENSORS))
-            if not self._is_repeated(watched, heads, by_hand):
+            if not self._is_repeated(watched, heads, is_reported):
                 self._observe_figures(watched, heads)
                 self._observe_heads(watched, heads)
 
-    def see_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
+    def keep_of_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
         """Keep the tensors of the heads of a call of the reference until the model makes it, if they are compared.
 
-        Args:
-            watched: The module of the model whose sibling it belongs to.
-            read: Splits it into heads.
-            call: The function's arguments and output.
-            to_host: Whether they wait in the memory of the host.
+        Arguments as :meth:`observe` takes them; with ``to_host`` they are kept in the memory of the host.
         """
         if "activation_difference" not in watched.specs or self.is_suspended:
             return
@@ -178,10 +164,10 @@ class AttentionProbe(Probe):
             kept = {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
             self._of_reference[watched.site.name].append(kept)
 
-    def see_innermost(self, read: Reader, call: RawCall) -> None:
+    def observe_innermost(self, read: Reader, call: RawCall) -> None:
         """Observe a call within the innermost watched module that is running."""
         if self._running:
-            self.see(self._running[-1].watched, read, call)
+            self.observe(self._running[-1].watched, read, call)
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
         # E.g. tensors of a functorch transform.
@@ -189,16 +175,20 @@ class AttentionProbe(Probe):
             if KINDS[kind].of_heads:
                 self._accumulator.fail(spec, call.output, error)
 
-    def _is_repeated(self, watched: WatchedModule, call: AttentionCall, by_hand: bool) -> bool:
+    def _is_repeated(self, watched: WatchedModule, call: AttentionCall, is_reported: bool) -> bool:
         """Whether the last call was this one: found first and then reported by the model, or the other way round."""
         last, self._last = self._last, None
         if not call.given:
             return False
         if last is not None:
-            site, given, was_by_hand = last
-            if site is watched.site and was_by_hand != by_hand and all(one() is two for one, two in zip(given, call.given, strict=True)):
+            site, given, was_reported = last
+            if (
+                site is watched.site
+                and was_reported != is_reported
+                and all(one() is two for one, two in zip(given, call.given, strict=True))
+            ):
                 return True
-        self._last = watched.site, [weakref.ref(one) for one in call.given], by_hand
+        self._last = watched.site, [weakref.ref(one) for one in call.given], is_reported
         return False
 
     def _observe_figures(self, watched: WatchedModule, call: AttentionCall) -> None:
@@ -209,10 +199,10 @@ class AttentionProbe(Probe):
         if query.is_meta:
             raise ValueError("it is on the meta device, and has no data")
         if stride_of(query.shape[2]) > 1:
-            self._say(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
+            self._log(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
-        values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _watch in wanted])
-        counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _watch in wanted])
+        values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _spec in wanted])
+        counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _spec in wanted])
         names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         specs = [spec.at(name) for _kind, spec in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
@@ -238,7 +228,7 @@ class AttentionProbe(Probe):
             for head, of_head in enumerate(() if tensor is None else tensor.detach().unbind(1)):
                 yield self._head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
-    def _enter(self, one: _Watching, *_call: object) -> None:
+    def _enter(self, one: _HookedModule, *_call: object) -> None:
         """The forward of a watched module begins."""
         if not self.is_open:
             return
@@ -247,14 +237,14 @@ class AttentionProbe(Probe):
         self._running.append(one)
         self._switch()
 
-    def _leave(self, one: _Watching, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _leave(self, one: _HookedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """The forward of a watched module is over; its output is ``None`` after an exception."""
         # Modules above it in the list were ended by Ctrl-C, and did not get here.
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]
         self._switch()
         if one.is_attention and output is not None:
-            self.see(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
+            self.observe(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
 
     def _switch(self) -> None:
         """Turn the mode on or off, as the innermost running module requires."""
@@ -283,7 +273,7 @@ class _AttentionMode(TorchFunctionMode):
         output = func(*args, **kwargs)
         read = READERS.get(func)
         if read is not None:
-            self._probe.see_innermost(read, RawCall(args, kwargs, output))
+            self._probe.observe_innermost(read, RawCall(args, kwargs, output))
         return output
 
 

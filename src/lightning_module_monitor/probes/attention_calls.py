@@ -100,19 +100,17 @@ _MODULE = inspect.signature(nn.MultiheadAttention.forward)
 
 def read_multi_head_attention_forward(call: RawCall, has_value: bool) -> AttentionCall:
     """Heads of a call of ``F.multi_head_attention_forward``, projected again: the function returns none, nor the output of a head."""
-    bound = _FUNCTION.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    return _projected(SimpleNamespace(**bound.arguments), has_value)
+    return _projected(_arguments(_FUNCTION, call), has_value)
 
 
 def read_multihead_attention(call: RawCall, has_value: bool) -> AttentionCall:
     """Heads of a call of ``nn.MultiheadAttention.forward``, whichever function computes them."""
-    bound = _MODULE.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    given = SimpleNamespace(**bound.arguments)
+    given = _arguments(_MODULE, call)
     module, is_there = given.self, None
     if given.query.is_nested:  # torch's TransformerEncoder removes padding so, in self-attention
-        given.query, is_there = _padded(given.query)
+        lengths = torch.tensor([len(one) for one in given.query.unbind()], device=given.query.device)
+        given.query = torch.nested.to_padded_tensor(given.query, 0.0)
+        is_there = torch.arange(given.query.shape[1], device=lengths.device) < lengths[:, None]
         given.key = given.value = given.query
         given.key_padding_mask = ~is_there
     if module.batch_first and given.query.dim() == 3:
@@ -125,11 +123,11 @@ def read_multihead_attention(call: RawCall, has_value: bool) -> AttentionCall:
     return heads if is_there is None else replace(heads, masks=(*heads.masks, is_there[:, None, :, None]))
 
 
-def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """A nested tensor of shape ``(batch, *, features)`` padded with zeros, and a mask of its tokens."""
-    padded = torch.nested.to_padded_tensor(nested, 0.0)
-    lengths = torch.tensor([len(one) for one in nested.unbind()], device=padded.device)
-    return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+def _arguments(signature: inspect.Signature, call: RawCall) -> SimpleNamespace:
+    """The arguments of a call by name, with the defaults of those that are not given."""
+    bound = signature.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return SimpleNamespace(**bound.arguments)
 
 
 def _projected(call: SimpleNamespace, has_value: bool) -> AttentionCall:

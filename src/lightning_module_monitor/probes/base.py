@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
-from lightning_module_monitor.model.hooks import ForwardHook, HookSet, backward_pass, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
-from lightning_module_monitor.record import KINDS, RawTensor
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
@@ -36,49 +36,22 @@ class Watched(Generic[SiteT]):
     site: SiteT
     specs: Mapping[str, MetricSpec]
 
-    @functools.cached_property
-    def has_functions(self) -> bool:
-        """Whether any of it is a function of the user's."""
-        return any(spec.functions for spec in self.specs.values())
-
-    @functools.cached_property
-    def is_of_heads(self) -> bool:
-        """Whether any of it is of heads of attention."""
-        return any(KINDS[kind].of_heads for kind in self.specs)
-
-
-@dataclass(frozen=True)
-class ParametersOfKind:
-    """Parameters, and what is recorded of each, of one kind."""
-
-    sites: Sequence[ParameterSite]
-    specs: Sequence[MetricSpec]
-
-
-NO_PARAMETERS = ParametersOfKind((), ())
-
 
 WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
-
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
 
-class Say(Protocol):
+class LogOnce(Protocol):
     """Logs a message for the user, once."""
 
     def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
         """Log it; ``once`` is the part that is logged once, by default the whole message."""
-        ...
 
 
 class failing_alone:  # noqa: N801  # used like a function
-    """Reports an error of its block and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then.
-
-    Args:
-        report: Gets the error.
-    """
+    """Gives an error of its block to ``report`` and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
         self._report = report
@@ -93,25 +66,10 @@ class failing_alone:  # noqa: N801  # used like a function
         return True
 
 
-class PassedOver:
-    """Names what is not watched, as it is no real floating tensor, in one line for each dtype.
-
-    Args:
-        what: What it is, in the plural.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._names: defaultdict[torch.dtype, list[str]] = defaultdict(list)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Note one."""
-        self._names[tensor.dtype].append(name)
-
-    def report(self, log_once: Callable[[str], None]) -> None:
-        """Log all of them."""
-        for dtype, names in self._names.items():
-            log_once(f"{shortened(names)}: {self._what} of dtype {dtype} are not watched; only real floating ones are.")
+def log_unsupported(what: str, names: Mapping[torch.dtype, list[str]], log: Callable[[str], None]) -> None:
+    """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype."""
+    for dtype, of_dtype in names.items():
+        log(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not watched; only real floating ones are.")
 
 
 class Probe:
@@ -119,7 +77,6 @@ class Probe:
 
     is_open = True
     """Whether calls are observed now: not under ``no_monitor``, and not in a loop of another stage."""
-
     is_suspended = False
     """Whether a loop of another stage runs in the middle of the step. The reference is run under ``no_monitor`` too, and a call of it
     belongs to the step only where this is false."""
@@ -132,38 +89,25 @@ class Probe:
         """Register the hooks."""
 
     def begin_backward(self, scale: Tensor | None = None) -> None:
-        """The backward pass of the loss begins. In a loop that never reports one, every gradient counts.
-
-        Args:
-            scale: The factor of the loss; shape ``()``, on any device.
-        """
+        """The backward pass of the loss times ``scale``, shape ``()``, begins. In a loop that never reports one, every gradient counts."""
 
     def end_backward(self) -> None:
         """The backward pass of the loss is over."""
 
     def observe_parameters(self, among: Among = None) -> None:
-        """The optimizer is about to move parameters.
-
-        Args:
-            among: Which ones; all of them without it.
-        """
+        """The optimizer is about to move ``among``, or all parameters."""
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """The gradients of parameters are complete.
 
         Args:
             kind: ``gradient_before_clip``, or ``gradient`` if the optimizer is about to use them.
-            among: Of which parameters.
-            scale: The factor that they still have; as in :meth:`begin_backward`.
+            among: Of which parameters; all without it.
+            scale: The factor of the loss that they still have, shape ``()``, on any device.
         """
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """The optimizer has moved parameters.
-
-        Args:
-            among: Which ones.
-            is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
-        """
+        """The optimizer has moved parameters, or skipped its step: then the update is 0, whatever else has changed them."""
 
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
@@ -183,11 +127,7 @@ class Probe:
 
 
 class ModuleProbe(Probe, Generic[TargetT]):
-    """Observes calls of modules: :meth:`observe_call` is called after each forward.
-
-    Args:
-        targets: The modules, each with what :meth:`observe_call` gets for it.
-    """
+    """Calls :meth:`observe_call` after each forward of a module, with the target that was given with the module."""
 
     def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
         self._targets = list(targets)
@@ -199,12 +139,9 @@ class ModuleProbe(Probe, Generic[TargetT]):
             self._module_hooks.add_forward(module, CallHook(self, target))
 
     def observe_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
-        """Observe a call of a module. An error goes to :meth:`fail`.
+        """Observe a call of a module, from its target, arguments (keyword ones if the hook has them) and output.
 
-        Args:
-            target: What the probe keeps for the module.
-            args: Positional arguments of the call, its keyword arguments if the hook has them, and its output.
-            kwargs: Empty; lets a subclass name the positional ones.
+        An error goes to :meth:`fail`. ``kwargs`` is empty: with it a subclass may name its parameters.
         """
         raise NotImplementedError
 
@@ -217,10 +154,11 @@ class ModuleProbe(Probe, Generic[TargetT]):
         self._module_hooks.close()
 
 
-class CallHook(ForwardHook):
+class CallHook(UncopiedHook):
     """Calls a probe after a module's forward. It returns nothing: what a forward hook returns replaces the output."""
 
     def __init__(self, probe: ModuleProbe[TargetT], target: TargetT) -> None:
+        super().__init__(probe.observe_call)
         self._probe: ModuleProbe[Any] = probe
         self._target = target
 
@@ -229,7 +167,7 @@ class CallHook(ForwardHook):
         if is_tracing() or not self._probe.is_open:
             return
         try:  # and no `failing_alone`, whose calls would be paid at every call of a module
-            self._probe.observe_call(self._target, *call)
+            self._function(self._target, *call)
         except MonitorError:
             raise
         except Exception as error:
@@ -249,7 +187,6 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     counts_gradients = True
     """Whether gradients that arrive now are those of the loss."""
-
     scale: Tensor | None = None
     """The factor of the loss that is differentiated."""
 
@@ -273,12 +210,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         self.counts_gradients = False
 
     def observe_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
-        """Observe a gradient.
-
-        Args:
-            call: What was given to :meth:`watch_gradient` or :meth:`follow`.
-            gradient: Any shape; may be overwritten as soon as this returns, and be part of a graph.
-        """
+        """Observe a gradient of a call that was given to :meth:`follow`. It may be part of a graph, and is valid in this method only."""
         raise NotImplementedError
 
     def fail_gradient(self, call: Any, gradient: Tensor, error: Exception) -> None:  # noqa: ANN401  # as above
@@ -290,7 +222,7 @@ class GradientProbe(ModuleProbe[TargetT]):
         self._tensor_hooks.add(tensor.register_hook(hook))
 
     def follow(self, key: Hashable, output: Tensor | None, call: object) -> None:
-        """Wait for the gradient of an output of a call, or of its recomputation.
+        """Wait for the gradient of an output of a call of ``key``, or of its recomputation.
 
         Args:
             key: What is called.
@@ -308,14 +240,8 @@ class GradientProbe(ModuleProbe[TargetT]):
             self.watch_gradient(tensor, hook)
             self.repeated.append((waiting, hook))
 
-    def match_repeated(self, hook: GradientHook) -> None:
-        """The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order."""
-        for waiting, repeated in reversed(self.repeated) if hook.call is None else ():
-            repeated.call = waiting.pop() if waiting else None
-        self.repeated.clear()
-
     def backward_pass(self) -> int:
-        """Number of the call of ``backward`` that runs now; what it runs again has a pass of its own within it."""
+        """Number of the call of ``backward`` that runs now; a recomputation has a pass of its own within it."""
         current = backward_pass()
         return self.outer_pass.get(current, current)
 
@@ -352,7 +278,10 @@ class GradientHook:
         if gradient is None or not self._probe.counts_gradients or is_tracing():
             return
         if self._probe.repeated:
-            self._probe.match_repeated(self)
+            # The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order.
+            for waiting, repeated in reversed(self._probe.repeated) if self.call is None else ():
+                repeated.call = waiting.pop() if waiting else None
+            self._probe.repeated.clear()
         if self.call is None:
             return
         if self.outer_pass is not None:

@@ -15,12 +15,10 @@ from lightning_module_monitor.kernels.elements import in_memory, own_elements, u
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first, named_tensors
-from lightning_module_monitor.probes.access import ParameterAccess
 from lightning_module_monitor.probes.base import Among, GradientProbe, WatchedModule, WatchedParameter, failing_alone
-from lightning_module_monitor.probes.updates import Copies, update
-from lightning_module_monitor.probes.whole_tensors import FOR_THE_FILE, WholeTensors, name_of
+from lightning_module_monitor.probes.parameters import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.precision import unscaled
 
 _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""
@@ -30,22 +28,14 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     """Copies tensors of a step as they are: on their own device, of any dtype.
 
     Calls of a module are numbered over the whole step, in the order of its forward passes; a gradient has the number of its output's
-    call. A recomputation by checkpointing is no further call.
-
-    Args:
-        modules: The modules whose outputs, or their gradients, are captured.
-        parameters: The parameters that are captured, or their gradients or updates.
-        output_name: Names further outputs, from the module's site and the path.
-        report: Gets a description of a tensor that could not be copied, and the error.
-        whole_tensors: Assembles tensors that are laid out over ranks.
-        access: Reads parameters and their gradients.
+    call. A recomputation by checkpointing is no further call. ``report`` gets a description of a tensor that could not be copied.
     """
 
     def __init__(
         self,
         modules: Sequence[WatchedModule],
         parameters: Sequence[WatchedParameter],
-        output_name: Callable[[str, Path], str],
+        further_name: Callable[[str, Path], str],
         report: Callable[[str, Exception], None],
         whole_tensors: WholeTensors,
         *,
@@ -53,12 +43,11 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     ) -> None:
         super().__init__((one.site.module, one) for one in modules)
         self._parameters = parameters
-        self._output_name = output_name
+        self._further_name = further_name
         self._report = report
         self._whole_tensors = whole_tensors
         self._access = access
-        self._num_calls: Counter[str] = Counter()
-        """By name of the output."""
+        self._num_calls: Counter[str] = Counter()  # by name of the output
         self._before = Copies()
         self._kept: list[RawTensor] = []
 
@@ -75,8 +64,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         """Copy the gradients that there are."""
         for site, parameter in self._wanted(kind, among):
             with self._reporting(kind, site):
-                gradient = self._access.gradient(parameter)
-                self._keep_whole(kind, site, None if gradient is None else unscaled(gradient, scale))
+                self._keep_whole(kind, site, self._access.unscaled_gradient(parameter, scale))
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Keep parameter now minus parameter before; of a half-precision one in float32."""
@@ -97,7 +85,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     def observe_call(self, watched: WatchedModule, _args: object, output: object) -> None:
         """Copy every tensor of an output, and wait for their gradients."""
         for path, tensor in named_tensors(output):
-            name = watched.site.name if is_first(path) else self._output_name(watched.site.name, path)
+            name = watched.site.name if is_first(path) else self._further_name(watched.site.name, path)
             call = None if is_in_backward() else (name, self._num_calls[name])
             if call is not None:
                 self._num_calls[name] += 1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import Path, named_tensors
-from lightning_module_monitor.probes.base import CallHook, ModuleProbe, Say, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import CallHook, LogOnce, ModuleProbe, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -47,8 +47,8 @@ from lightning_module_monitor.probes.rcc_layers import (
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
 
@@ -65,34 +65,6 @@ SKIPPED = (
 )
 
 
-class Term(NamedTuple):
-    """A term of the check, ``tensor - minus``, by the names of parts of a call."""
-
-    kind: str
-    tensor: str
-    minus: str = ""
-    bias: str = ""
-    """The bias in the term, which the site of the weight alone leaves out."""
-    alignment: str = ""
-    """The alignment that is computed from the norm of the term, without the bias."""
-
-
-RCC_TERMS = (
-    Term(OUTPUT, "output", bias="bias"),
-    Term(REFERENCE_OUTPUT, "reference_output", bias="reference_bias"),
-    Term(EFFECTIVE, "output", "again", bias="bias_change", alignment="effective"),
-    # The bias of the reference is in both parts.
-    Term(PROPAGATING, "again", "reference_output", alignment="propagating"),
-)
-"""The terms of outputs. ``again`` is ``W0 x + b0``."""
-
-RCC_INPUT_TERMS = (
-    Term(INPUT, "input", alignment="effective"),
-    Term(INPUT_CHANGE, "input", "reference_input", alignment="propagating"),
-)
-"""The terms of inputs, and of the tensor that the weight is applied to."""
-
-
 def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
     return np.where(base.squares == 0, _NO_ALIGNMENT, np.sqrt(moments.squares / base.squares))
 
@@ -100,7 +72,7 @@ def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
 _Observed = tuple[Difference, list[tuple[MetricSpec, int]]]
-"""A term, and the rows of moments that it goes into."""
+"""A term, and the rows of moments that it is measured for."""
 
 
 @dataclass(eq=False)
@@ -133,14 +105,14 @@ class CheckedLayer:
     recorded_norms: frozenset[str]
     computed_norms: frozenset[str]
 
+    @property
+    def wanted_by(self) -> str:
+        """The name under which the reference's calls are kept: each layer of a module takes every call once."""
+        return f"rcc {self.part}"
+
 
 def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
-    """The linear maps of a module that the check observes.
-
-    Args:
-        watched: The module, and what is recorded of it.
-        reference: The reference's module.
-    """
+    """The linear maps of a module that the check compares with the reference's module."""
     module, found = watched.site.module, []
     by_kind = {kind: watched.specs[kind].by_layer for kind in KINDS if kind in watched.specs}
     if not by_kind or reference is None:
@@ -163,16 +135,7 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
 
 
 class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
-    """Observes the terms of the check as the model's modules run.
-
-    Args:
-        watched: The modules.
-        accumulator: Takes the terms.
-        reference: Keeps the tensors of the reference's modules.
-        skipped_calls: Takes the number of calls that are left out.
-        further_name: Names further inputs, from the layer's site, the path, and the word ``input``.
-        log: Logs a message once.
-    """
+    """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
     def __init__(  # noqa: PLR0917  # called by the monitor, once
         self,
@@ -181,7 +144,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         reference: ReferenceProbe,
         skipped_calls: MetricSpec,
         further_name: Callable[[str, Path, str], str],
-        log: Say,
+        log: LogOnce,
     ) -> None:
         self._accumulator = accumulator
         self._reference = reference
@@ -193,7 +156,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         self._num_skipped = 0
         super().__init__((layer.module, layer) for layer in self._layers if layer.type.is_called)
         for _module, layer in self._targets:
-            reference.want(layer.reference, _wanted_by(layer), functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            reference.want(layer.reference, layer.wanted_by, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
@@ -229,7 +192,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             return  # a recomputation, which was counted
         # Modes of torch functions are foreign code, and no public function turns them off.
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            call = self._reference.take(layer.reference, _wanted_by(layer))
+            call = self._reference.take(layer.reference, layer.wanted_by)
             if call is None:
                 self._num_skipped += 1  # the probe of the reference logs that it has not run as often
                 return
@@ -265,22 +228,18 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
         known = self._reference.reference.operator_norms
-        specs = {layer.site: layer.norms for layer in self._layers if layer.norms is not None}
-        for layer in self._layers:
-            if layer.norms is None:
-                continue
-            with failing_alone(functools.partial(self._accumulator.fail, layer.norms, layer.module)):
+        layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
+        for layer, spec in layers:
+            with failing_alone(functools.partial(self._accumulator.fail, spec, layer.module)):
                 if "update" in layer.computed_norms:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
                 if "reference" in layer.computed_norms and layer.site not in known:
                     references[layer.site] = Difference(_matrices(layer, layer.reference))
         known.update(operator_norms(references))
-        of_reference = {
-            layer.site: known[layer.site] for layer in self._layers if "reference" in layer.computed_norms and layer.site in known
-        }
-        for name, norms in (("update", operator_norms(updates)), ("reference", of_reference)):
-            for site, norm in norms.items():
-                self._accumulator.add_result(specs[site], UserFunction(name, float, "mean"), norm, 1)
+        for name, norms in (("update", operator_norms(updates)), ("reference", known)):
+            for layer, spec in layers:
+                if name in layer.computed_norms and layer.site in norms:
+                    self._accumulator.add_result(spec, UserFunction(name, float, "mean"), norms[layer.site], 1)
 
 
 class CallTensors(NamedTuple):
@@ -288,8 +247,15 @@ class CallTensors(NamedTuple):
 
     inputs: list[Tensor]
     reference_inputs: list[Tensor]
-    outputs: dict[str, Tensor]
-    """The parts of :data:`RCC_TERMS` by name."""
+    output: Tensor
+    """``W x + b``."""
+    again: Tensor
+    """``W0 x + b0``."""
+    reference_output: Tensor
+    """``W0 x0 + b0``."""
+    bias: Tensor | None
+    """In a shape in which it is added to the output."""
+    reference_bias: Tensor | None
 
 
 def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: NamedTensors) -> CallTensors | None:
@@ -314,12 +280,8 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
             one.requires_grad_(own_one.requires_grad)
     # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
     again = function(*inputs, reference_weight, reference_bias, module)
-    given = {"bias": bias, "reference_bias": reference_bias}
-    biases = {name: _like_output(layer, one, again) for name, one in given.items() if one is not None}
-    if len(biases) == 2:
-        biases["bias_change"] = Difference(biases["bias"], biases["reference_bias"]).computed()
-    parts = {"output": own.detach(), "again": again, "reference_output": reference}
-    return CallTensors([x.detach() for x in inputs], reference_inputs, parts | biases)
+    biases = (_like_output(layer, one, again) for one in (bias, reference_bias))
+    return CallTensors([x.detach() for x in inputs], reference_inputs, own.detach(), again, reference, *biases)
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
@@ -330,34 +292,47 @@ def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[st
     return [*named_tensors(inputs), *(named_tensors(output) if layer.type.gives_output else ())]
 
 
-def _output_terms(layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
-    parts = tensors.outputs
-    for term in RCC_TERMS:
-        tensor, other, bias = parts[term.tensor], parts.get(term.minus), parts.get(term.bias)
-        rows, of_weight = _rows(term, layer.specs), _rows(term, layer.of_weight)
-        if term.alignment in layer.alignments:
-            of_weight.append((layer.alignments[term.alignment], OWN))
-        if bias is None:
-            rows, of_weight = rows + of_weight, []
-        yield from _with_features_last(layer, Difference(tensor, other), rows)
-        yield from _with_features_last(layer, Difference(tensor, other, bias), of_weight)
+def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]:
+    """The terms of outputs."""
+    bias, reference_bias = call.bias, call.reference_bias
+    bias_change = None if bias is None or reference_bias is None else Difference(bias, reference_bias).computed()
+    yield from _output_term(layer, OUTPUT, Difference(call.output), bias)
+    yield from _output_term(layer, REFERENCE_OUTPUT, Difference(call.reference_output), reference_bias)
+    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.again), bias_change, layer.alignments.get("effective"))
+    # The bias of the reference is in both parts.
+    yield from _output_term(layer, PROPAGATING, Difference(call.again, call.reference_output), None, layer.alignments.get("propagating"))
+
+
+def _output_term(
+    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: MetricSpec | None = None
+) -> Iterator[_Observed]:
+    """A term, which the site of the weight alone, and the alignment, have without the bias in it."""
+    rows, of_weight = _rows(kind, layer.specs), _rows(kind, layer.of_weight)
+    if alignment is not None:
+        of_weight.append((alignment, OWN))
+    if bias is None:
+        rows, of_weight = rows + of_weight, []
+    yield from _with_features_last(layer, term, rows)
+    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), of_weight)
 
 
 def _terms_of_input(
     layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *specs: Mapping[str, MetricSpec]
 ) -> Iterator[_Observed]:
     """The terms of one input, for the specs of each mapping by kind; the alignments get the norms of all vectors."""
-    for term in RCC_INPUT_TERMS:
-        difference = Difference(own, reference if term.minus else None)
-        rows = _rows(term, *specs)
-        aligned = [(alignments[term.alignment], BASE)] if term.alignment in alignments else []
+    for kind, alignment, term in (
+        (INPUT, "effective", Difference(own)),
+        (INPUT_CHANGE, "propagating", Difference(own, reference)),
+    ):
+        rows = _rows(kind, *specs)
+        aligned = [(alignments[alignment], BASE)] if alignment in alignments else []
         if layer.type.vectors is every_vector_once:
             rows += aligned
         elif aligned and layer.type.vectors is not None:
-            vectors = layer.type.vectors(layer.module, difference.written())
+            vectors = layer.type.vectors(layer.module, term.written())
             if vectors is not None:
                 yield Difference(vectors), aligned
-        yield from _with_features_last(layer, difference, rows)
+        yield from _with_features_last(layer, term, rows)
 
 
 def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[MetricSpec, int]]) -> Iterator[_Observed]:
@@ -369,13 +344,13 @@ def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[
         yield difference, rows
 
 
-def _rows(term: Term, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
-    return [(by_kind[term.kind], OWN) for by_kind in specs if term.kind in by_kind]
+def _rows(kind: str, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
+    return [(by_kind[kind], OWN) for by_kind in specs if kind in by_kind]
 
 
-def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:
+def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Tensor | None:
     """A bias in a shape in which it is added to the output."""
-    if bias.dim() > 1:
+    if bias is None or bias.dim() > 1:
         return bias
     return bias.reshape(-1, *[1] * (output.dim() - 1 - layer.type.features(layer.module, output)))
 
@@ -383,11 +358,6 @@ def _like_output(layer: CheckedLayer, bias: Tensor, output: Tensor) -> Tensor:
 def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
     weight, _bias = weight_and_bias(layer.type, module)
     return layer.type.matrices(module, weight)
-
-
-def _wanted_by(layer: CheckedLayer) -> str:
-    """The name under which the reference's calls are kept: each layer of a module takes every call once."""
-    return f"rcc {layer.part}"
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from lightning_module_monitor.statistics.spec import MetricSpec
 KIND = "gradient_flow"
 
 
-def norm_watch(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
+def norm_spec(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
     """The spec of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
     return MetricSpec(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
 
@@ -43,55 +44,38 @@ class Chain:
         return [Key(KIND, site, name, prefix=self.prefix).format() for site, name in names]
 
     def values(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Value by key; a value that needs the gradient of a block without one is absent.
-
-        Args:
-            norms: Norm at each block, ``None`` where no gradient arrived.
-        """
+        """Value by key from the norm at each block, ``None`` where no gradient arrived; a value that needs such a norm is absent."""
         found = transitions(norms, EPS, self.thresholds)
         values = [value for one in found for value in (one.gain, one.log_gain)] + [*summary(found).values()]
         return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
 
-class _Places:
-    """The places of one module in a chain of blocks."""
-
-    def __init__(self, places: list[int]) -> None:
-        self._places = places
-        self.num_calls = 0
-        self.latest = places[0]
-        """The place of the latest call."""
-
-    def begin_call(self) -> int:
-        self.latest = self._places[self.num_calls % len(self._places)]
-        self.num_calls += 1
-        return self.latest
-
-
-class BlockGradientProbe(GradientProbe[_Places]):
+class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
     """Gives the gradient that arrives at each block to :meth:`observe_gradient`, with the block's place.
 
-    A module that stands at two places of ``blocks`` is called twice in a forward pass: its first call is the block at the
-    first place, its second call the one at the second, and so in turn.
-
-    Args:
-        blocks: The modules, in the order of the forward pass.
+    The blocks are in the order of the forward pass. A module that stands at two places is called twice in a forward pass: its first
+    call is the block at the first place, its second call the one at the second, and so in turn.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__((block, _Places([i for i, other in enumerate(blocks) if other is block])) for block in dict.fromkeys(blocks))
+        super().__init__((block, tuple(i for i, other in enumerate(blocks) if other is block)) for block in dict.fromkeys(blocks))
+        self._num_calls: Counter[tuple[int, ...]] = Counter()
+        """Number of calls of a module, by its places."""
         self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, torch.utils.hooks.RemovableHandle] = weakref.WeakKeyDictionary()
         """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
 
-    def observe_call(self, places: _Places, _args: object, output: object) -> None:
+    def observe_call(self, places: tuple[int, ...], _args: object, output: object) -> None:
         """Wait for the gradient of a block's output."""
-        place = None if is_in_backward() else places.begin_call()
+        place = None
+        if not is_in_backward():
+            place = places[self._num_calls[places] % len(places)]
+            self._num_calls[places] += 1
         self.follow(places, main_tensor(output), place)
 
-    def fail(self, places: _Places, output: object, error: Exception) -> None:
+    def fail(self, places: tuple[int, ...], output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart, once for a call and its recomputation."""
         if not is_in_backward():
-            self.fail_block(places.latest, output, error)
+            self.fail_block(places[(self._num_calls[places] - 1) % len(places)], output, error)
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Report that the output of the block at a place cannot be taken apart."""
@@ -109,18 +93,12 @@ class BlockGradientProbe(GradientProbe[_Places]):
 
     def forget_calls(self) -> None:
         """The next call of every module is the one at its first place."""
-        for _block, places in self._targets:
-            places.num_calls = 0
+        self._num_calls.clear()
         super().forget_calls()
 
 
 class GradientFlowProbe(BlockGradientProbe):
-    """Observes the blocks of a chain for one step; all of its micro-batches count, as one.
-
-    Args:
-        chain: The blocks.
-        accumulator: Takes gradients.
-    """
+    """Observes the blocks of a chain for one step; all of its micro-batches count, as one."""
 
     def __init__(self, chain: Chain, accumulator: StepAccumulator) -> None:
         super().__init__(chain.blocks)

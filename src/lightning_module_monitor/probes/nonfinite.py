@@ -1,13 +1,18 @@
-"""Observes what shows which module made the first non-finite value: outputs, inputs that are no outputs, and the gradients of both."""
+"""Largest magnitudes that show whether a step has a non-finite value, and which module made it.
+
+A flag for each step reads losses and gradients alone. The module is found from outputs, other inputs, and the gradients of both.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -19,6 +24,9 @@ from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 NO_CALL = -1
 """The caller of what the LightningModule itself calls."""
+
+MAX_VECTORS = 16
+"""As many gradients are observed lightly, evenly spaced from the first on: what is not finite reaches every layer before it."""
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -82,14 +90,113 @@ class Observed:
         return not math.isfinite(self.values[place])
 
 
-class NonfiniteProbe:
-    """Takes the largest magnitude of every module's input and output, and of the gradients that arrive at them.
+class FiniteStep:
+    """Takes the largest magnitude of losses and gradients; needs no hook.
 
-    An input that is the very tensor that was the last output is not read again.
+    A non-finite value of the forward pass makes the loss non-finite; one of the backward pass reaches the gradients of earlier layers. The
+    gradient of a bias is the sum of what arrives at its module: where there is one, it shows as much as that of the weight, and is small.
 
     Args:
         sites: The modules.
-        report: Gets an error in a hook. From then on nothing of this micro-batch counts.
+    """
+
+    def __init__(self, sites: Sequence[ModuleSite]) -> None:
+        self._owners = [site.module for site in sites if site.module._parameters]
+        self._numbers = Magnitudes()
+        self._micro_batches: list[int] = []
+        """The micro-batch of every number."""
+        self.micro_batch = 0
+        """The running one."""
+        self._vectors: list[list[nn.Parameter]] | None = None
+        """The biases and gains to observe lightly, those that go together; ``None`` before :meth:`observe_gradients`."""
+        self._since: Tensor | None = None
+        """The first step that :meth:`mark` found, shape ``()``, on the device of the loss; -1 if there is none."""
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Observe a loss."""
+        if not is_tracing():
+            self._numbers.add(loss)
+            self._note()
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        """Observe the gradients of a backward pass."""
+        if is_tracing():
+            return
+        vectors = []
+        for owner in self._owners:
+            own = owner._parameters
+            bias = own.get("bias")
+            is_shown_by_bias = bias is not None and bias.requires_grad and len(own) == 2 and "weight" in own
+            for parameter in (bias,) if is_shown_by_bias else own.values():
+                if parameter is None or nn.parameter.is_lazy(parameter):
+                    continue
+                if parameter.dim() == 1 and parameter.layout is torch.strided:
+                    vectors.append(parameter)
+                elif parameter.grad is not None:
+                    self._numbers.add(local_part(parameter.grad))
+        # By device and dtype: reading many vectors at once costs as much as reading one.
+        groups: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
+        for parameter in vectors:
+            groups[type(parameter), parameter.device, parameter.dtype].append(parameter)
+        self._vectors = [members[:: -(-len(members) // MAX_VECTORS)] for members in groups.values()]
+        self._observe_vectors(groups.values())
+        self._note()
+
+    @torch.no_grad()
+    def observe_lightly(self, loss: Tensor | None, *, with_gradients: bool) -> None:
+        """Observe a loss and the gradients of some biases and gains, after a backward pass, at the cost of a few operations."""
+        if is_tracing():
+            return
+        if loss is not None:
+            self._numbers.add(loss)
+        if with_gradients and self._vectors is None:
+            self.observe_gradients()
+        elif with_gradients:
+            self._observe_vectors(self._vectors or ())
+        self._note()
+
+    def _observe_vectors(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
+        for members in groups:
+            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+            if gradients and type(gradients[0]) is not Tensor:
+                gradients = [local_part(gradient) for gradient in gradients]
+            if gradients:
+                self._numbers.add(torch.cat(gradients))
+
+    def _note(self) -> None:
+        self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
+
+    def first_nonfinite(self) -> int | None:
+        """The first micro-batch with a non-finite value; ``None`` if all values are finite. One transfer for each other device."""
+        if not self._numbers.may_have_nonfinite():
+            return None
+        numbers = zip(self._micro_batches, self._numbers.read(), strict=True)
+        return next((micro_batch for micro_batch, value in numbers if not math.isfinite(value)), None)
+
+    def mark(self, step: int) -> None:
+        """Note on the device, without a read, whether a step is the first one with a non-finite value since :meth:`steps_since`."""
+        is_bad = self._numbers.nonfinite()
+        since = torch.full_like(is_bad, -1, dtype=torch.float32) if self._since is None else self._since
+        self._since = torch.where((since < 0) & is_bad, float(step), since)
+        self.forget()
+
+    def steps_since(self, step: int) -> Tensor | None:
+        """How many steps before this one the first marked one was, shape ``()``, 0 if there is none; ``None`` if no step was looked at."""
+        since, self._since = self._since, None
+        return None if since is None else torch.where(since < 0, 0.0, step - since)
+
+    def forget(self) -> None:
+        """Forget the step."""
+        self._numbers.clear()
+        self._micro_batches.clear()
+
+
+class NonfiniteProbe:
+    """Takes the largest magnitude of every module's input and output, and of the gradients that arrive at them.
+
+    An input that is the very tensor that was the last output is not read again. ``report`` gets an error in a hook; from then on nothing
+    of this micro-batch counts.
     """
 
     def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
@@ -111,7 +218,7 @@ class NonfiniteProbe:
     # The step
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         for number, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, number), with_kwargs=True)
@@ -136,7 +243,7 @@ class NonfiniteProbe:
         return len(self._hooks) > 0
 
     def begin_micro_batch(self) -> None:
-        """Another micro-batch begins."""
+        """A micro-batch begins."""
         self.end_micro_batch()
         self.is_open = True
         self._passes.append(Pass())
@@ -177,7 +284,7 @@ class NonfiniteProbe:
         self._weights.clear()
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor; a second call does no harm."""
+        """Remove every hook and release every tensor; a second call does nothing."""
         self._hooks.close()
         self.forget()
 
@@ -185,16 +292,16 @@ class NonfiniteProbe:
 
     def _enter(self, number: int, args: Args, kwargs: Kwargs, _output: object) -> None:
         """A module with submodules was called."""
-        caller, calls = self._caller(), self._passes[-1].calls
+        caller = self._caller()
         values = [*args, *kwargs.values()]
         value = next((one for one in values if isinstance(one, Tensor)), None)
         others = self._others(values, value, None)
         place, is_new = self._place(value)
-        self._running.append((number, len(calls)))
+        self._running.append((number, len(self._passes[-1].calls)))
         self._note(Call(number, caller, place, is_new, UNKNOWN, NO_CALL, others), value, None)
 
     def _leave(self, number: int, _args: Args, _kwargs: Kwargs, output: object) -> None:
-        """It has returned."""
+        """A module with submodules has returned."""
         while self._running:
             one, entered = self._running.pop()
             if one == number:
@@ -210,11 +317,11 @@ class NonfiniteProbe:
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         place, is_new = self._place(value)
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
-        for number_of_output, (tensor, of_output) in enumerate(self._places(output)):
-            is_further = number_of_output > 0
-            self._note(
-                Call(number, self._caller(), place, is_new and not is_further, of_output, NO_CALL, others, is_further), value, tensor
-            )
+        is_further = False
+        for tensor, of_output in self._places(output):
+            call = Call(number, self._caller(), place, is_new and not is_further, of_output, NO_CALL, others, is_further)
+            self._note(call, value, tensor)
+            is_further = True
 
     def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
         """Places of a call's inputs beside its first tensor, without those that it returned."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.difference import Difference
+from lightning_module_monitor.statistics.precision import Difference
 
 NUM_STEPS = 6
 """Products with the matrix, and with its transpose, from a random start."""
@@ -69,14 +69,6 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
     return norms
 
 
-def _start(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A random vector of norm 1, shape ``(columns,)``."""
-    generator = torch.Generator("cpu").manual_seed(0)  # its own, so that no random numbers of the program are drawn
-    start = torch.randn(columns, generator=generator, dtype=dtype, device="cpu")
-    direction: Tensor = start / torch.linalg.vector_norm(start)
-    return direction
-
-
 def _operator_norms(matrices: Tensor) -> Tensor:
     """The operator norm of each matrix, float64, shape ``(groups,)``."""
     # Squares of a very small update would leave the range, and so would the reciprocal of a subnormal number.
@@ -91,7 +83,10 @@ def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:
     groups, _rows, columns = matrices.shape
     transposed = matrices.transpose(1, 2)
     nothing = matrices.new_zeros(groups, 1, 1)
-    right = _start(columns, matrices.dtype).to(matrices.device).view(1, columns, 1).expand(groups, -1, -1)
+    generator = torch.Generator("cpu").manual_seed(0)  # its own, so that no random numbers of the program are drawn
+    start = torch.randn(columns, generator=generator, dtype=matrices.dtype, device="cpu")
+    start /= torch.linalg.vector_norm(start)
+    right = start.to(matrices.device).view(1, columns, 1).expand(groups, -1, -1)
     left, alpha = _split(torch.bmm(matrices, right * factor), nothing)
     least = alpha * ROUNDING
     basis, alphas, betas = right, [alpha], []

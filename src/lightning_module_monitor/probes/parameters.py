@@ -1,104 +1,252 @@
-"""Parameters, their gradients, and their updates."""
+"""Parameters, their gradients and their updates: how they are read, assembled where they are laid out over ranks, and observed."""
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from lightning_module_monitor.distributed.shards import FlatShard, has_parts_of_tokens, is_sharded, own_part
-from lightning_module_monitor.kernels.elements import PLAIN
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.shards import (
+    FlatShard,
+    gradient_of,
+    has_parts_of_tokens,
+    is_flattened,
+    is_sharded,
+    own_part,
+    whole,
+    whole_of_flat,
+)
+from lightning_module_monitor.kernels.elements import PLAIN, in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.access import ParameterAccess
-from lightning_module_monitor.probes.base import NO_PARAMETERS, Among, ParametersOfKind, PassedOver, Probe, failing_alone
+from lightning_module_monitor.probes.base import Among, Probe, WatchedParameter, failing_alone, log_unsupported
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.probes.updates import Copies, update
-from lightning_module_monitor.probes.whole_tensors import WholeTensors, name_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.loss_scale import unscaled
+from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.spec import MetricSpec
+
+
+class ParameterAccess:
+    """Reads parameters and gradients where torch has them. A strategy that keeps them elsewhere has its own."""
+
+    makes_copies = False
+    """Whether a read takes memory of its own: then one is read after the other."""
+
+    def parameter(self, parameter: Tensor) -> Tensor | None:
+        """All elements of a parameter; of one that is laid out over ranks by torch, the tensor that says so."""
+        return parameter
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Its gradient, in the same way; ``None`` if there is none."""
+        return gradient_of(parameter)
+
+    def unscaled_gradient(self, parameter: Tensor, scale: Tensor | None) -> Tensor | None:
+        """Its gradient, divided by the scale of the loss."""
+        gradient = self.gradient(parameter)
+        return None if gradient is None else unscaled(gradient, scale)
+
+    def is_empty(self, parameter: Tensor) -> bool:
+        """Whether it has no element, on any rank."""
+        return not parameter.numel() and not is_flattened(parameter)
+
+
+class Copies:
+    """Copies of parameters, from before the optimizer moves them until their update is observed."""
+
+    def __init__(self) -> None:
+        self._by_site: dict[ParameterSite, tuple[int, Tensor]] = {}
+
+    def keep(self, site: ParameterSite, parameter: Tensor, access: ParameterAccess) -> None:
+        """Copy a parameter, in place of an older copy."""
+        value = access.parameter(parameter)
+        if value is not None:
+            copy = in_memory(value).detach()
+            self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
+
+    def take(self, among: Among = None) -> list[tuple[ParameterSite, Tensor]]:
+        """Remove and return the copies of some parameters, or of all."""
+        taken = [(site, copy) for site, (parameter, copy) in self._by_site.items() if among is None or parameter in among]
+        for site, _copy in taken:
+            del self._by_site[site]
+        return taken
+
+
+def update(site: ParameterSite, before: Tensor, access: ParameterAccess, *, is_skipped: bool = False) -> Tensor | None:
+    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter is gone.
+
+    Args:
+        site: The parameter.
+        before: The copy.
+        access: Reads the parameter.
+        is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
+
+    Raises:
+        ValueError: If the parameter's memory was given back.
+    """
+    parameter = site.tensor()
+    if parameter is None:
+        return None
+    if is_skipped:
+        return before.zero_()
+    value = access.parameter(parameter)
+    if value is None:
+        return None
+    after = in_memory(value).detach()
+    # Of half-precision tensors in float32, which does not round the difference again.
+    return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)
+
+
+FOR_THE_FILE = "for the file"
+
+
+class WholeTensors:
+    """Keeps a copy of this rank's part until the step is over.
+
+    When a parameter or a gradient is observed, an error may have ended the step on one rank, and the others would wait for its part.
+    At the end of the step the ranks exchange which parts they have; tensors of which every rank has its part are assembled.
+
+    Args:
+        expected: All tensors that may come, by name, in the same order on every rank: those of FSDP1 with their shard. Without any there
+            is no collective.
+        ranks: The processes that train together; ``None`` for a single one.
+        failed: Gets the name of a tensor that could not be used, and the error.
+    """
+
+    def __init__(self, expected: Mapping[str, FlatShard | None], ranks: Ranks | None, failed: Callable[[str, Exception], None]) -> None:
+        self._expected = expected
+        self._ranks = ranks
+        self._failed = failed
+        self._kept: defaultdict[str, list[tuple[list[Tensor], Callable[..., None]]]] = defaultdict(list)
+
+    def give(self, name: str, tensors: Sequence[Tensor], use: Callable[..., None]) -> None:
+        """Call a function with whole tensors, on rank 0: at once, or at the end of the step if they are laid out over ranks.
+
+        Args:
+            name: One of the expected names, if any of the tensors is laid out over ranks.
+            tensors: They may be overwritten as soon as this returns.
+            use: The function, which gets as many tensors.
+        """
+        if self._ranks is None:
+            use(*(whole(tensor) for tensor in tensors))
+        elif self._expected.get(name) is not None or any(is_sharded(tensor) for tensor in tensors):
+            self._kept[name].append(([tensor.detach().clone() for tensor in tensors], use))
+        elif self._ranks.index == 0:
+            use(*tensors)
+
+    def assemble(self) -> None:
+        """Assemble the tensors at the end of the step, on every rank."""
+        if self._ranks is None or not self._expected:
+            return
+        counts = torch.tensor([len(self._kept[name]) for name in self._expected], dtype=torch.float64, device="cpu")
+        most, minus_least = self._ranks.all_reduce(torch.cat([counts, -counts]), "max").view(2, -1)
+        for (name, shard), has_any in zip(self._expected.items(), ((most > 0) & (most == -minus_least)).tolist(), strict=True):
+            for parts, use in self._kept.pop(name) if has_any else ():
+                tensors = [whole(part) if shard is None else whole_of_flat(part, shard, self._ranks) for part in parts]
+                if self._ranks.index == 0:
+                    with failing_alone(functools.partial(self._failed, name)):  # the other ranks go on to the next tensor
+                        use(*tensors)
+        self._kept.clear()
+
+    def forget(self) -> None:
+        """Release all parts, as the step is lost; the other ranks then assemble nothing."""
+        self._kept.clear()
+
+
+def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
+    """The name of a whole tensor, also in messages."""
+    return f"The whole {kind} of {site!r} {purpose}"
+
+
+def expected_tensors(
+    with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter], flat: Mapping[str, FlatShard]
+) -> dict[str, FlatShard | None]:
+    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
+    named = [(name_of(kind, one.site.name), one.site) for one in with_functions for kind, spec in one.specs.items() if spec.functions]
+    named += [(name_of(kind, one.site.name, FOR_THE_FILE), one.site) for one in captured for kind in one.specs]
+    parameters = [(name, site.name, site.tensor()) for name, site in named]
+    return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
 
 
 @dataclass
 class ParameterProbe(Probe):
     """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
 
-    watched: Mapping[str, ParametersOfKind]
-    """What is watched, by kind."""
+    watched: Mapping[str, Mapping[ParameterSite, MetricSpec]]
+    """What is recorded of each parameter, by kind."""
     accumulator: StepAccumulator
     whole_tensors: WholeTensors
-    say: Callable[[str], None]
-    """Takes a sentence for the user."""
+    log: Callable[[str], None]
+    """Logs a message once."""
     access: ParameterAccess
     flat: Mapping[str, FlatShard]
     """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None = None
     _before: Copies = field(default_factory=Copies)
-    _passed_over: PassedOver = field(default_factory=lambda: PassedOver("parameters"))
+    _unsupported: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Names of parameters that are not real floating ones."""
 
     def observe_parameters(self, among: Among = None) -> None:
-        """Take in parameters, and keep a copy of those whose update is asked for."""
+        """Observe parameters, and keep a copy of those whose update is recorded."""
         self._observe_kind("parameter", among, self.access.parameter)
         if self.reference is not None:
             # One after the other: all differences at once would take as much memory as the parameters.
-            for site, spec, parameter in self._wanted("parameter_difference", among):
+            for site, spec, parameter in self._supported("parameter_difference", among):
                 reference = self.reference.parameter(site)
                 if reference is not None:
-                    self._see_difference(spec, parameter, reference)
-        for site, spec, parameter in self._wanted("update", among):
+                    with self._failing(spec, parameter):
+                        self._observe_difference(spec, parameter.detach(), reference.detach())
+        for site, spec, parameter in self._supported("update", among):
             with self._failing(spec, parameter):
                 self._before.keep(site, parameter, self.access)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        if scale is None:
-            self._observe_kind(kind, among, self.access.gradient)
-        else:
-            self._observe_kind(kind, among, functools.partial(_unscaled_gradient, self.access, scale), makes_copies=True)
+        read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
+        self._observe_kind(kind, among, read, makes_copies=scale is not None)
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """Take in parameter now minus parameter when it was last seen, and forget the copies."""
+        """Observe parameters minus their copies, and release the copies."""
         before = self._before.take(among)
         if not before:
             return
-        of_kind = self.watched.get("update", NO_PARAMETERS)
-        specs = dict(zip(of_kind.sites, of_kind.specs, strict=True))
+        specs = self.watched["update"]
         self.accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
-        seen: list[tuple[MetricSpec, Tensor]] = []
+        updates: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
             with self._failing(specs[site], copy):
                 difference = update(site, copy, self.access, is_skipped=is_skipped)
-                seen += [] if difference is None else [(specs[site], difference)]
-        self._observe(seen)
+                updates += [] if difference is None else [(specs[site], difference)]
+        self._observe(updates)
 
     def finish(self) -> None:
-        """Report which parameters were passed over."""
-        self._passed_over.report(self.say)
+        """Log which parameters are not watched."""
+        log_unsupported("parameters", self._unsupported, self.log)
 
     def close(self) -> None:
-        """Forget the copies."""
+        """Release the copies."""
         self._before.take()
 
     def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
         """Observe what is read of each parameter that is watched for a kind, where there is anything."""
-        of_kind = self.watched.get(kind, NO_PARAMETERS)
-        there = [(spec, one) for spec, one in zip(of_kind.specs, self._there(kind, among), strict=True) if one is not None]
+        present = self._present(kind, among)
         if not (makes_copies or self.access.makes_copies):
-            self._observe([(spec, tensor) for spec, one in there if (tensor := read(one)) is not None])
+            self._observe([(spec, tensor) for _site, spec, one in present if (tensor := read(one)) is not None])
             return
         # One after the other: all at once would take as much memory as the parameters.
-        for spec, one in there:
+        for _site, spec, one in present:
             with self._failing(spec, one):
                 tensor = read(one)
                 self._observe([] if tensor is None else [(spec, tensor)])
 
     def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
-        """Measure tensors, and give those that functions are to get to these."""
-        real = [(spec, tensor) for spec, tensor in pairs if tensor.is_floating_point() or self._pass_over(spec.site, tensor)]
+        """Measure tensors, and call the user's functions with them."""
+        real = [(spec, tensor) for spec, tensor in pairs if self._is_supported(spec.site, tensor)]
         if real:
             self.accumulator.measure_all(self._own(real))
         for spec, tensor in real:
@@ -118,7 +266,7 @@ class ParameterProbe(Probe):
                 continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
                 if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
-                    self.accumulator.count_as_one_token(spec)
+                    self.accumulator.whole_tokens.add(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
                     self.accumulator.fail(spec, tensor, ValueError(why))
@@ -137,37 +285,31 @@ class ParameterProbe(Probe):
         else:
             return tensor
         if part is not None:
-            self.accumulator.count_as_part(spec)
+            self.accumulator.parts.add(spec)
         return part
 
-    def _see_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
-        with self._failing(spec, parameter):
-            own, of_twin = self._own_part(spec, parameter.detach()), self._own_part(spec, reference.detach())
-            if own is not None and of_twin is not None:
-                self.accumulator.measure_pair(spec, own, of_twin.to(own.device))
-            if spec.functions:
-                self._call_functions(spec, parameter.detach(), reference.detach().to(parameter.device))
+    def _observe_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
+        own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
+        if own is not None and of_reference is not None:
+            self.accumulator.measure_pair(spec, own, of_reference.to(own.device))
+        if spec.functions:
+            self._call_functions(spec, parameter, reference.to(parameter.device))
 
-    def _failing(self, spec: MetricSpec, seen: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self.accumulator.fail, spec, seen))
+    def _failing(self, spec: MetricSpec, tensor: Tensor) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self.accumulator.fail, spec, tensor))
 
-    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
-        of_kind = self.watched.get(kind, NO_PARAMETERS)
-        for site, spec, parameter in zip(of_kind.sites, of_kind.specs, self._there(kind, among), strict=True):
-            if parameter is not None and (parameter.is_floating_point() or self._pass_over(site.name, parameter)):
-                yield site, spec, parameter
+    def _supported(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
+        return (one for one in self._present(kind, among) if self._is_supported(one[0].name, one[2]))
 
-    def _there(self, kind: str, among: Among) -> list[Tensor | None]:
-        """The parameters that are watched for a kind, as they are now; ``None`` for what is gone, or not among those that are meant."""
-        parameters = tensors_of(self.watched.get(kind, NO_PARAMETERS).sites)
-        return parameters if among is None else [one if id(one) in among else None for one in parameters]
+    def _present(self, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
+        """The parameters of a kind, as they are now, without those that are gone or not among the given ones."""
+        specs = self.watched.get(kind, {})
+        pairs = zip(specs.items(), tensors_of(specs), strict=True)
+        return [(site, spec, one) for (site, spec), one in pairs if one is not None and (among is None or id(one) in among)]
 
-    def _pass_over(self, site: str, tensor: Tensor) -> bool:
-        """Note a parameter that is no real floating one."""
-        self._passed_over.add(site, tensor)
-        return False
-
-
-def _unscaled_gradient(access: ParameterAccess, scale: Tensor, parameter: Tensor) -> Tensor | None:
-    gradient = access.gradient(parameter)
-    return None if gradient is None else unscaled(gradient, scale)
+    def _is_supported(self, site: str, tensor: Tensor) -> bool:
+        """Whether a tensor is a real floating one; another is noted."""
+        if not tensor.is_floating_point():
+            self._unsupported[tensor.dtype].append(site)
+            return False
+        return True

@@ -1,22 +1,28 @@
-"""What is recorded in one step, by the rules that are due in it."""
+"""Which sites of a model a rule picks, and what all rules that are due record in one step."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
+from lightning_module_monitor.config import ParsedRule
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches
 from lightning_module_monitor.probes import activations, rcc_layers
-from lightning_module_monitor.probes.base import ParametersOfKind, WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.matching import can_occur
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is watched in one step: by the rules that are due in it."""
+    """Modules and parameters that are observed in one step, and what is recorded of each."""
 
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
@@ -30,29 +36,26 @@ class Plan:
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules of which something of heads of attention is watched."""
-        return [one for one in self.modules if one.is_of_heads]
+        """The modules of which heads of attention are watched."""
+        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
 
     @functools.cached_property
     def parameters_with_functions(self) -> list[WatchedParameter]:
-        """The parameters that a function of the user's is to get anything of."""
-        return [one for one in self.parameters if one.has_functions]
+        """The parameters that a function of the user's gets, or the gradients or updates of which it gets."""
+        return [one for one in self.parameters if any(spec.functions for spec in one.specs.values())]
 
     @functools.cached_property
-    def parameters_by_kind(self) -> dict[str, ParametersOfKind]:
-        """The parameters again, of each kind that is watched."""
-        by_kind: defaultdict[str, list[WatchedParameter]] = defaultdict(list)
+    def parameters_by_kind(self) -> dict[str, dict[ParameterSite, MetricSpec]]:
+        """What is recorded of each parameter, by kind."""
+        by_kind: defaultdict[str, dict[ParameterSite, MetricSpec]] = defaultdict(dict)
         for one in self.parameters:
-            for kind in one.specs:
-                by_kind[kind].append(one)
-        return {
-            kind: ParametersOfKind([one.site for one in members], [one.specs[kind] for one in members]) for kind, members in by_kind.items()
-        }
+            for kind, spec in one.specs.items():
+                by_kind[kind][one.site] = spec
+        return by_kind
 
     def specs(self) -> list[MetricSpec]:
         """Every specification of a rule, modules first, in the model's order."""
-        of_modules = [spec for one in self.modules for spec in one.specs.values()]
-        of_modules = [one for spec in of_modules for one in (spec.by_layer.values() or [spec])]
+        of_modules = [spec for watched in self.modules for one in watched.specs.values() for spec in one.by_layer.values() or [one]]
         return of_modules + [spec for one in self.parameters for spec in one.specs.values()]
 
     def all_specs(self) -> list[MetricSpec]:
@@ -84,8 +87,104 @@ class Plan:
 
     def expected(self) -> list[MetricSpec]:
         """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [one for watched in self.modules for kind, one in watched.specs.items() if can_occur(watched.site, kind)]
-        of_modules = [one for spec in of_modules for one in (spec.by_layer.values() or [spec])]
+        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if _can_occur(watched.site, kind)]
+        of_modules = [spec for one in occurring for spec in one.by_layer.values() or [one]]
         of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
+
+
+def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
+    """The sites that a rule picks for a kind."""
+    if KINDS[kind].site == "parameter":
+        return [site for site in index.parameters if is_picked(site, site.owner, rule)]
+    is_rcc = kind in rcc_layers.KINDS
+    there = [site for site in index.modules if not is_rcc or rcc_layers.layer_sites(site.module, kind)]
+    return [site for site in there if is_picked(site, site.module, rule)]
+
+
+def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
+    """The kinds for which a rule picks nothing, if it picks something for others.
+
+    Raises:
+        ConfigError: If it picks nothing at all; names the nearest right name.
+    """
+    sites_of = {kind: matching(rule, kind, index) for kind in rule.kinds}
+    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind) for site in found)]
+    if len(idle) < len(rule.kinds):
+        return idle
+    never_run = [site.name for found in sites_of.values() for site in found]
+    if never_run:
+        expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
+        raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
+    what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
+    sites: Sequence[Site] = index.modules if what == "module" else index.parameters
+    if not any(matches(site.aliases, rule.sites) for site in sites):
+        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
+        near = next((end for end in (nearest_pattern(one, names) for one in patterns) if end != "."), ".")
+        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
+    types = [one if isinstance(one, str) else one.__name__ for one in rule.types or ()]
+    options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
+    limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
+    limits += ["leaf_modules"] if rule.leaf_modules else []
+    if not limits:
+        why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
+    expected = "expected at least one site; loosen one of them"
+    raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
+
+
+def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
+    """For each pattern of a rule's sites that matches no name the end of a sentence, with the nearest name."""
+    sites: list[Site] = [*index.modules, *index.parameters]
+    idle = [one for one in rule.sites if not any(matches(site.aliases, (one,)) for site in sites)]
+    names = [site.name for site in sites]
+    return [f"{one.pattern!r} matches none of {len(names)} names{nearest_pattern(one.pattern, names)}" for one in idle]
+
+
+def _can_occur(site: Site, kind: str) -> bool:
+    """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
+    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
+
+
+def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
+    """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
+    if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
+        return False
+    if rule.leaf_modules and next(module.children(), None) is not None:
+        return False
+    return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
+
+
+def check_types(rule: ParsedRule, index: ModelIndex) -> None:
+    """Check that the model has a class of each name among a rule's ``types``.
+
+    Raises:
+        ConfigError: If not; names the nearest class.
+    """
+    for name in rule.types or ():
+        if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
+            own = sorted({type(site.module).__name__ for site in index.modules})
+            why = f"is the class of none of {len(index.modules)} modules"
+            raise ConfigError(f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(own)}, or an import path{nearest(name, own)}")
+
+
+def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    """Whether a module is an instance of a class, which may be given by its name."""
+    return any(base.__name__ == wanted for base in type(module).__mro__) if isinstance(wanted, str) else isinstance(module, wanted)
+
+
+def check_tensor_parallel(rule: ParsedRule) -> None:
+    """Refuse what cannot be computed from parts of a tensor, where it is not known which part a rank has.
+
+    Raises:
+        ConfigError: Names the rule.
+    """
+    names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+    if names:
+        why = "in tensor parallel training a rank may have parts of the tokens"
+        raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+    of_heads = [kind for kind in rule.kinds if KINDS[kind].of_heads]
+    if of_heads:
+        why = "in tensor parallel training a rank may have some of the heads, and does not know which"
+        raise ConfigError(f"{rule.label}.kinds {of_heads[0]!r}: {why}; expected kinds of whole modules, or of parameters.")

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import UNWATCHED
-from lightning_module_monitor.statistics.loss_scale import widened
+from lightning_module_monitor.statistics.precision import widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"
@@ -60,8 +60,8 @@ class LayerType:
         methods: Methods that a subclass must inherit.
         has_tensor_input: Whether the input is a tensor of numbers that can change a little; indices are not.
         is_called: Whether the module is called at all. Otherwise only its weight is used, by the module around it.
-        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes.
-        takes_more: Whether a call may have further arguments, which do not change ``W x + b``.
+        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes, whose
+            call may have further arguments that do not change ``W x + b``.
         parameters: Weight and bias of a module; ``None`` where it does not own such a parameter.
         features: The dimension of an input or output that holds the features.
         matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
@@ -76,17 +76,11 @@ class LayerType:
     has_tensor_input: bool = True
     is_called: bool = True
     gives_output: bool = True
-    takes_more: bool = False
     parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _own_parameters
     features: Callable[[AnyModule, Tensor], int] = lambda module, tensor: tensor.dim() - 1
     matrices: Callable[[AnyModule, Tensor], Tensor] = lambda module, weight: weight.unsqueeze(0)
     normalizes: bool = False
     vectors: Callable[[AnyModule, Tensor], Tensor | None] | None = every_vector_once
-
-    @property
-    def is_applied_to_input(self) -> bool:
-        """Whether the weight is applied to the input or to the normalized input, and not to a product of inputs."""
-        return self.has_tensor_input and len(self.inputs) == 1
 
     def has_kind(self, kind: str) -> bool:
         """Whether the type has values of a kind."""
@@ -98,15 +92,16 @@ class LayerType:
 
     def has_weight_site(self, kind: str) -> bool:
         """Whether the weight without the bias is a site of its own, ``fc.weight``."""
-        is_of_input = kind in (INPUT, INPUT_CHANGE)
-        return kind in TERMS and self.has_tensor_input and self.has_kind(kind) and (self.is_applied_to_input or not is_of_input)
+        if kind in (INPUT, INPUT_CHANGE) and len(self.inputs) > 1:
+            return False  # the weight is applied to a product of inputs
+        return kind in TERMS and self.has_tensor_input and self.has_kind(kind)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The inputs of a call, in order; ``None`` if one is missing or no plain tensor, or if the call has other arguments."""
-        names = _argument_names(type(module).forward) if kwargs or self.takes_more else self.inputs
+        names = _argument_names(type(module).forward) if kwargs or not self.gives_output else self.inputs
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         more = {name: value for name, value in given.items() if name not in self.inputs}
-        if len(args) > len(names) or (not self.takes_more and any(value is not None for value in more.values())):
+        if len(args) > len(names) or (self.gives_output and any(value is not None for value in more.values())):
             return None
         found = [given.get(name) for name in self.inputs]
         tensors = [one for one in found if is_plain(one)]
@@ -136,23 +131,22 @@ def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | No
 
 
 def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
-    product = torch.mm(x.reshape(-1, x.shape[-1]), weight) if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    rows = x.reshape(-1, x.shape[-1])
+    product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return product.view(*x.shape[:-1], weight.shape[1])
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
-    # Without the running statistics in training mode, which the call would move.
-    frozen = None, None
-    if not module.training and module.running_mean is not None:
-        frozen = module.running_mean, module.running_var
-    return F.batch_norm(x, *frozen, weight, bias, training=frozen[0] is None, eps=module.eps)
+    if module.training or module.running_mean is None:  # without the running statistics, which the call would move
+        return F.batch_norm(x, None, None, weight, bias, training=True, eps=module.eps)
+    return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, training=False, eps=module.eps)
 
 
 def _normalization(function: LayerFunction, **options: Any) -> LayerType:
     return LayerType(function=function, matrices=lambda _module, weight: weight.flatten(), normalizes=True, **options)
 
 
-def _second(_module: AnyModule, _tensor: Tensor) -> int:
+def _channels_second(_module: AnyModule, _tensor: Tensor) -> int:
     return 1
 
 
@@ -224,50 +218,44 @@ def _projection(index: int, name: str) -> LayerType:
         return weight, None if bias is None else bias[start : start + module.embed_dim]
 
     inputs = ("query", "key", "value")[index : index + 1]
-    return LayerType(function=_linear, inputs=inputs, gives_output=False, takes_more=True, parameters=parameters)
+    return LayerType(function=_linear, inputs=inputs, gives_output=False, parameters=parameters)
 
 
 Parts = dict[str, LayerType]
 """The linear maps of a module by name: ``""`` for a layer that is one."""
 
-_OF_CLASS: dict[type[nn.Module] | str, Parts] = {
-    nn.Linear: {"": LayerType(function=_linear)},
+_OF_CLASS: dict[type[nn.Module] | str, LayerType | Parts] = {
+    nn.Linear: LayerType(function=_linear),
     # MultiheadAttention uses the weight of this one and never calls it.
-    NonDynamicallyQuantizableLinear: {"": LayerType(function=_linear, is_called=False)},
-    nn.Conv1d: {"": _convolution(F.conv1d)},
-    nn.Conv2d: {"": _convolution(F.conv2d)},
-    nn.Conv3d: {"": _convolution(F.conv3d)},
-    nn.ConvTranspose1d: {"": _transposed_convolution(F.conv_transpose1d)},
-    nn.ConvTranspose2d: {"": _transposed_convolution(F.conv_transpose2d)},
-    nn.ConvTranspose3d: {"": _transposed_convolution(F.conv_transpose3d)},
-    nn.Embedding: {
-        "": LayerType(
-            function=lambda x, weight, bias, module: F.embedding(x, weight),
-            has_tensor_input=False,
-            vectors=None,
-            parameters=_embedding_parameters,
-        )
-    },
-    nn.Bilinear: {
-        "": LayerType(
-            function=lambda x, other, weight, bias, module: F.bilinear(x, other, weight, bias),
-            inputs=("input1", "input2"),
-            matrices=_any_matrix,
-            vectors=None,
-        )
-    },
-    nn.LayerNorm: {"": _normalization(lambda x, weight, bias, module: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps))},
-    nn.RMSNorm: {
-        "": _normalization(lambda x, weight, bias, module: F.rms_norm(x, module.normalized_shape, weight, module.eps), inputs=("x",))
-    },
-    nn.GroupNorm: {
-        "": _normalization(lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=_second)
-    },
-    _BatchNorm: {"": _normalization(_batch_norm, features=_second, vectors=_vectors_of_batch_norm)},
+    NonDynamicallyQuantizableLinear: LayerType(function=_linear, is_called=False),
+    nn.Conv1d: _convolution(F.conv1d),
+    nn.Conv2d: _convolution(F.conv2d),
+    nn.Conv3d: _convolution(F.conv3d),
+    nn.ConvTranspose1d: _transposed_convolution(F.conv_transpose1d),
+    nn.ConvTranspose2d: _transposed_convolution(F.conv_transpose2d),
+    nn.ConvTranspose3d: _transposed_convolution(F.conv_transpose3d),
+    nn.Embedding: LayerType(
+        function=lambda x, weight, bias, module: F.embedding(x, weight),
+        has_tensor_input=False,
+        vectors=None,
+        parameters=_embedding_parameters,
+    ),
+    nn.Bilinear: LayerType(
+        function=lambda x, other, weight, bias, module: F.bilinear(x, other, weight, bias),
+        inputs=("input1", "input2"),
+        matrices=_any_matrix,
+        vectors=None,
+    ),
+    nn.LayerNorm: _normalization(lambda x, weight, bias, module: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)),
+    nn.RMSNorm: _normalization(lambda x, weight, bias, module: F.rms_norm(x, module.normalized_shape, weight, module.eps), inputs=("x",)),
+    nn.GroupNorm: _normalization(
+        lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=_channels_second
+    ),
+    _BatchNorm: _normalization(_batch_norm, features=_channels_second, vectors=_vectors_of_batch_norm),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
-    "transformers.pytorch_utils.Conv1D": {"": LayerType(function=_hugging_face_conv1d, inputs=("x",))},
+    "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
 }
-"""Linear maps by class; by a class's name where its package may be missing."""
+"""The linear map of each class, or several by name; by a class's name where its package may be missing."""
 
 
 def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> None:
@@ -301,7 +289,7 @@ def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> 
     except TypeError as error:
         raise TypeError(f"function {function!r} does not take the arguments (x, weight, bias, module): {error}.") from error
     inputs = _argument_names(layer_type.forward)[:1]
-    _OF_CLASS[layer_type] = {"": LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)}
+    _OF_CLASS[layer_type] = LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)
 
 
 def layer_parts(module: nn.Module) -> Parts:
@@ -309,9 +297,10 @@ def layer_parts(module: nn.Module) -> Parts:
     if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
         return {}  # computed from other parameters, as spectral norm, weight norm and pruning do
     for one in type(module).__mro__:
-        parts = _OF_CLASS.get(one) or _OF_CLASS.get(f"{one.__module__}.{one.__qualname__}")
-        if parts is None:
+        found = _OF_CLASS.get(one) or _OF_CLASS.get(f"{one.__module__}.{one.__qualname__}")
+        if found is None:
             continue
+        parts = {"": found} if isinstance(found, LayerType) else found
         for method in next(iter(parts.values())).methods:
             if getattr(type(module), method) is not getattr(one, method) or method in vars(module):
                 return {}

@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.model.arguments import NotPlainError, plain_copy
+from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
-from lightning_module_monitor.model.random_states import unchanged_random_states
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -27,8 +26,9 @@ from lightning_module_monitor.model.unchanged import (
     saving_nothing,
     uncached_autocast,
     unchanged_buffers,
+    unchanged_random_states,
 )
-from lightning_module_monitor.probes.base import Probe, Say
+from lightning_module_monitor.probes.base import LogOnce, Probe
 
 NamedTensors = list[tuple[Path, Tensor]]
 
@@ -93,10 +93,8 @@ class Reference:
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
         """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next.
 
-        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph.
-
-        Args:
-            is_grad_enabled: Whether the model runs with a graph: torch selects kernels by this, and by ``requires_grad``.
+        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph. The grad mode is that
+        of the model: torch selects kernels by it, and by ``requires_grad``.
         """
         if self.is_running:
             yield
@@ -128,24 +126,16 @@ OTHER_SHAPE = "Modules gave outputs of other shapes than in the reference; such 
 LEFT = "The reference ran modules more often than the model did, which are not compared"
 
 
-def named_outputs(output: object) -> NamedTensors:
-    """The floating tensors in a module's output."""
-    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
-
-
 class ReferenceProbe(Probe):
-    """Keeps tensors of the reference's modules until the model's own modules come to the same call; only those that are asked for.
+    """Keeps the tensors of the reference's modules that :meth:`want` names until the model's own modules come to the same call.
 
-    Args:
-        reference: The reference.
-        failed: Gets an error of the reference's, if the monitor itself has called it.
-        say: Logs a message once.
+    ``failed`` gets an error of the reference if the monitor itself has called it; ``log`` logs a message once.
     """
 
-    def __init__(self, reference: Reference, failed: Callable[[Exception], None], say: Say) -> None:
+    def __init__(self, reference: Reference, failed: Callable[[Exception], None], log: LogOnce) -> None:
         self.reference = reference
         self._failed = failed
-        self._say = say
+        self._log = log
         self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
         self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
@@ -154,24 +144,20 @@ class ReferenceProbe(Probe):
         self._runs: list[tuple[ExitStack, bool]] = []
         """The calls of its root that are not over, and whether the user makes them."""
         self._has_run = False
-        self._not_compared: defaultdict[str, set[nn.Module]] = defaultdict(set)
+        self.not_compared: defaultdict[str, set[nn.Module]] = defaultdict(set)
         """Modules with a call that is not compared in this micro-batch, by :data:`MISSED` or :data:`OTHER_SHAPE`."""
         self._is_explained = False
         """Whether an error of the reference explains that calls are not compared."""
 
     def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
-        """Keep tensors of every call of one of the reference's modules.
+        """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
 
-        Args:
-            module: One of the reference's.
-            by: The name under which :meth:`take` finds them.
-            tensors: Gives the tensors to keep.
-            before_other_hooks: Whether other forward hooks, which may replace the output, come later.
+        With ``before_other_hooks`` other forward hooks, which may replace the output, come later.
         """
         self._wanted[module, by] = tensors, before_other_hooks
 
     def is_needed(self) -> bool:
-        """Whether any tensors are asked for."""
+        """Whether any tensors are wanted."""
         return bool(self._wanted)
 
     def attach(self) -> None:
@@ -189,64 +175,51 @@ class ReferenceProbe(Probe):
         self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_call), always_call=True))
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
-        """Run the reference; the tensors that are asked for wait for the model. An error is reported.
+        """Run the reference by ``call`` and keep the tensors that are wanted. An error is reported.
 
-        Args:
-            call: Runs it. It is called once more if the reference needs tensors for a backward pass within its own forward pass.
-            is_grad_enabled: As :meth:`Reference.running` takes it.
+        It is called once more if the reference needs tensors for a backward pass within its own forward pass.
 
         Raises:
             NotPlainError: If an argument cannot be copied.
         """
         try:
-            if not self._has_run_without_graph(call, is_grad_enabled):
-                self._forget()
-                with self.reference.running(is_grad_enabled):
-                    call()
-                self.reference.differentiates = True
+            if not self.reference.differentiates:
+                try:
+                    with self.reference.running(is_grad_enabled), saving_nothing():
+                        call()
+                    return
+                except NotPlainError:
+                    raise
+                except Exception:
+                    pass  # it may need the tensors that were not saved
+            self._forget()
+            with self.reference.running(is_grad_enabled):
+                call()
+            self.reference.differentiates = True
         except NotPlainError:
             raise
         except Exception as error:
             self._is_explained = True
             self._failed(error)
 
-    def _has_run_without_graph(self, call: Callable[[], object], is_grad_enabled: bool) -> bool:
-        """Run the reference and keep nothing for a backward pass; returns whether that was possible."""
-        if self.reference.differentiates:
-            return False
-        try:
-            with self.reference.running(is_grad_enabled), saving_nothing():
-                call()
-        except NotPlainError:
-            raise
-        except Exception:
-            return False
-        return True
-
-    def note_other_shape(self, module: nn.Module) -> None:
-        """Note that an output of a module has another shape in the model, as those of routed experts do: it is not compared."""
-        self._not_compared[OTHER_SHAPE].add(module)
-
     def end_micro_batch(self) -> None:
         """Report calls of one of both only, once for each cause, and forget them."""
         if not self._is_explained:
-            if self._not_compared[MISSED] and not self._has_run:
-                self._say("The reference has not run before the model, and nothing is compared. Run it first, on the same input.")
-                del self._not_compared[MISSED]
-            self._not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
-            for what, modules in self._not_compared.items():
+            if self.not_compared[MISSED] and not self._has_run:
+                self._log("The reference has not run before the model, and nothing is compared. Run it first, on the same input.")
+                del self.not_compared[MISSED]
+            self.not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
+            for what, modules in self.not_compared.items():
                 if modules:
-                    self._say(f"{what}: {self._names(modules)}.", once=what)
+                    names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
+                    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                    self._log(f"{what}: {', '.join(names[:5])}{more}.", once=what)
         self._forget()
-        self._not_compared.clear()
+        self.not_compared.clear()
         self._has_run = self._is_explained = False
 
-    def _names(self, modules: Container[nn.Module]) -> str:
-        names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
     def finish(self) -> None:
-        """End the micro-batch, where the loop reports none."""
+        """End the micro-batch, in a loop that does not report its end."""
         self.end_micro_batch()
 
     def close(self) -> None:
@@ -256,13 +229,13 @@ class ReferenceProbe(Probe):
             self._runs[-1][0].close()
             self._runs.pop()
         self._forget()
-        self._not_compared.clear()
+        self.not_compared.clear()
 
     def take(self, module: nn.Module, by: str) -> NamedTensors | None:
         """The tensors of a module of the reference at the call that the model makes now; ``None`` if it has not run as often."""
         calls = self._waiting.get((module, by))
         if not calls:
-            self._not_compared[MISSED].add(module)
+            self.not_compared[MISSED].add(module)
             return None
         call = calls.popleft()
         if not self.reference.cpu_offload:
@@ -284,22 +257,22 @@ class ReferenceProbe(Probe):
                 self._forget()
                 self._is_explained = True
                 why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
-                self._say(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
+                self._log(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
 
     def _begin_call(self, *_args: object) -> None:
-        is_by_hand = not self.reference.is_running
+        is_of_user = not self.reference.is_running
         call = ExitStack()
         # The model of a training step runs with a graph, even where the user has none for the reference.
         call.enter_context(self.reference.running(torch.is_grad_enabled() if self.is_suspended else True))
-        self._runs.append((call, is_by_hand))
+        self._runs.append((call, is_of_user))
 
     def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
         """Detach the output that the user gets: a loss computed from it must not lead into the reference."""
         if not self._runs:
             return None
-        call, is_by_hand = self._runs.pop()
+        call, is_of_user = self._runs.pop()
         call.close()
-        if is_by_hand and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
+        if is_of_user and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
             with suppress(Exception):  # a container that cannot be rebuilt
                 return with_tensors(output, Tensor.detach)
         return None
@@ -311,10 +284,11 @@ class ReferenceProbe(Probe):
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, which a later module of the reference may overwrite."""
-        original, version, known = self._copies.get(id(tensor), _NO_COPY)
-        copy = known()
-        if copy is not None and original() is tensor and tensor._version == version:
-            return copy
+        if id(tensor) in self._copies:
+            original, version, known = self._copies[id(tensor)]
+            copy = known()
+            if copy is not None and original() is tensor and tensor._version == version:
+                return copy
         plain = of_all_samples(tensor)  # it outlives vmap
         copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
         if not tensor.is_inference():  # an inference tensor has no version
@@ -339,9 +313,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)
     except Exception:
         return tensor.clone()  # private to torch: it may refuse, or be gone
-
-
-_NO_COPY: tuple[Callable[[], Tensor | None], int, Callable[[], Tensor | None]] = (lambda: None, 0, lambda: None)
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:

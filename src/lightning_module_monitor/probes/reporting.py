@@ -25,7 +25,7 @@ def unchanged_grad_mode() -> Iterator[None]:
 
 
 class Guard:
-    """A block as :meth:`ErrorReporter.guard` has it. No generator: a monitored step has ten of them, each cold."""
+    """The context of :meth:`ErrorReporter.guard`. A class and no generator, which takes longer: a monitored step has ten of them."""
 
     def __init__(self, reporter: ErrorReporter, what: str, accumulator: StepAccumulator) -> None:
         self._reporter = reporter
@@ -67,18 +67,13 @@ class ErrorReporter:
         """
         return Guard(self, what, accumulator)
 
-    def of_spec(self, spec: MetricSpec, name: str, seen: str, error: Exception) -> None:
-        """Report a statistic or function that failed; ``seen`` describes the tensor."""
-        message = f"{spec.kind} {spec.site!r}, {seen}: {name} failed with {type(error).__name__}: {error}"
+    def of_spec(self, spec: MetricSpec, name: str, tensor: str, error: Exception) -> None:
+        """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""
+        message = f"{spec.kind} {spec.site!r}, {tensor}: {name} failed with {type(error).__name__}: {error}"
         self.report(f"{message}. It is recorded as NaN.", error, f"{spec.kind} {name} {type(error).__name__}")
 
     def report(self, message: str, error: Exception, once: str = "") -> None:
-        """Report an error that is counted elsewhere.
-
-        Args:
-            message: A sentence.
-            error: Its cause.
-            once: What is reported once; by default the sentence itself.
+        """Report an error that is counted elsewhere; ``once`` is what is reported once, by default the message itself.
 
         Raises:
             MonitorError: If errors are to be raised.
@@ -106,14 +101,7 @@ class ErrorReporter:
         self.report(f"{what} ({name}: {cause}).", error, f"{once} {name}")
 
     def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
-        """Log a fact once; one that is no problem is logged by one of several ranks.
-
-        Args:
-            message: A sentence.
-            level: Of the logger.
-            once: What is reported once; by default the sentence itself.
-            error: Its traceback is logged too.
-        """
+        """Log a message once, with the traceback of an error; one that is no problem is logged by one of several ranks."""
         if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
             self._logger.log(level, message, exc_info=error)

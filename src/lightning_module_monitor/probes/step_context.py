@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.model.eager_mode import Uncompiled
-from lightning_module_monitor.model.hooks import Unobserved
+from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.parameters import WholeTensors
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.probes.whole_tensors import WholeTensors
 from lightning_module_monitor.record import RawTensor, Values
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
@@ -21,11 +20,11 @@ class StepContext:
     """One step, or one loop of another stage, while it is observed: its probes and what they observe.
 
     Args:
-        step: What its record is plotted against.
+        step: The step of its record.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         accumulator: Receives what its probes observe.
-        reducer: Reduces over all ranks; ``None`` where there is one.
-        whole_tensors: Puts together what is laid out over ranks.
+        reducer: Reduces over all ranks; ``None`` for a single process.
+        whole_tensors: Assembles tensors that are laid out over ranks.
         reporter: Reports errors.
         attention: The probe that the model can report attention to by hand.
         probes: All others.
@@ -56,7 +55,7 @@ class StepContext:
         self._num_unobserved = Unobserved.number
 
     def attach(self) -> None:
-        """Attach the probes."""
+        """Register the hooks of the probes."""
         self._uncompiled.begin()
         for probe in self.probes:
             probe.attach()
@@ -81,14 +80,14 @@ class StepContext:
             probe.is_suspended = is_suspended
 
     def close(self) -> None:
-        """Take every hook off and forget every tensor; a second call closes what an error or Ctrl-C in the first has left open."""
+        """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
             stack.callback(self._uncompiled.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
     def lose(self) -> None:
-        """Give up what was seen: there will be no record, on no rank."""
+        """Discard everything that was observed: no rank makes a record."""
         self.close()
         self.attention, self.probes = None, ()
         self.whole_tensors.forget()
@@ -105,7 +104,7 @@ class StepContext:
     def finish_probes(self) -> list[RawTensor]:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
         with self._reporter.guard("whole tensors", self.accumulator):
-            self.whole_tensors.put_together()
+            self.whole_tensors.assemble()
         self.notify("what has waited", Probe.finish)
         tensors: list[RawTensor] = []
         for probe in self.probes:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.config import parse_norm, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import elements_of
-from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_watch
+from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec
 from lightning_module_monitor.standalone.gain_report import GainReport, gain_report
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Transition, summary, transitions
@@ -154,7 +154,7 @@ class _Probe(BlockGradientProbe):
 
     def __init__(self, blocks: list[nn.Module], norm: str, is_strict: bool) -> None:
         super().__init__(blocks)
-        self._specs = [norm_watch(f"block {place}", norm) for place in range(len(blocks))]
+        self._specs = [norm_spec(f"block {place}", norm) for place in range(len(blocks))]
         self._is_strict = is_strict
         self.reset()
 

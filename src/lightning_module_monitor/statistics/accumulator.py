@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import MonitorError
@@ -20,11 +20,11 @@ from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
-from lightning_module_monitor.statistics.difference import Difference
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
+from lightning_module_monitor.statistics.precision import Difference
+from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
-from lightning_module_monitor.statistics.units import dead_fraction, in_either, is_alive
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
 """Receives what could not be computed: specification, statistic or function, of what, cause."""
@@ -48,8 +48,10 @@ class StepAccumulator:
         self._metrics: dict[str, tuple[MetricSpec, str, Metric]] = {}
         self._units: dict[MetricSpec, Tensor] = {}
         """Which units of a site were alive, on their device."""
-        self._whole_tokens: set[MetricSpec] = set()
-        self._laid_out: set[MetricSpec] = set()
+        self.whole_tokens: set[MetricSpec] = set()
+        """Those whose tensor is a single token that several ranks have parts of; its norm is that of all elements."""
+        self.parts: set[MetricSpec] = set()
+        """Those of whose tensor this rank has a part that no other rank counts."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from."""
@@ -67,9 +69,6 @@ class StepAccumulator:
         Args:
             spec: What is recorded of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
-
-        Raises:
-            MonitorError: If errors are to be raised.
         """
         try:
             if spec.needs:
@@ -105,12 +104,7 @@ class StepAccumulator:
                 self._add(of_needs, term, needs)
 
     def observe_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
-        """Take the difference of two tensors, and what its statistics need of either.
-
-        Args:
-            spec: What is recorded of them.
-            current: The model's, as :meth:`observe` takes it.
-            reference: The reference's, of the same shape.
+        """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
 
         Raises:
             ValueError: If their shapes differ.
@@ -198,16 +192,10 @@ class StepAccumulator:
                     else:
                         self.add_result(spec, function, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(spec, function.name, tensors[0], error)
+                self._fail(spec, function.name, _describe(tensors[0]), error)
 
     def add_result(self, spec: MetricSpec, function: UserFunction, result: object, num_elements: int) -> None:
-        """Take a result that was computed elsewhere.
-
-        Args:
-            spec: Kind and site that it belongs to.
-            function: Its name and aggregate.
-            result: A real tensor of any shape or a number.
-            num_elements: Number of elements it was computed from.
+        """Take a result that was computed elsewhere: a real tensor of any shape or a number, from so many elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
@@ -217,23 +205,8 @@ class StepAccumulator:
             self._results[key] = (spec.with_function(function), function.name, Results(function.aggregate))
         self._results[key][2].add(result, num_elements)
 
-    def count_as_one_token(self, spec: MetricSpec) -> None:
-        """Note that a site's tensor is a single token that several ranks have parts of; its norm is that of all elements."""
-        self._whole_tokens.add(spec)
-
-    def count_as_part(self, spec: MetricSpec) -> None:
-        """Note that this rank has a part of a site's tensor that no other rank counts."""
-        self._laid_out.add(spec)
-
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
-        """Discard the results of some specifications whose keys are those of what was measured.
-
-        Args:
-            logged: The specifications.
-
-        Returns:
-            The keys.
-        """
+        """Discard the results of some specifications whose keys are those of what was measured; returns the keys."""
         results = [key for key, (spec, *_rest) in self._results.items() if spec.origin in logged]
         measured = set(itertools.chain.from_iterable(spec.keys() for spec in self._rows if results))
         dropped = [key for key in results if key in measured]
@@ -241,11 +214,11 @@ class StepAccumulator:
             del self._results[key]
         return dropped
 
-    def fail(self, spec: MetricSpec, seen: object, error: Exception) -> None:
+    def fail(self, spec: MetricSpec, observed: object, error: Exception) -> None:
         """Note that nothing of a specification could be computed of what was observed."""
         self.num_errors += 1
         self._give_up(spec)
-        self._on_error(spec, ", ".join((*spec.statistics, *spec.histograms, *spec.functions, *spec.units)), _describe(seen), error)
+        self._on_error(spec, ", ".join((*spec.statistics, *spec.histograms, *spec.functions, *spec.units)), _describe(observed), error)
 
     # The end of the step
 
@@ -262,11 +235,13 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return Values()
-        whole_tokens = {row for spec, row in result.rows if spec in self._whole_tokens} if self._whole_tokens else ()
-        values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail_to_finish)
+        whole_tokens = {row for spec, row in result.rows if spec in self.whole_tokens} if self.whole_tokens else ()
+        values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail)
         values.update(result.values)
         for spec, units in result.units:
-            values.update({spec.key(name): self._dead_fraction(spec.key(name), units) for name in spec.units})
+            for key in map(spec.key, spec.units):
+                self._state.units[key].append(units.numpy())
+                values[key] = dead_fraction(self._state.units[key])
         by_key = {key: Histogram(row.numpy()) for spec, row in result.counted for key in spec.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
         values.update(dict.fromkeys(self._failed, float("nan")))
@@ -275,24 +250,32 @@ class StepAccumulator:
     def _on_host(self) -> GlobalResult:
         """What this process has observed, where there is no other."""
         parts = self._finished_parts()
-        rows, num_rows = [*self._rows.items()], len(self._state.specs)
-        counted = [row for spec, row in rows if spec.histograms]
-        counts = self._table.collect_counts(counted)
-        scalars = [value for _key, part in parts for value in part.values]
-        units = [*self._units.values()]
+        moments, counts, units, scalars = self._transferred([value for _key, part in parts for value in part.values])
+        counted, sizes = [spec for spec in self._rows if spec.histograms], [*map(len, self._units.values())]
+        of_part = scalars.split([len(part.values) for _key, part in parts]) if parts else ()
+        return GlobalResult(
+            rows=[*self._rows.items()],
+            moments=moments,
+            counted=[*zip(counted, counts.long(), strict=True)] if counted else [],
+            units=[*zip(self._units, (units > 0).split(sizes), strict=True)] if sizes else [],
+            values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
+        )
+
+    def _transferred(self, scalars: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Copy moments, counts of histograms, units and some scalars to the host by one transfer per device; all float64.
+
+        Returns:
+            Moments, shape ``(NUM_FIELDS, rows)``; counts, shape ``(counted rows, NUM_COUNTS)``; units and scalars, one after the other.
+        """
+        num_rows, counted = len(self._state.specs), [row for spec, row in self._rows.items() if spec.histograms]
+        counts, units = self._table.collect_counts(counted), [*self._units.values()]
         shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
         sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, sum(map(len, units))]
         # Each operation of torch counts at the end of a step, and nearly always there is nothing but moments.
-        of_parts, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
-        of_rows = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0).long() if counted else []
-        of_part = of_parts.split([len(part.values) for _key, part in parts]) if parts else ()
-        return GlobalResult(
-            rows=rows,
-            moments=merged(shares, num_rows, torch.device("cpu")),
-            counted=[(self._state.specs[row], of_row) for row, of_row in zip(counted, of_rows, strict=True)],
-            units=[*zip(self._units, (of_units > 0).split([*map(len, units)]), strict=True)] if units else [],
-            values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
-        )
+        of_scalars, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
+        if counted:
+            of_counts = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0)
+        return merged(shares, num_rows, torch.device("cpu")), of_counts, of_units, of_scalars
 
     def _reduced(self, reducer: Reducer) -> GlobalResult:
         """What all ranks have observed."""
@@ -313,23 +296,19 @@ class StepAccumulator:
 
     def _local(self) -> LocalResult:
         """What this rank has observed, on the host."""
-        num_rows, counted = len(self._state.specs), [(spec, row) for spec, row in self._rows.items() if spec.histograms]
-        of_counts, units = self._table.collect_counts([row for _spec, row in counted]), [*self._units.values()]
-        shares, others = to_host(self._table.collect(num_rows), of_counts + units)
-        of_shares, of_units = others.split([len(of_counts) * len(counted) * NUM_COUNTS, sum(map(len, units))])
-        moments = Moments(*merged(shares, num_rows, torch.device("cpu")))
-        counts = torch.zeros(len(counted) + 1, NUM_COUNTS, dtype=torch.float64, device="cpu")
-        counts[:-1] += of_shares.view(len(of_counts), len(counted), NUM_COUNTS).sum(0)
+        moments, counts, units, _no_scalars = self._transferred([])
+        counted = [spec.identity for spec in self._rows if spec.histograms]
+        of_units = units.split([*map(len, self._units.values())])
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
             moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1), strict=True))),
-            counted={spec.identity: place for place, (spec, _row) in enumerate(counted)},
-            counts=counts,
+            counted={identity: place for place, identity in enumerate(counted)},
+            counts=nn.functional.pad(counts.view(-1, NUM_COUNTS), (0, 0, 0, 1)),
             results={key: results for key, (_spec, _name, results) in self._results.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units=dict(zip((spec.identity for spec in self._units), of_units.split([*map(len, units)]), strict=True)),
-            parts=frozenset(spec.identity for spec in self._laid_out),
+            units=dict(zip((spec.identity for spec in self._units), of_units, strict=True)),
+            parts=frozenset(spec.identity for spec in self.parts),
             failed=frozenset(self._failed | self._uncounted),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
@@ -357,11 +336,6 @@ class StepAccumulator:
             own.to(tensors[0].device).reset()
             self._metrics[key] = (spec, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
-
-    def _dead_fraction(self, key: str, units: Tensor) -> float:
-        recent = self._state.units[key]
-        recent.append(units.numpy())
-        return dead_fraction(recent)
 
     def _finished_parts(self) -> list[tuple[str, Results]]:
         """Function results by key, ready for the transfer: aggregates of the user's and torchmetrics objects are computed."""
@@ -399,14 +373,14 @@ class StepAccumulator:
                 own[key] = torch.cat(results.values).cpu()
             except Exception as error:
                 # The other ranks wait for the rest.
-                self._fail(spec, name, None, error)
+                self._fail(spec, name, "its results", error)
         return own
 
     def _parts(self, spec: MetricSpec, name: str, compute: Callable[[], Mapping[str, Results]]) -> list[tuple[str, Results]]:
         try:
             return [(spec.key(part), results) for part, results in compute().items()]
         except Exception as error:
-            self._fail(spec, name, None, error)
+            self._fail(spec, name, "its results", error)
             return []
 
     def _give_up(self, spec: MetricSpec) -> None:
@@ -417,14 +391,11 @@ class StepAccumulator:
         self._give_up(spec)
         self._on_error(spec, "sending to other ranks", "what was observed on this one alone", error)
 
-    def _fail_to_finish(self, spec: MetricSpec, name: str, error: Exception) -> None:
-        self.num_errors += 1
-        self._on_error(spec, name, "its moments", error)
-
-    def _fail(self, spec: MetricSpec, name: str, tensor: Tensor | None, error: Exception) -> None:
+    def _fail(self, spec: MetricSpec, name: str, source: str, error: Exception) -> None:
+        """Note that a statistic or function could not be computed; ``source`` describes what from."""
         self.num_errors += 1
         self._failed.add(spec.key(name))
-        self._on_error(spec, name, "its results" if tensor is None else _describe(tensor), error)
+        self._on_error(spec, name, source, error)
 
 
 def _computed(name: str, metric: Metric) -> dict[str, Results]:
@@ -437,11 +408,11 @@ def _computed(name: str, metric: Metric) -> dict[str, Results]:
             metric.reset()
 
 
-def _describe(seen: object) -> str:
-    """What a tensor is, in words; not every kind of tensor has a shape."""
-    if not isinstance(seen, Tensor):
-        return f"a {type(seen).__name__}"
+def _describe(value: object) -> str:
+    """Type or shape of a value for messages; not every kind of tensor has a shape."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
     try:
-        return f"tensor of shape {tuple(seen.shape)}"
+        return f"tensor of shape {tuple(value.shape)}"
     except RuntimeError:
-        return f"a {type(seen).__name__} without a shape"
+        return f"a {type(value).__name__} without a shape"

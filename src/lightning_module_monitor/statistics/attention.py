@@ -105,12 +105,11 @@ def attention_figures(
     # Causal blocks are cut by queries first: the early ones have fewer visible keys.
     parts = min(CAUSAL_PARTS, math.ceil(batch * heads * num_queries * num_keys / most)) if is_causal else 1
     for queries in _slices(num_queries, min(most // num_keys, math.ceil(num_queries / parts))):
-        seen = positions[queries]
-        end = min(num_keys, seen[-1] + 1) if is_causal else num_keys
-        causal = [_causal_mask(seen, end, query.device)] if is_causal else []
-        for samples, some_heads in itertools.product(
-            _slices(batch, most // (heads * len(seen) * num_keys)), _slices(heads, most // (len(seen) * num_keys))
-        ):
+        measured = positions[queries]
+        end = min(num_keys, measured[-1] + 1) if is_causal else num_keys
+        causal = [_causal_mask(measured, end, query.device)] if is_causal else []
+        per_head = len(measured) * num_keys
+        for samples, some_heads in itertools.product(_slices(batch, most // (heads * per_head)), _slices(heads, most // per_head)):
             block = (samples, some_heads, queries)
             of_block = query[block]
             shape = (*of_block.shape[:3], end)
@@ -149,11 +148,7 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:
-    """The sums that figures are computed from, of logits of shape ``(batch, heads, queries, keys)``.
-
-    Args:
-        logits: They are overwritten.
-        weights: A buffer of their shape.
+    """The sums that figures are computed from, of logits of shape ``(batch, heads, queries, keys)``; overwrites both arguments.
 
     Returns:
         Shape ``(4, batch, heads, queries)``: the largest logit; the sum of weights, of which the largest is 1; the sum of weights times

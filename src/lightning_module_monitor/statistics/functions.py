@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.elements import own_elements
 from lightning_module_monitor.kernels.torch_kernel import has_float64
-from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,7 @@ class UserFunction:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run a user's code without side effects: no graph, no autocast, and every random state as it was before.
-
-    Args:
-        device: The device of the tensor it gets, whose random state is kept beside that of the CPU.
-    """
+    """Run a user's code on a tensor of a device without side effects: no graph, no autocast, every random state as it was before."""
     autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else torch.no_grad()
     with unchanged_random_states(device), torch.no_grad(), autocast:
         yield
@@ -65,12 +61,9 @@ class Results:
     weights: list[float] = field(default_factory=list)
 
     def add(self, result: object, num_elements: int) -> None:
-        """Keep a result, still on its device.
+        """Keep a result, a real tensor of any shape or a number, still on its device.
 
-        Args:
-            result: A real tensor of any shape, or a number. A scalar weighs as many elements as it was computed from, a
-                tensor as many as it has.
-            num_elements: Number of elements that it was computed from.
+        A scalar weighs ``num_elements``, from which it was computed, a tensor as many elements as it has.
 
         Raises:
             TypeError: If it is neither.

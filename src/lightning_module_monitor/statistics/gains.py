@@ -10,7 +10,7 @@ the factor by which block i + 1 changes the gradient in the backward pass: above
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -78,18 +78,18 @@ def transitions(norms: Sequence[float | None], eps: float, thresholds: Threshold
     Returns:
         One fewer than there are blocks.
     """
-    return [_transition(earlier, later, eps, thresholds) for earlier, later in pairwise(norms)]
-
-
-def _transition(earlier: float | None, later: float | None, eps: float, thresholds: Thresholds) -> Transition:
-    if earlier is None or later is None:
-        return Transition(None, None, "missing")
-    if later < eps:
-        return Transition(math.inf, math.inf, "vanishing")
-    gain = earlier / later
-    # The difference of logarithms: a quotient may leave the range of floats.
-    log_gain = -math.inf if earlier < eps else math.log(earlier) - math.log(later)
-    return Transition(gain, log_gain, _category(gain, thresholds))
+    found = []
+    for earlier, later in pairwise(norms):
+        if earlier is None or later is None:
+            found.append(Transition(None, None, "missing"))
+        elif later < eps:
+            found.append(Transition(math.inf, math.inf, "vanishing"))
+        else:
+            gain = earlier / later
+            # The difference of logarithms: a quotient may leave the range of floats.
+            log_gain = -math.inf if earlier < eps else math.log(earlier) - math.log(later)
+            found.append(Transition(gain, log_gain, _category(gain, thresholds)))
+    return found
 
 
 def _category(gain: float, thresholds: Thresholds) -> Category:
@@ -120,11 +120,8 @@ def summary(found: Sequence[Transition]) -> dict[str, float | int | None]:
     gains = [one.gain for one in found if one.gain is not None and not math.isinf(one.gain)]
     log_gains = [one.log_gain for one in found if one.log_gain is not None and not math.isinf(one.log_gain)]
     categories = [one.category for one in found]
-    values = (_of(fmean, gains), _of(min, gains), _of(max, gains), _of(fmean, log_gains), *(categories.count(one) for one in COUNTED))
-    return dict(zip(SUMMARY, values, strict=True))
-
-
-def _of(function: Callable[[list[float]], float], values: list[float]) -> float | None:
-    if any(math.isnan(value) for value in values):
-        return math.nan  # `min` and `max` of Python may ignore a NaN
-    return function(values) if values else None
+    values: list[float | int | None] = []
+    for function, of_transitions in ((fmean, gains), (min, gains), (max, gains), (fmean, log_gains)):
+        has_nan = any(map(math.isnan, of_transitions))  # which `min` and `max` of Python may ignore
+        values.append(math.nan if has_nan else function(of_transitions) if of_transitions else None)
+    return dict(zip(SUMMARY, [*values, *(categories.count(one) for one in COUNTED)], strict=True))

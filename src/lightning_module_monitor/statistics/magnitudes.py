@@ -37,7 +37,8 @@ class Magnitudes:
             The place of its number; ``UNKNOWN`` if it has no element.
         """
         if tensor.is_complex() or tensor.layout is not torch.strided:
-            tensor = _plain(tensor)
+            stored = tensor.detach() if tensor.layout is torch.strided else tensor.detach().coalesce().values()
+            tensor = torch.view_as_real(stored.resolve_conj()) if stored.is_complex() else stored
         if not tensor.numel():
             return UNKNOWN
         least, largest = torch.aminmax(in_memory(tensor).detach())
@@ -79,10 +80,3 @@ class Magnitudes:
         """Forget them."""
         self._numbers.clear()
         self._has_tensors = self._has_nonfinite = False
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The stored elements as real numbers; the zeros of a sparse tensor change nothing."""
-    tensor = tensor.detach()
-    dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

@@ -1,4 +1,4 @@
-"""The built-in statistics, each finished from moments, and the place where a user's own are added.
+"""The built-in statistics, finished from moments or from the units of a layer, and the place where a user's own are added.
 
 ``n`` is the number of elements and ``x`` an element, over all micro-batches and calls of a step; a token is a slice
 along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay. What finite
@@ -7,11 +7,16 @@ tensors do not have (the variance of one element, zero over zero) is a NaN of it
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
-from torch import Tensor
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.record import UNDEFINED
@@ -43,7 +48,7 @@ class HistogramStatistic:
 
 @dataclass(frozen=True)
 class UnitStatistic:
-    """A number that is made of what every unit of a layer did, in this monitored step and those before it; see ``statistics/units.py``."""
+    """A number that is made of what every unit of a layer did, in this monitored step and those before it."""
 
 
 TensorFunction = Callable[[Tensor], Tensor]
@@ -65,7 +70,7 @@ def _var(moments: Moments) -> Array:
 def _std(moments: Moments) -> Array:
     """``sqrt(var)``, at least 0, as ``torch.std``."""
     var = _var(moments)
-    return np.where(np.isnan(var), var, _sqrt(var))
+    return np.where(np.isnan(var), var, np.sqrt(var))
 
 
 def _skewness(moments: Moments) -> Array:
@@ -86,12 +91,12 @@ def _standardized(numerator: Array, power: float, moments: Moments) -> Array:
 
 def _norm(moments: Moments) -> Array:
     """``sqrt(sum(x**2))``, at least 0, as ``torch.linalg.vector_norm``."""
-    return _sqrt(moments.squares)
+    return np.sqrt(moments.squares)
 
 
 def _rms(moments: Moments) -> Array:
     """``sqrt(sum(x**2) / n)``, at least 0."""
-    return _sqrt(moments.squares / moments.elements)
+    return np.sqrt(moments.squares / moments.elements)
 
 
 def _min(moments: Moments) -> Array:
@@ -111,8 +116,7 @@ def _abs_mean(moments: Moments) -> Array:
 
 def _abs_max(moments: Moments) -> Array:
     """The largest ``|x|``, at least 0."""
-    largest: Array = np.maximum(moments.maximum, -moments.minimum)
-    return largest
+    return np.maximum(moments.maximum, -moments.minimum)
 
 
 def _zero_fraction(moments: Moments) -> Array:
@@ -144,18 +148,13 @@ def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
     """``sum(x * y) / (norm(x) * norm(y))``, from -1 to 1; undefined where a norm is 0."""
     # Rounding must not make it more than one can be.
     norms = _norm(current) * _norm(reference)
-    cosine: Array = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
+    cosine = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
     return np.where(norms == 0, UNDEFINED, cosine)
 
 
 def _over(numerator: Array, denominator: Array) -> Array:
     """A quotient; of zero and zero there is none."""
     return np.where((numerator == 0) & (denominator == 0), UNDEFINED, numerator / denominator)
-
-
-def _sqrt(x: Array) -> Array:
-    root: Array = np.sqrt(x)
-    return root
 
 
 STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {
@@ -182,3 +181,75 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
 """Statistic by name; the formulas are at the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
 the share of units (channels, features) that were zero throughout the last monitored steps, up to ten. Add an entry to have a statistic of
 your own under a name that a rule can give: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""
+
+# Units that are zero throughout the last monitored steps, and outputs where a squashing function is flat
+
+MAX_UNITS = 1024
+"""Of more units, as many evenly spaced ones are watched."""
+
+Recent: TypeAlias = deque[NDArray[np.bool_]]
+"""Which units were alive in each of the last steps."""
+
+NUM_STEPS = 10
+"""A unit is dead if it was zero throughout so many monitored steps."""
+
+
+def is_alive(tensor: Tensor) -> Tensor:
+    """Which units of a tensor are anything but zero.
+
+    Args:
+        tensor: Any shape, with at least one element. A unit is a channel (dimension 1) where there are four or five dimensions, else a
+            place along the last one.
+
+    Returns:
+        Bool, shape ``(units,)``, at most ``MAX_UNITS``, on the same device. NaN is alive.
+    """
+    dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
+    others = [axis for axis in range(tensor.dim()) if axis != dimension]
+    # Two reductions of numbers take a tenth of the time of one of booleans.
+    found = torch.logical_or(tensor.amax(others), tensor.amin(others)) if others else tensor.reshape(-1) != 0
+    return found[:: -(-len(found) // MAX_UNITS)]
+
+
+def in_either(one: Tensor, other: Tensor) -> Tensor:
+    """Which units are alive in either of two tensors, of which one may have more units; bool, shape ``(most units,)``."""
+    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    return longer | nn.functional.pad(shorter, (0, len(longer) - len(shorter)))
+
+
+def dead_fraction(recent: Recent) -> float:
+    """The fraction of units, 0 to 1, that were dead in all of some steps, from :func:`is_alive` of each; NaN if there is no unit."""
+    found = np.zeros(max(map(len, recent)), bool)
+    for one in recent:
+        found[: len(one)] |= one
+    return np.count_nonzero(~found) / len(found) if len(found) else math.nan
+
+
+def memory() -> Recent:
+    """Holds the last steps."""
+    return deque(maxlen=NUM_STEPS)
+
+
+FLAT = 0.04
+"""A slope of less than this fraction of the largest one is flat."""
+
+NEARLY_ONE = 0.99
+"""A distribution with a probability above this is next to one-hot."""
+
+
+def saturated_sigmoid(y: Tensor) -> Tensor:
+    """Fraction of a sigmoid's outputs ``y`` whose slope ``y (1 - y)`` is flat; shape ``()``, its largest slope being 1/4."""
+    return (y * (1 - y) < FLAT / 4).double().mean()
+
+
+def saturated_tanh(y: Tensor) -> Tensor:
+    """Fraction of a tanh's outputs ``y`` whose slope ``1 - y^2`` is flat; shape ``()``, its largest slope being 1."""
+    return (1 - y * y < FLAT).double().mean()
+
+
+def saturated_softmax(y: Tensor) -> Tensor:
+    """Fraction of a softmax's distributions that have a probability above 0.99; shape ``()``.
+
+    As each sums to 1, the sum of all elements is how many there are, along whichever dimension they lie.
+    """
+    return (y > NEARLY_ONE).double().sum() / y.double().sum()

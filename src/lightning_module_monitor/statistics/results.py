@@ -1,38 +1,126 @@
-"""What is known of a step beside the tensors: what lives from step to step, what one rank has observed, what all ranks have together."""
+"""What one rank, or all ranks together, have observed in a step; the rows of its moments, and how they become values."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 from torchmetrics import Metric
 
-from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.record import NUM_COUNTS
+from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.record import NUM_COUNTS, Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction
-from lightning_module_monitor.statistics.layout import Layout
-from lightning_module_monitor.statistics.spec import Identity, MetricSpec
-from lightning_module_monitor.statistics.units import Recent, memory
+from lightning_module_monitor.statistics.registry import Recent, memory
+from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
+
+
+class _Group(NamedTuple):
+    """Specifications with the same statistics, which are finished together."""
+
+    first: MetricSpec
+    parts: Sequence[np.ndarray | slice]
+    """For each row of a specification those of all of them: int64, shape ``(specifications,)``, or a slice where they are adjacent."""
+    keys: Sequence[str]
+    """Of every statistic of the first specification, of the second, and so on."""
+
+
+class Layout:
+    """How moments become statistics, by the first row of each specification."""
+
+    def __init__(self, rows: Sequence[tuple[MetricSpec, int]]) -> None:
+        alike: defaultdict[tuple[str, ...], list[tuple[MetricSpec, int]]] = defaultdict(list)
+        for spec, row in rows:
+            if spec.statistics:
+                alike[tuple(spec.statistics)].append((spec, row))
+        self._groups: list[_Group] = []
+        for members in alike.values():
+            first = members[0][0]
+            parts = [_index([row + part for _spec, row in members]) for part in range(first.num_rows)]
+            self._groups.append(_Group(first, parts, [key for spec, _row in members for key in spec.statistic_keys]))
+        keys = [key for group in self._groups for key in group.keys]
+        self._num_keys = len(keys)
+        last = {key: place for place, key in enumerate(keys)}
+        self._last_places = np.array([*last.values()], dtype=np.int64)
+        """Of keys that several specifications have, the last of each."""
+        self._places = {key: place for place, key in enumerate(last)}
+
+    def finish(self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, str, Exception], None]) -> Values:
+        """Statistics by key.
+
+        Args:
+            table: The fields of all rows' moments, shape ``(fields, rows)``, float64, on the host.
+            whole_tokens: Rows that are one token each, of which several ranks have parts.
+            fail: Receives a statistic that could not be finished: a specification that has it, its name, "its moments", the error. Its
+                values are NaN.
+        """
+        numbers, start = np.empty(self._num_keys), 0
+        with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
+            fields = nan_where_empty(table.numpy())
+            if whole_tokens:
+                fields = _with_whole_tokens(fields, np.array([*whole_tokens], dtype=np.int64))
+            for group in self._groups:
+                end = start + len(group.keys)
+                columns = numbers[start:end].reshape(-1, len(group.first.statistics))
+                parts = [Moments(*fields[:, index]) for index in group.parts]
+                for column, (name, one) in enumerate(group.first.statistics.items()):
+                    taken = (CURRENT, BASE, PRODUCT) if one.paired else (OWN, BASE) if one.relative else (OWN,)
+                    try:
+                        columns[:, column] = one.finish(*[parts[part] for part in taken])
+                    except Exception as error:  # one of the user's own
+                        columns[:, column] = np.nan
+                        fail(group.first, name, "its moments", error)
+                start = end
+        return Values(self._places, numbers if len(self._places) == len(numbers) else numbers[self._last_places])
+
+
+def nan_where_empty(fields: Array) -> Array:
+    """Make mean, spread and extremes of empty tensors NaN, in place of what merging starts from.
+
+    ``fields`` of all rows' moments, shape ``(fields, rows)``, float64, is written into and returned.
+    """
+    if 0.0 in fields[0].tolist():
+        fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan
+    return fields
+
+
+_OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
+"""The moments that there are none of without an element."""
+
+
+def _index(rows: list[int]) -> np.ndarray | slice:
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))  # nothing is gathered
+    return np.array(rows, dtype=np.int64)
+
+
+def _with_whole_tokens(fields: Array, index: np.ndarray) -> Array:
+    """Of rows that are one token each, whose parts were measured as if they were whole: the norm of the whole."""
+    changed: Array = fields.copy()
+    moments = Moments(*changed)
+    norm = np.sqrt(moments.squares[index])
+    moments.tokens[index], moments.token_norm[index] = 1.0, norm
+    moments.token_rms[index] = norm / np.sqrt(moments.elements[index])
+    return changed
 
 
 class SeriesState:
-    """What lives from step to step: which rows are whose, copies of torchmetrics objects, and what units did.
+    """State from step to step: rows of specifications, copies of torchmetrics objects, and which units were alive.
 
-    Args:
-        units: What units did, where that is kept for several states.
+    Several states may share ``units``.
     """
 
     def __init__(self, units: defaultdict[str, Recent] | None = None) -> None:
         self.specs: list[MetricSpec] = []
-        """Whose each row is."""
+        """The specification of each row."""
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
         self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
-        """What units did in the last monitored steps, by key."""
+        """Which units were alive in the last monitored steps, by key."""
         self._first: dict[MetricSpec, int] = {}
         self._layout: tuple[Sequence[tuple[MetricSpec, int]], Layout] = (), Layout(())
 
@@ -70,7 +158,7 @@ class LocalResult:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
     units: Mapping[Identity, Tensor] = field(default_factory=dict)
-    """What units did, as :func:`~lightning_module_monitor.statistics.units.is_alive` returns it."""
+    """What units did, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
     parts: frozenset[Identity] = frozenset()
     """Those of which this rank has a part that is its own to count."""
     failed: frozenset[str] = frozenset()

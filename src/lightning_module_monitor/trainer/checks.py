@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.plan import Planner
-from lightning_module_monitor.probes.base import Say
+from lightning_module_monitor.probes.base import LogOnce
 
 
 def check_compiled(pl_module: LightningModule, *, at_every_step: bool) -> None:
@@ -46,7 +46,7 @@ def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, r
         raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
 
 
-def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], say: Say) -> None:
+def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], say: LogOnce) -> None:
     """Check that the other callbacks get the keys of ours that they monitor.
 
     Args:

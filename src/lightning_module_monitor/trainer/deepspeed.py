@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.probes.access import ParameterAccess
+from lightning_module_monitor.probes.parameters import ParameterAccess
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

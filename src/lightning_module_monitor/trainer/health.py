@@ -23,7 +23,7 @@ from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
-from lightning_module_monitor.probes.access import ParameterAccess
+from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.keys import check_keys

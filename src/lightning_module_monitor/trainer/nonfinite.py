@@ -19,8 +19,7 @@ from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.probes.finite_step import FiniteStep
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe
+from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun

@@ -19,12 +19,11 @@ from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.model.copies import copies_without_graph, make_independent
-from lightning_module_monitor.model.eager_mode import Uncompiled
-from lightning_module_monitor.model.hooks import UncopiedHook
+from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
+from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import copied, named_tensors
-from lightning_module_monitor.model.random_states import RandomStates, unchanged_random_states
+from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.training_reference import run_training_step, silence

@@ -13,7 +13,7 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.plan import Planner
-from lightning_module_monitor.probes.access import ParameterAccess
+from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.deepspeed import DeepSpeedAccess, clips
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_module_monitor.callback import ModuleMonitorCallback
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.model.random_states import unchanged_random_states
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.checks import makes_layers_late
 from lightning_module_monitor.width_check.layers import LayerAtWidth, Topology, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings

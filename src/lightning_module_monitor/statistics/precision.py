@@ -1,12 +1,40 @@
-"""A difference of tensors, which is measured without being computed."""
+"""Differences, and gradients without the scale of their loss, in a precision that does not round them again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.loss_scale import widened
+from lightning_module_monitor.kernels.elements import in_memory
+
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""The dtypes that tensors of others are computed with in."""
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor of a narrower dtype in float32, or in complex64; any other as it is."""
+    if tensor.dtype in WIDE:
+        return tensor
+    return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
+
+
+def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """A gradient divided by the scale of its loss, without a host read.
+
+    Args:
+        gradient: Any shape, any floating or complex dtype.
+        scale: Shape ``()``, on any device; ``None`` if the loss was not scaled.
+
+    Returns:
+        The gradient itself if there is no scale. Else a new tensor, in float32 or better: half precision would lose again what
+        it only holds because it was scaled. What is not finite stays so. One division rounds once, by a power of two never.
+    """
+    if scale is None:
+        return gradient
+    gradient = in_memory(gradient).detach()
+    return widened(gradient) / scale.to(gradient.device)
 
 
 @dataclass(frozen=True)
