@@ -82,7 +82,7 @@ def launch(device: torch.device, function: Any, num_programs: int, *arguments: o
 
 
 class TritonKernel:
-    """The kernel of a device that Triton compiles for; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`.
+    """The kernel of a device that Triton compiles for; see :class:`~lightning_module_monitor.kernels.table.Kernel`.
 
     Args:
         device: A CUDA or ROCm device.
