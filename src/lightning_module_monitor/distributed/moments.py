@@ -18,41 +18,37 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
 
 BITS = 31
-"""Of each of the two. Marks of a million ranks still add up exactly in float64."""
+"""Bits of a mark. Marks of a million ranks still add up exactly in float64."""
 
 # The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), as signed integers.
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 class Marks(NamedTuple):
-    """What tells whether ranks that share their input have the same of something: a replicated activation, say, which counts once."""
+    """Shows whether ranks that share their input have the same of something: a replicated activation, for example, counts once."""
 
     marks: Tensor
-    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, things)``: all but sure to differ where anything of a thing does."""
-    of_rows: Tensor
-    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
-    of_summed: Tensor
-    """The thing that a number to be summed is of, in the same way."""
+    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, things)``; all but sure to differ where anything of a thing differs."""
+    of_numbers: Tensor
+    """The thing that each number to be summed belongs to (all fields of the moments, then ``summed``), int64; ``things``: to none."""
 
 
 ROUNDING = 1e-12
-"""By so much of its size a number of float64 may differ between ranks that have the same tensor, and added it up in another order."""
+"""Relative difference of a float64 number between ranks that have the same tensor, and added it up in another order."""
 
 
 class Replicas(NamedTuple):
-    """What every rank is expected to have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
+    """Things that every rank should have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
 
     first_rows: Tensor
     """The row of each thing that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(things,)``."""
     are_parts: Tensor
-    """Whether what this rank has of a thing is a part that is its own to count, float64, shape ``(things,)``."""
-    of_rows: Tensor
-    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
-    of_summed: Tensor
-    """The thing that a number to be summed is of, in the same way."""
+    """Whether this rank has a part of a thing that no other rank counts, float64, shape ``(things,)``."""
+    of_numbers: Tensor
+    """As in :class:`Marks`."""
 
     def checks(self, moments: Moments) -> Tensor:
-        """What the maximum is taken of, to find out whether all ranks have the same: shape ``(7, things)``."""
+        """Numbers whose maximum over ranks shows whether all have the same: shape ``(7, things)``."""
         known = torch.stack([moments.elements, moments.mean, moments.squares])[:, self.first_rows]
         largest = torch.finfo(known.dtype).max
         known = known.nan_to_num(largest, largest, -largest)
@@ -60,7 +56,7 @@ class Replicas(NamedTuple):
 
     @staticmethod
     def compared(checks: Tensor) -> tuple[Tensor, Tensor]:
-        """Which things all ranks have alike, and of which ranks have different values, by the maxima of the checks."""
+        """Which things all ranks have alike, and which ones differ between ranks, by the maxima of the checks."""
         largest, smallest, are_parts = checks[:3], -checks[3:6], checks[6] > 0
         elements, _mean, squares = largest
         size = torch.stack([elements, (squares / elements.clamp(min=1.0)).sqrt(), squares])
@@ -94,7 +90,7 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 class Reduced(NamedTuple):
-    """What all ranks have together, the same on every one."""
+    """The result of all ranks, the same on every one."""
 
     moments: Moments
     largest: Tensor
@@ -102,13 +98,13 @@ class Reduced(NamedTuple):
     are_copies: Tensor
     """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
     differ: Tensor
-    """Of which of the replicas ranks have different values, boolean, shape ``(things,)``; empty without replicas."""
+    """Which replicas differ between ranks, boolean, shape ``(things,)``; empty without replicas."""
 
 
 def reduce_moments(
     moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None, *, replicas: Replicas | None = None
 ) -> Reduced:
-    """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
+    """Merge every row with the same row of all other ranks, and reduce further numbers in the same two collectives.
 
     The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
     agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds sums about it; see
@@ -116,11 +112,11 @@ def reduce_moments(
 
     Args:
         moments: This rank's, shape ``(rows,)``; a row that this rank has nothing for is the moments of an empty tensor.
-        largest: What the maximum is wanted of, shape ``(numbers,)``, float64, without NaN.
-        summed: What the sum is wanted of, shape ``(others,)``, float64.
-        ranks: Asked twice, on every rank.
-        marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
-        replicas: What all ranks are expected to have alike; the maximum shows whether they do.
+        largest: Numbers to take the maximum of, shape ``(numbers,)``, float64, without NaN.
+        summed: Numbers to add up, shape ``(others,)``, float64.
+        ranks: Every rank makes this call.
+        marks: Where ranks share their input, shows copies, of which only the first rank's count.
+        replicas: Rows that all ranks are expected to have alike; the maximum shows whether they do.
 
     Returns:
         The moments of the tensors of all ranks together, and the two reduced tensors.
@@ -144,29 +140,27 @@ def reduce_moments(
     numbers = torch.cat([added.flatten(), summed])
     if replicas is not None and ranks.index > 0:
         is_copy = torch.cat([are_alike, are_alike.new_zeros(1)])
-        numbers = numbers.masked_fill(is_copy[torch.cat([replicas.of_rows.repeat(len(added)), replicas.of_summed])], 0.0)
+        numbers = numbers.masked_fill(is_copy[replicas.of_numbers], 0.0)
     if marks is None:
         reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
     else:
-        things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
-        reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
+        reduced, are_copies = _summed_once(numbers, marks, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
     together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
     return Reduced(together, largest, reduced[added.numel() :], are_copies, differ)
 
 
-def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _summed_once(numbers: Tensor, marks: Marks, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
 
-    Which they are is known only when the sum is there. So the numbers of first ranks and those of all others are summed apart,
-    and with them the marks: times the number of others on a first rank, times -1 on each of the others. Where all have the same
-    these add up to zero, and being integers exactly so.
+    Only the sum shows which they are. So the numbers of first ranks and those of all others are summed apart, and with them the marks:
+    times the number of others on a first rank, times -1 on each of the others. Where all have the same, these integers add up to zero.
     """
     nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
     of_place = [numbers, nothing] if is_first else [nothing, numbers]
     factor = ranks.num_sharing - 1 if is_first else -1
-    reduced = ranks.all_reduce(torch.cat([*of_place, (marks * factor).flatten()]), "sum")
-    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.numel()])
-    are_copies = (of_marks.view_as(marks) == 0).all(0)
-    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[things]
+    reduced = ranks.all_reduce(torch.cat([*of_place, (marks.marks * factor).flatten()]), "sum")
+    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.marks.numel()])
+    are_copies = (of_marks.view_as(marks.marks) == 0).all(0)
+    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[marks.of_numbers]
     return of_first + of_others.masked_fill(is_copy, 0.0), are_copies

@@ -32,10 +32,10 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 class FlatShard(NamedTuple):
-    """Of a parameter of FSDP1 what its wrapper knows. On this rank it is a plain tensor of one dimension, which may be empty."""
+    """Layout of a parameter of FSDP1. On this rank it is a plain tensor of one dimension, which may be empty."""
 
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole parameter."""
     is_copy: bool
     """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
 
@@ -137,7 +137,7 @@ def _check_reduced(tensor: DTensor) -> None:
 
 
 def local_part(tensor: Tensor, *, is_reduced: bool = True) -> Tensor:
-    """What a rank has of an activation that every rank of its mesh has a part of.
+    """This rank's part of an activation that may be laid out over the ranks of a mesh.
 
     Args:
         tensor: Any; a plain one is all there is. One that a collective is still under way for is waited for.
