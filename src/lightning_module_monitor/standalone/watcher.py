@@ -121,7 +121,9 @@ class TorchWatcher:
             self._report("watch() was called in evaluation mode, and evaluation is False; nothing is logged.")
             return
         with failing_alone(self._fail):
-            mode = self._mode_with_values()
+            # The model's mode, or the other one if only that has values.
+            mode, other = (self._training, self._evaluation) if self.model.training else (self._evaluation, self._training)
+            mode = other if other.is_open and not mode.is_open else mode
             if mode is self._training and not self._is_due(mode, step):
                 return
             record = mode.end(step, track_gradients, track_parameters)
@@ -170,11 +172,6 @@ class TorchWatcher:
         if self._next_step is not None and not self._owes_update:
             self._next_step += 1
         self._owes_update = False
-
-    def _mode_with_values(self) -> _Mode:
-        """The model's mode, or the other one if only that has values."""
-        mode, other = (self._training, self._evaluation) if self.model.training else (self._evaluation, self._training)
-        return other if other.is_open and not mode.is_open else mode
 
     def _is_due(self, mode: _Mode, step: int) -> bool:
         """Whether a training step is to be logged. Its number determines those of the next steps."""
