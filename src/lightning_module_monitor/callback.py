@@ -144,7 +144,7 @@ class ModuleMonitorCallback(Described, Callback):
 
     def diagnose(self) -> Diagnoses:
         """The causes that the findings of this run show, before what follows from them; at most three."""
-        return diagnose([]) if self._refusal is not None else self._run.health.diagnoses()
+        return diagnose([] if self._refusal is not None else self._run.health.findings)
 
     # The life of a run
 

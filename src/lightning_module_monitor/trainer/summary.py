@@ -1,4 +1,4 @@
-"""What is monitored, in words: the line at the start of a fit, and the dry run."""
+"""Texts about what is monitored: the line at the start of a fit, and the dry run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
 
 
 def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
-    """What a monitored step has and takes, in lines: sites x statistics by kind, keys, bytes of the table, and of the store."""
+    """The contents and the cost of a monitored step, in lines: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
     specs = plan.expected()
@@ -67,7 +67,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 
 def _num_bytes(watched: WatchedParameter) -> int:
     parameter = watched.site.tensor()
-    return 0 if parameter is None else parameter.numel() * parameter.element_size()
+    return 0 if parameter is None else parameter.nbytes
 
 
 def _in_bytes(count: int) -> str:
