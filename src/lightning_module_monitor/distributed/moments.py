@@ -65,15 +65,12 @@ class Replicas(NamedTuple):
 
 
 def marks_of(numbers: Tensor, things: Tensor, num_things: int) -> Tensor:
-    """The marks of things that numbers are known of.
+    """:attr:`Marks.marks` from everything that is known of the things.
 
     Args:
         numbers: Float64, shape ``(numbers,)``, in an order that every rank has alike. Every NaN is the same, and so is every zero.
-        things: The thing that each of them is of, int64, of the same shape; ``num_things`` where it is of none.
-        num_things: How many there are.
-
-    Returns:
-        As :attr:`Marks.marks`.
+        things: The thing that each number belongs to, int64, of the same shape; ``num_things`` where it belongs to none.
+        num_things: Number of things.
     """
     bits = torch.where(numbers.isnan(), torch.nan, numbers + 0.0).view(torch.int64)
     mixed = _mixed(bits + _GOLDEN * torch.arange(1, len(bits) + 1, device=bits.device))

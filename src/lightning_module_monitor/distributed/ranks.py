@@ -44,15 +44,7 @@ class Ranks:
         """Number of ranks that share their input; 1 where each has its own."""
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
-        """Reduce a float64 tensor on the host, of the same shape on each rank, over all ranks, in place.
-
-        Args:
-            tensor: This rank's, without NaN where ``how`` is ``max``.
-            how: ``max`` or ``sum``.
-
-        Returns:
-            The same on every rank.
-        """
+        """Reduce a float64 tensor on the host, of the same shape on each rank, in place; without NaN where ``how`` is ``max``."""
         with self._others_in_time():
             distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, how.upper()), group=self.group)
         return tensor
@@ -105,9 +97,7 @@ def share_values_of_first(tensors: Iterable[Tensor]) -> None:
 def disagreement(asked: Sequence[str], ranks: Ranks) -> str:
     """A sentence about what ranks record differently, the same on each; empty if they all record the same.
 
-    Args:
-        asked: What this rank records, item by item, in an order that is to be the same everywhere.
-        ranks: Asked once, and where they differ once more.
+    ``asked`` is what this rank records, item by item, in an order that is to be the same everywhere. One collective, or two.
     """
     digest = hashlib.sha256("\n".join(asked).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:

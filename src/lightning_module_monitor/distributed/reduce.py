@@ -96,12 +96,7 @@ class DistributedReducer:
         return self.ranks.gather(results)
 
     def learn(self, messages: Sequence[bytes], own: Iterable[MetricSpec]) -> None:
-        """Add the specifications that ranks have sent, in their order.
-
-        Args:
-            messages: What :func:`message_of` made on each of them.
-            own: What this rank has sent.
-        """
+        """Add the specifications that all ranks have sent by :func:`message_of`, in their order; ``own`` are those of this rank."""
         # Where this rank has the specification, or the rule, it has what cannot be sent: the functions themselves.
         of_this_rank = {spec.identity: spec for spec in own}
         for message in messages:

@@ -92,11 +92,7 @@ class Moments(NamedTuple):
         return Moments(*(field[index] for field in self))
 
     def about(self, center: Tensor) -> Moments:
-        """The same with sums about a center, which add up: ``mean`` becomes the sum of ``x - center``.
-
-        Args:
-            center: Shape ``(rows,)``; the same for all rows that are added.
-        """
+        """The same with sums about a center, shape ``(rows,)``, which add up: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,
@@ -122,9 +118,6 @@ class Moments(NamedTuple):
         Args:
             index: For each of these rows the row it is merged into, int64, shape ``(rows,)``.
             num_rows: Number of rows of the result. A row that nothing is merged into is the moments of an empty tensor.
-
-        Returns:
-            Merged moments of shape ``(num_rows,)``.
         """
         elements = _total(self.elements, index, num_rows)
         # The mean of means and not the sum over the count, whose rounding the squares of the spread would show. A row

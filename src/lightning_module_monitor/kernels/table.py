@@ -45,15 +45,7 @@ class Kernel(Protocol):
         """:meth:`add` of many tensors that exist at the same time, each into one row."""
 
     def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
-        """:meth:`add` of ``tensor - other - shift``.
-
-        Args:
-            rows: Numbers of the rows.
-            tensor: As for :meth:`add`.
-            other: Of the same shape and device; ``None`` for zero.
-            shift: Of a shape that is broadcast to that; ``None`` for zero.
-            needs: What the rows need.
-        """
+        """:meth:`add` of ``tensor - other - shift``: ``other`` has the same shape, that of ``shift`` is broadcast; ``None`` is zero."""
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows from 0 to ``num_rows``, float64, shape ``(NUM_FIELDS, num_rows)``, on the kernel's device.

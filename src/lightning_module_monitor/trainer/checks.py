@@ -67,17 +67,10 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
-    """Check that a pattern matches a key.
-
-    Args:
-        planner: What is recorded.
-        pattern: The pattern.
-        label: Name of its option.
-        keys: The planned keys of numbers.
-        histograms: The planned keys of histograms.
+    """Check that the pattern of an option, its label, matches one of the planned keys of numbers.
 
     Returns:
-        Whether it matches a planned key; if not, it may match one that is not known yet.
+        Whether it does; if not, it may match one that is not known yet.
 
     Raises:
         ConfigError: If it can match no key.

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -101,15 +101,10 @@ class StepRerun:
     def look(
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], micro_batch: int, *, is_scaled: bool
     ) -> Producer | None:
-        """Run a micro-batch again, and observe all of it.
+        """Run the first micro-batch with a non-finite value again, and observe the modules of ``sites``.
 
-        Args:
-            trainer: The trainer.
-            pl_module: The model.
-            sites: The modules to observe.
-            micro_batch: The first one with a non-finite value. Where its batch was not kept, the next one that was is run, as non-finite
-                values often persist.
-            is_scaled: Whether the loss is scaled: then the scaler handles what overflows in the backward pass.
+        If its batch was not kept, the next one that was is run, as non-finite values often persist. Overflow in the backward pass of a
+        scaled loss is left to the scaler.
 
         Returns:
             The module that made the first non-finite value, or why it is not known; ``None`` if all was finite this time.
@@ -136,8 +131,8 @@ class StepRerun:
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
     ) -> Observed | None:
         """The probe's observation of a second run of a micro-batch; ``None`` if all is finite."""
-        sibling = self._sibling(pl_module)
-        probe = NonfiniteProbe(_same_sites(pl_module, sibling, sites), _raise)
+        sibling, same_sites = self._sibling(pl_module, sites)
+        probe = NonfiniteProbe(same_sites, _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
@@ -170,7 +165,8 @@ class StepRerun:
         )
         if site is None:
             return alone
-        sibling, device = self._sibling(pl_module), pl_module.device
+        device = pl_module.device
+        sibling, [same] = self._sibling(pl_module, [site])
         snapshots: list[Snapshot] = []
         countdown = itertools.count(-found.call)
 
@@ -181,14 +177,16 @@ class StepRerun:
                 inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
                 snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
 
-        [same] = _same_sites(pl_module, sibling, [site])
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():
             _run(trainer, pl_module, sibling, kept)
         return snapshots[0] if snapshots else alone
 
-    def _sibling(self, pl_module: LightningModule) -> LightningModule:
-        """A copy of the model with its weights in the same memory; those that the step's forward pass may have written into are copies."""
+    def _sibling(self, pl_module: LightningModule, sites: Sequence[ModuleSite]) -> tuple[LightningModule, list[ModuleSite]]:
+        """A copy of the model, and the same sites in it.
+
+        Its weights have the same memory; those that the step's forward pass may have written into are copies.
+        """
         for tensor in (*pl_module.parameters(), *pl_module.buffers()):
             in_memory(tensor)
         unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
@@ -207,7 +205,8 @@ class StepRerun:
         for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:
                 weight.register_post_accumulate_grad_hook(_release_gradient)
-        return sibling
+        same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
+        return sibling, [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 
 class _SharedWeight(nn.Parameter):
@@ -260,12 +259,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), tensor.numel() * tensor.element_size()  # at most: what is left out of it is zero
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
-
-
-def _same_sites(pl_module: LightningModule, sibling: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
-    """Sites of a copy, under the same names."""
-    same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
-    return [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 
 def _on_host(module: nn.Module) -> nn.Module:

@@ -31,15 +31,11 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
     specs = plan.expected()
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
-    sites = Counter(spec.kind for spec in specs)
-    for kind, num_sites in sites.items():
-        names = dict.fromkeys(
-            name for spec in specs if spec.kind == kind for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units)
-        )
-        sites_in_words = (
-            f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"
-        )
-        lines.append(f"  {kind}: {sites_in_words} x {len(names)} ({', '.join(names)})")
+    for kind in dict.fromkeys(spec.kind for spec in specs):
+        own = [spec for spec in specs if spec.kind == kind]
+        names = dict.fromkeys(name for spec in own for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units))
+        sites = f"heads of attention within {len(own)} modules, known when it runs," if KINDS[kind].of_heads else f"{len(own)} sites"
+        lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
