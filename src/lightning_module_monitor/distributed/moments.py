@@ -3,8 +3,8 @@
 Parameters that are not laid out over ranks are *replicas*: every rank has them, and all should have the same. The first collective, a
 maximum, shows whether they do.
 
-Ranks that share their input, as tensor parallel ones do, may have the same of a tensor or different parts of it. They find out by *marks*:
-two small integers for all that is known of a tensor, which all but surely differ where anything of it does.
+Ranks that share their input, as tensor parallel ones do, may have equal copies or different parts of a tensor. Its *fingerprint* shows
+which: two integers made from all its figures, which differ with near certainty where any figure differs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
 
 BITS = 31
-"""Bits of a mark. Marks of a million ranks still add up exactly in float64."""
+"""Bits of each integer. Those of a million ranks still add up exactly in float64."""
 
 # The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), as signed integers.
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
-class Marks(NamedTuple):
-    """Shows whether ranks that share their input have the same of something: a replicated activation, for example, counts once."""
+class Fingerprints(NamedTuple):
+    """Show which items are equal on the ranks that share their input: a replicated activation, for example, counts once."""
 
-    marks: Tensor
-    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, things)``; all but sure to differ where anything of a thing differs."""
+    values: Tensor
+    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, items)``."""
     of_numbers: Tensor
-    """The thing that each number to be summed belongs to (all fields of the moments, then ``summed``), int64; ``things``: to none."""
+    """The item that each number to be summed belongs to (all fields of the moments, then ``summed``), int64; ``items``: to none."""
 
 
 ROUNDING = 1e-12
@@ -38,17 +38,17 @@ ROUNDING = 1e-12
 
 
 class Replicas(NamedTuple):
-    """Things that every rank should have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
+    """Items that every rank should have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
 
     first_rows: Tensor
-    """The row of each thing that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(things,)``."""
+    """The row of each item that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(items,)``."""
     are_parts: Tensor
-    """Whether this rank has a part of a thing that no other rank counts, float64, shape ``(things,)``."""
+    """Whether this rank has a part of an item that no other rank counts, float64, shape ``(items,)``."""
     of_numbers: Tensor
-    """As in :class:`Marks`."""
+    """As in :class:`Fingerprints`."""
 
     def checks(self, moments: Moments) -> Tensor:
-        """Numbers whose maximum over ranks shows whether all have the same: shape ``(7, things)``."""
+        """Numbers whose maximum over ranks shows whether all have the same: shape ``(7, items)``."""
         known = torch.stack([moments.elements, moments.mean, moments.squares])[:, self.first_rows]
         largest = torch.finfo(known.dtype).max
         known = known.nan_to_num(largest, largest, -largest)
@@ -56,7 +56,7 @@ class Replicas(NamedTuple):
 
     @staticmethod
     def compared(checks: Tensor) -> tuple[Tensor, Tensor]:
-        """Which things all ranks have alike, and which ones differ between ranks, by the maxima of the checks."""
+        """Which items all ranks have alike, and which ones differ between ranks, by the maxima of the checks."""
         largest, smallest, are_parts = checks[:3], -checks[3:6], checks[6] > 0
         elements, _mean, squares = largest
         size = torch.stack([elements, (squares / elements.clamp(min=1.0)).sqrt(), squares])
@@ -64,23 +64,23 @@ class Replicas(NamedTuple):
         return is_same & ~are_parts, ~(is_same | are_parts)
 
 
-def marks_of(numbers: Tensor, things: Tensor, num_things: int) -> Tensor:
-    """:attr:`Marks.marks` from everything that is known of the things.
+def fingerprints_of(numbers: Tensor, items: Tensor, num_items: int) -> Tensor:
+    """:attr:`Fingerprints.values` from everything that is known of the items.
 
     Args:
         numbers: Float64, shape ``(numbers,)``, in an order that every rank has alike. Every NaN is the same, and so is every zero.
-        things: The thing that each number belongs to, int64, of the same shape; ``num_things`` where it belongs to none.
-        num_things: Number of things.
+        items: The item that each number belongs to, int64, of the same shape; ``num_items`` where it belongs to none.
+        num_items: Number of items.
     """
     bits = torch.where(numbers.isnan(), torch.nan, numbers + 0.0).view(torch.int64)
     mixed = _mixed(bits + _GOLDEN * torch.arange(1, len(bits) + 1, device=bits.device))
-    of_things = _mixed(torch.zeros(num_things + 1, dtype=torch.int64, device=bits.device).index_add(0, things, mixed))[:num_things]
+    of_items = _mixed(torch.zeros(num_items + 1, dtype=torch.int64, device=bits.device).index_add(0, items, mixed))[:num_items]
     mask = (1 << BITS) - 1
-    return torch.stack([of_things & mask, (of_things >> BITS) & mask]).double()
+    return torch.stack([of_items & mask, (of_items >> BITS) & mask]).double()
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Integers of 64 bits, every bit of each of which depends on all bits of one that came in; what leaves the range wraps around."""
+    """Mix integers of 64 bits: each bit of a result depends on all bits of the argument. Overflow wraps around."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits = (bits ^ (bits >> shift)) * factor
     return bits ^ (bits >> 31)
@@ -93,13 +93,19 @@ class Reduced(NamedTuple):
     largest: Tensor
     summed: Tensor
     are_copies: Tensor
-    """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
+    """Which items are copies, boolean, shape ``(items,)``; empty without fingerprints."""
     differ: Tensor
-    """Which replicas differ between ranks, boolean, shape ``(things,)``; empty without replicas."""
+    """Which replicas differ between ranks, boolean, shape ``(items,)``; empty without replicas."""
 
 
 def reduce_moments(
-    moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None, *, replicas: Replicas | None = None
+    moments: Moments,
+    largest: Tensor,
+    summed: Tensor,
+    ranks: Ranks,
+    fingerprints: Fingerprints | None = None,
+    *,
+    replicas: Replicas | None = None,
 ) -> Reduced:
     """Merge every row with the same row of all other ranks, and reduce further numbers in the same two collectives.
 
@@ -112,7 +118,7 @@ def reduce_moments(
         largest: Numbers to take the maximum of, shape ``(numbers,)``, float64, without NaN.
         summed: Numbers to add up, shape ``(others,)``, float64.
         ranks: Every rank makes this call.
-        marks: Where ranks share their input, shows copies, of which only the first rank's count.
+        fingerprints: Where ranks share their input, they show copies, of which only the first rank's count.
         replicas: Rows that all ranks are expected to have alike; the maximum shows whether they do.
 
     Returns:
@@ -138,26 +144,26 @@ def reduce_moments(
     if replicas is not None and ranks.index > 0:
         is_copy = torch.cat([are_alike, are_alike.new_zeros(1)])
         numbers = numbers.masked_fill(is_copy[replicas.of_numbers], 0.0)
-    if marks is None:
+    if fingerprints is None:
         reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
     else:
-        reduced, are_copies = _summed_once(numbers, marks, ranks)
+        reduced, are_copies = _summed_once(numbers, fingerprints, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
     together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
     return Reduced(together, largest, reduced[added.numel() :], are_copies, differ)
 
 
-def _summed_once(numbers: Tensor, marks: Marks, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
+def _summed_once(numbers: Tensor, fingerprints: Fingerprints, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The sum over all ranks, of copies over the first of those that share their input; and which items are copies.
 
-    Only the sum shows which they are. So the numbers of first ranks and those of all others are summed apart, and with them the marks:
-    times the number of others on a first rank, times -1 on each of the others. Where all have the same, these integers add up to zero.
+    Only the sum shows which they are. So the numbers of first ranks and those of all others are summed apart, and with them the
+    fingerprints: times the number of others on a first rank, times -1 on each of the others. Where all are equal they add up to zero.
     """
     nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
     of_place = [numbers, nothing] if is_first else [nothing, numbers]
     factor = ranks.num_sharing - 1 if is_first else -1
-    reduced = ranks.all_reduce(torch.cat([*of_place, (marks.marks * factor).flatten()]), "sum")
-    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.marks.numel()])
-    are_copies = (of_marks.view_as(marks.marks) == 0).all(0)
-    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[marks.of_numbers]
+    reduced = ranks.all_reduce(torch.cat([*of_place, (fingerprints.values * factor).flatten()]), "sum")
+    of_first, of_others, of_fingerprints = reduced.split([len(numbers), len(numbers), fingerprints.values.numel()])
+    are_copies = (of_fingerprints.view_as(fingerprints.values) == 0).all(0)
+    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[fingerprints.of_numbers]
     return of_first + of_others.masked_fill(is_copy, 0.0), are_copies

@@ -50,7 +50,7 @@ class Ranks:
         return tensor
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
-        """What every rank gives, in the order of the ranks: for rare data, or the user's own."""
+        """Exchange objects: those of all ranks, in the order of the ranks. For rare data, or the user's own."""
         everything: list[Any] = [None] * distributed.get_world_size()
         with self._others_in_time():
             distributed.all_gather_object(everything, one, group=self.group)

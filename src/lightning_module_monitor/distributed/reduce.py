@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.moments import Marks, Reduced, Replicas, marks_of, reduce_moments
+from lightning_module_monitor.distributed.moments import Fingerprints, Reduced, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments
 from lightning_module_monitor.kernels.transfer import to_host
@@ -78,8 +78,8 @@ class DistributedReducer:
             if packed is None:
                 own, error = nothing, error or another
                 packed = self._pack(own, bool(unknown))
-            moments, largest, summed, marks, replicas = packed
-            reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, marks, replicas=replicas)
+            moments, largest, summed, fingerprints, replicas = packed
+            reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, fingerprints, replicas=replicas)
             result = self._unpack(reduced, _parted(reduced.largest, largest), _parted(reduced.summed, summed))
             if result is None:
                 message, another = _unless_it_fails(functools.partial(message_of, unknown, on_error), pickle.dumps([]))
@@ -115,7 +115,7 @@ class DistributedReducer:
             if is_one:
                 those.append(spec)
 
-    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Marks | None, Replicas]:
+    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Fingerprints | None, Replicas]:
         """This rank's part: moments, numbers to take the maximum of, numbers to add up, and what shows copies and replicas."""
         specs = self.specs.values()
         functions = [(spec.key(function.name), function) for spec, function in self._functions]
@@ -146,8 +146,8 @@ class DistributedReducer:
             "weights": results["weights"],
             "errors": self._tensor([own.num_errors]),
         }
-        marks = None if self.ranks.num_sharing == 1 else self._marks(rows, counts, results)
-        return rows, largest, summed, marks, self._replicas(own)
+        fingerprints = None if self.ranks.num_sharing == 1 else self._fingerprints(rows, counts, results)
+        return rows, largest, summed, fingerprints, self._replicas(own)
 
     def _unpack(self, reduced: Reduced, largest: Parts, summed: Parts) -> GlobalResult | None:
         """The inverse of :meth:`_pack`, on the host; ``None`` if any rank has more than all know."""
@@ -219,33 +219,33 @@ class DistributedReducer:
             "weights": nothing.index_add(0, places, weight),
         }
 
-    def _marks(self, moments: Moments, counts: Tensor, results: Mapping[str, Tensor]) -> Marks:
-        """Marks of everything that is known of each specification: parts of a tensor may well have one histogram.
+    def _fingerprints(self, moments: Moments, counts: Tensor, results: Mapping[str, Tensor]) -> Fingerprints:
+        """Fingerprints of everything that is known of each specification: parts of a tensor may well have one histogram.
 
         Parameters and values of the user's own are left out: there each rank observes its own part, and parts of a constant are alike.
         """
         none = len(self.specs)
-        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(self.specs.values()) if spec.is_compared}, none)
+        rows, counted, called = self._of_items({spec: place for place, spec in enumerate(self.specs.values()) if spec.is_compared}, none)
         columns = [(torch.stack(moments), rows), (counts.T, counted), (torch.stack([*results.values()]), called)]
         known = torch.cat([values.flatten() for values, _things in columns])
-        things = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
-        return Marks(marks_of(known, things, none), _of_numbers(rows, counted, called, none))
+        items = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
+        return Fingerprints(fingerprints_of(known, items, none), _of_numbers(rows, counted, called, none))
 
     def _replicas(self, own: LocalResult) -> Replicas:
         """The specifications that every rank is expected to have alike, and those that this one has a part of."""
         replicated = self._replicated
-        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(replicated)}, len(replicated))
+        rows, counted, called = self._of_items({spec: place for place, spec in enumerate(replicated)}, len(replicated))
         return Replicas(
             first_rows=self._tensor([self._first_rows[spec.identity] for spec in replicated], torch.int64),
             are_parts=self._tensor([spec.identity in own.parts for spec in replicated]),
             of_numbers=_of_numbers(rows, counted, called, len(replicated)),
         )
 
-    def _of_things(self, things: Mapping[MetricSpec, int], none: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The thing that each row, each histogram and each function is of; ``none`` where it is of none."""
-        rows = [things.get(spec, none) for spec in self.specs.values() for _row in range(spec.num_rows)]
-        counted = [things.get(spec, none) for spec in self._counted]
-        called = [things.get(spec, none) for spec, _function in self._functions]
+    def _of_items(self, items: Mapping[MetricSpec, int], none: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The item that each row, each histogram and each function is of; ``none`` where it is of none."""
+        rows = [items.get(spec, none) for spec in self.specs.values() for _row in range(spec.num_rows)]
+        counted = [items.get(spec, none) for spec in self._counted]
+        called = [items.get(spec, none) for spec, _function in self._functions]
         return self._tensor(rows, torch.int64), self._tensor(counted, torch.int64), self._tensor(called, torch.int64)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -295,7 +295,7 @@ def _rows_of(own: LocalResult, spec: MetricSpec) -> Sequence[int]:
 
 
 def _of_numbers(rows: Tensor, counted: Tensor, called: Tensor, none: int) -> Tensor:
-    """The thing that each summed number belongs to, in their order: moments, counts, totals, weights, and the number of errors."""
+    """The item that each summed number belongs to, in their order: moments, counts, totals, weights, and the number of errors."""
     return torch.cat([rows.repeat(NUM_FIELDS), counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)])
 
 

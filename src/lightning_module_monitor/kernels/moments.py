@@ -1,4 +1,4 @@
-"""Mergeable moments: what is kept of a tensor so that every built-in statistic can be finished later.
+"""Mergeable moments: sums and extremes of a tensor from which every built-in statistic can be finished later.
 
 Rows merge exactly: the moments of two tensors, merged, are the moments of both together. Central sums merge by the formulas of
 P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and arbitrary-order statistical moments", 2008; for the
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Need:
-    """Which moments a statistic is finished from, as bits of an integer.
+    """The moments that a statistic is finished from, as bits of an integer.
 
     A moment that no statistic needs is not computed, and must not be read. Integers and not an ``enum.IntFlag``, whose ``&``
     costs as much as a small kernel.

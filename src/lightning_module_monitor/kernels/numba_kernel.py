@@ -186,7 +186,7 @@ def _compiled() -> ModuleType:
 _EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
 _EMPTY.flags.writeable = False  # as the others are: the loops are compiled for that
 
-# Made here: what is made within a transform of torch.func has no memory that numpy could read.
+# Made here: within a transform of torch.func a new tensor has no memory that numpy could read.
 _NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
 
 _PLACE_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(places_of_codes(8).reshape(-1))

@@ -1,4 +1,4 @@
-"""The context of a monitored step: the loss, the learning rates, the number of samples, and what the module has logged."""
+"""The context of a monitored step: the loss, the learning rates, the number of samples, and the metrics that the module logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ContextController:
         for name in expected:
             self._namer.name(name)
         self._names: dict[str, str] = {}
-        """The name of what the module logs."""
+        """Name in keys by name of the module's metric."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers of this step used."""
 
@@ -68,10 +68,10 @@ class ContextController:
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
                 self._monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
-        # Lightning makes numbers of what its progress bar shows when it is asked for its metrics, as it does itself a moment later.
+        # Reading the metrics makes numbers of those that the progress bar shows; Lightning does so itself a moment later.
         metrics = trainer.callback_metrics
         for name, value in metrics.items():
-            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # what is logged by step and by epoch
+            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
             if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
                 if name not in self._names:
                     self._names[name] = self._namer.name(name)

@@ -127,7 +127,7 @@ class HealthController:
         self.nonfinite = self._alerts = None
         self._forget()
 
-    # What is found
+    # Findings
 
     def note(self, finding: Finding | None) -> None:
         """Add a finding to the next record."""

@@ -30,8 +30,7 @@ from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.reference import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
-"""Limit of what the batches of earlier micro-batches may hold until the step is over, beside that of the running one: 256 MiB. Lightning
-would have released them."""
+"""Limit of the memory of earlier micro-batches' batches, which Lightning would have released, beside the running one's: 256 MiB."""
 
 
 class _Kept:
@@ -124,7 +123,7 @@ class StepRerun:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
-        # Of two ranks with the same micro-batch, one that knows more comes first.
+        # If two ranks have the same micro-batch, the one that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
 
     def _observed(
@@ -256,7 +255,7 @@ def _nonfinite_in(batch: object) -> list[str]:
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies, and how many bytes there are."""
     if tensor.layout is not torch.strided:
-        return id(tensor), tensor.numel() * tensor.element_size()  # at most: what is left out of it is zero
+        return id(tensor), tensor.numel() * tensor.element_size()  # at most: a sparse tensor leaves out zeros
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 

@@ -184,7 +184,7 @@ class RunController:
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
-        # One that was saved before the first step is where this run begins, not what it resumes: a finder of learning rates loads it.
+        # A checkpoint from before the first step resumes nothing: a finder of learning rates loads one.
         if self.is_fit and self.reference is not None and checkpoint.get("global_step", 0) > 0:
             self.reference.resume()
 

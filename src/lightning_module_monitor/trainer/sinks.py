@@ -98,7 +98,7 @@ class SinksController:
         shown = f"; page: {page}. Verdict: {_command('summary', files.path)}" if page else f". Page: {_command('report', files.path)}"
         messages.info("Monitored values: %s%s", files.path, shown)
 
-    # What is expected
+    # Keys
 
     def expect(self, figures: Sequence[str], context: Sequence[str]) -> None:
         """The model exists. Records of training also hold figures of the monitor's own, and the context of training.
@@ -159,7 +159,7 @@ class SinksController:
             self._heat_maps.draw_if_due(self._files.path, record.step)
 
     def _open_files(self, path: Path) -> RunFiles:
-        """The store of this run, and what is beside it.
+        """The store of this run, and the file of raw tensors beside it.
 
         A run goes on in the store of the run that it resumes only where it would write by itself. Elsewhere it begins with a copy.
         """

@@ -218,7 +218,7 @@ class StepController:
         return self._run.health.nonfinite
 
     def _begin_step(self, step: int) -> bool:
-        """Begin a step, and return whether it is monitored. Report once each what the limit of overhead leaves out."""
+        """Begin a step, and return whether it is monitored. Report, once each, steps that the limit of overhead leaves out."""
         if self._overhead is None:
             return self._monitor.begin_step(step)
         is_allowed, closest = self._overhead.allows(step), self._overhead.closest

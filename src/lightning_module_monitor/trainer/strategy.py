@@ -27,7 +27,7 @@ _OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "par
 class DeepSpeedAccess(ParameterAccess):
     """Reads whole parameters, in float32 where the optimizer has them so, and whole gradients, by DeepSpeed's public functions.
 
-    Each read of what is laid out over ranks is a collective of DeepSpeed's own, so all ranks read the same in the same order.
+    Each read of a tensor that is laid out over ranks is a collective of DeepSpeed's own, so all ranks read the same in the same order.
     """
 
     makes_copies = True
