@@ -60,7 +60,7 @@ def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        StepRerun()._sibling(model)
+        StepRerun()._sibling(model, [])
 
 
 NOTES: list[tuple[int, nn.Parameter]] = []

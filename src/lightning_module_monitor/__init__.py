@@ -16,10 +16,9 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.report.page import write_report
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.store.reader import load_store
-    from lightning_module_monitor.standalone.attention import monitor_scaled_dot_product_attention
     from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
+    from lightning_module_monitor.standalone.forward import MonitorMixin, monitor_scaled_dot_product_attention
     from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
-    from lightning_module_monitor.standalone.mixin import MonitorMixin
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
@@ -63,15 +62,14 @@ _HOMES = {
     "config": ("Capture", "GradientFlow", "Rule"),
     "health.diagnoses": ("Diagnosis",),
     "health.options": ("Alert", "Health"),
-    "standalone.mixin": ("MonitorMixin",),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
     "record": ("Finding", "Histogram", "Record"),
     "report.page": ("write_report",),
     "sinks.history": ("StorageManager",),
     "sinks.store.reader": ("load_store",),
-    "standalone.attention": ("monitor_scaled_dot_product_attention",),
     "standalone.coordinate_check": ("RefinedCoordinateCheck",),
+    "standalone.forward": ("MonitorMixin", "monitor_scaled_dot_product_attention"),
     "standalone.gradient_gain": ("GradientGainMonitor",),
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),

@@ -143,7 +143,7 @@ class ModuleMonitorCallback(Described, Callback):
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return diagnose([]) if self._refusal is not None else self._run.health.diagnoses()
+        return diagnose([] if self._refusal is not None else self._run.health.findings)
 
     # The life of a run
 

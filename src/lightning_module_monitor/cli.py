@@ -142,8 +142,8 @@ examples:
 Sites are matched by name; the page says what matched and what did not. Differences are to the first run; the largest are printed.
 
 With --fail-on only a check is made: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the
-records are compared, and keys that fail are printed. A key also fails where values of one run are not finite, or the signs differ. A page is
-written with -o only.
+records are compared, and keys that fail are printed. A key also fails where values of one run are not finite, or the signs differ. A page
+is written with -o only.
 
 exit status:
   0  it was written; with --fail-on no key differs by more than RATIO

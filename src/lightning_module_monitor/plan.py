@@ -432,8 +432,3 @@ class Planner:
 
 def _path(spec: MetricSpec) -> str:
     return "/".join(filter(None, spec.identity))
-
-
-def _comparable(function: object) -> object:
-    """A user's function; of a torchmetrics object its type, for ``==`` makes a third metric of two."""
-    return type(function) if isinstance(function, Metric) else function

@@ -759,11 +759,11 @@ def join(folder: Path) -> dict[str, Any]:
 
 def one_rank_leaves(folder: Path) -> dict[str, Any]:
     """On the last rank the collectives of the monitor fail from step 2 on, in its record and where every step is looked at."""
-    results, all_reduce = {}, ranks.ProcessRanks.all_reduce
+    results, all_reduce = {}, ranks.Ranks.all_reduce
     for nonfinite in ("warn", "always"):
         count = Count()
 
-        def fails(own: ranks.ProcessRanks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
+        def fails(own: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
             if RANK == WORLD - 1 and count.step >= 2:
                 raise RanksLostError("on purpose")
             return all_reduce(own, tensor, how)
@@ -772,12 +772,12 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
         rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
         callback = ModuleMonitorCallback(1, rules=rules, health=Health(nonfinite=nonfinite), on_error="raise", stages=["train", "validate"])
         module = Classifier("mlp", torch.optim.SGD, lr=0.1)
-        ranks.ProcessRanks.all_reduce = fails  # type: ignore[method-assign]
+        ranks.Ranks.all_reduce = fails  # type: ignore[method-assign]
         try:
             with waiting_for(3):
                 results[nonfinite] = fit(folder / nonfinite, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
         finally:
-            ranks.ProcessRanks.all_reduce = all_reduce  # type: ignore[method-assign]
+            ranks.Ranks.all_reduce = all_reduce  # type: ignore[method-assign]
         results[nonfinite]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
     return results
 

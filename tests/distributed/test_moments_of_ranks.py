@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.statistics.results import nan_where_empty
@@ -94,7 +94,8 @@ def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[lis
 
     def work(rank: ThreadRank) -> Reduced:
         moments = moments_of(rows_by_rank[rank.index])
-        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), things, things)
+        of_numbers = things.repeat(NUM_FIELDS + 1)
+        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), of_numbers)
         return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
 
     meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from helpers.textbook import PLAIN, slack, textbook
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.kernels.kernel import Kernel
 from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
+from lightning_module_monitor.kernels.table import Kernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.statistics.results import nan_where_empty
 

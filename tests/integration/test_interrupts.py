@@ -39,7 +39,7 @@ EVERY_LINE_OF_MONITOR = (
     "model/hooks.py",
     hooks_of_torch.__file__,
 )
-EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py", "trainer/ddp_forward.py")
+EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py")
 FILES_THAT_READ = ("store/schema.py", "store/opening.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 

@@ -11,8 +11,7 @@ import torch
 from helpers.attention import Truth, truth
 from torch import Tensor
 
-from lightning_module_monitor.kernels.moments import Moments, Need
-from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
+from lightning_module_monitor.kernels.moments import Moments, Need, moments_of_rows
 from lightning_module_monitor.statistics import attention
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures
 

@@ -1,1 +1,1 @@
-"""All that speaks with other ranks: what every rank has seen brought together, sharded parameters, agreement."""
+"""Communication with other ranks: reduction of what each has observed, sharded parameters, agreement on what is recorded."""

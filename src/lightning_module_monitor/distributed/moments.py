@@ -3,8 +3,8 @@
 Parameters that are not laid out over ranks are *replicas*: every rank has them, and all should have the same. The first collective, a
 maximum, shows whether they do.
 
-Ranks that share their input, as tensor parallel ones do, may have the same of a tensor or different parts of it. They find out by *marks*:
-two small integers for all that is known of a tensor, which all but surely differ where anything of it does.
+Ranks that share their input, as tensor parallel ones do, may have equal copies or different parts of a tensor. Its *fingerprint* shows
+which: two integers made from all its figures, which differ with near certainty where any figure differs.
 """
 
 from __future__ import annotations
@@ -18,41 +18,37 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import Moments
 
 BITS = 31
-"""Of each of the two. Marks of a million ranks still add up exactly in float64."""
+"""Bits of each integer. Those of a million ranks still add up exactly in float64."""
 
 # The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), as signed integers.
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
-class Marks(NamedTuple):
-    """What tells whether ranks that share their input have the same of something: a replicated activation, say, which counts once."""
+class Fingerprints(NamedTuple):
+    """Show which items are equal on the ranks that share their input: a replicated activation, for example, counts once."""
 
-    marks: Tensor
-    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, things)``: all but sure to differ where anything of a thing does."""
-    of_rows: Tensor
-    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
-    of_summed: Tensor
-    """The thing that a number to be summed is of, in the same way."""
+    values: Tensor
+    """Integers from 0 to ``2**BITS - 1``, float64, shape ``(2, items)``."""
+    of_numbers: Tensor
+    """The item that each number to be summed belongs to (all fields of the moments, then ``summed``), int64; ``items``: to none."""
 
 
 ROUNDING = 1e-12
-"""By so much of its size a number of float64 may differ between ranks that have the same tensor, and added it up in another order."""
+"""Relative difference of a float64 number between ranks that have the same tensor, and added it up in another order."""
 
 
 class Replicas(NamedTuple):
-    """What every rank is expected to have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
+    """Items that every rank should have alike, as a parameter that is not laid out over ranks: where all do, the first rank's counts."""
 
     first_rows: Tensor
-    """The row of each thing that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(things,)``."""
+    """The row of each item that is compared: by its number of elements, mean and sum of squares. Int64, shape ``(items,)``."""
     are_parts: Tensor
-    """Whether what this rank has of a thing is a part that is its own to count, float64, shape ``(things,)``."""
-    of_rows: Tensor
-    """The thing that a row is of, int64, shape ``(rows,)``; ``things`` where it is of none, and every rank's counts."""
-    of_summed: Tensor
-    """The thing that a number to be summed is of, in the same way."""
+    """Whether this rank has a part of an item that no other rank counts, float64, shape ``(items,)``."""
+    of_numbers: Tensor
+    """As in :class:`Fingerprints`."""
 
     def checks(self, moments: Moments) -> Tensor:
-        """What the maximum is taken of, to find out whether all ranks have the same: shape ``(7, things)``."""
+        """Numbers whose maximum over ranks shows whether all have the same: shape ``(7, items)``."""
         known = torch.stack([moments.elements, moments.mean, moments.squares])[:, self.first_rows]
         largest = torch.finfo(known.dtype).max
         known = known.nan_to_num(largest, largest, -largest)
@@ -60,7 +56,7 @@ class Replicas(NamedTuple):
 
     @staticmethod
     def compared(checks: Tensor) -> tuple[Tensor, Tensor]:
-        """Which things all ranks have alike, and of which ranks have different values, by the maxima of the checks."""
+        """Which items all ranks have alike, and which ones differ between ranks, by the maxima of the checks."""
         largest, smallest, are_parts = checks[:3], -checks[3:6], checks[6] > 0
         elements, _mean, squares = largest
         size = torch.stack([elements, (squares / elements.clamp(min=1.0)).sqrt(), squares])
@@ -68,47 +64,50 @@ class Replicas(NamedTuple):
         return is_same & ~are_parts, ~(is_same | are_parts)
 
 
-def marks_of(numbers: Tensor, things: Tensor, num_things: int) -> Tensor:
-    """The marks of things that numbers are known of.
+def fingerprints_of(numbers: Tensor, items: Tensor, num_items: int) -> Tensor:
+    """:attr:`Fingerprints.values` from everything that is known of the items.
 
     Args:
         numbers: Float64, shape ``(numbers,)``, in an order that every rank has alike. Every NaN is the same, and so is every zero.
-        things: The thing that each of them is of, int64, of the same shape; ``num_things`` where it is of none.
-        num_things: How many there are.
-
-    Returns:
-        As :attr:`Marks.marks`.
+        items: The item that each number belongs to, int64, of the same shape; ``num_items`` where it belongs to none.
+        num_items: Number of items.
     """
     bits = torch.where(numbers.isnan(), torch.nan, numbers + 0.0).view(torch.int64)
     mixed = _mixed(bits + _GOLDEN * torch.arange(1, len(bits) + 1, device=bits.device))
-    of_things = _mixed(torch.zeros(num_things + 1, dtype=torch.int64, device=bits.device).index_add(0, things, mixed))[:num_things]
+    of_items = _mixed(torch.zeros(num_items + 1, dtype=torch.int64, device=bits.device).index_add(0, items, mixed))[:num_items]
     mask = (1 << BITS) - 1
-    return torch.stack([of_things & mask, (of_things >> BITS) & mask]).double()
+    return torch.stack([of_items & mask, (of_items >> BITS) & mask]).double()
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Integers of 64 bits, every bit of each of which depends on all bits of one that came in; what leaves the range wraps around."""
+    """Mix integers of 64 bits: each bit of a result depends on all bits of the argument. Overflow wraps around."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits = (bits ^ (bits >> shift)) * factor
     return bits ^ (bits >> 31)
 
 
 class Reduced(NamedTuple):
-    """What all ranks have together, the same on every one."""
+    """The result of all ranks, the same on every one."""
 
     moments: Moments
     largest: Tensor
     summed: Tensor
     are_copies: Tensor
-    """Which of the things that marks are of are copies, boolean, shape ``(things,)``; empty without marks."""
+    """Which items are copies, boolean, shape ``(items,)``; empty without fingerprints."""
     differ: Tensor
-    """Of which of the replicas ranks have different values, boolean, shape ``(things,)``; empty without replicas."""
+    """Which replicas differ between ranks, boolean, shape ``(items,)``; empty without replicas."""
 
 
 def reduce_moments(
-    moments: Moments, largest: Tensor, summed: Tensor, ranks: Ranks, marks: Marks | None = None, *, replicas: Replicas | None = None
+    moments: Moments,
+    largest: Tensor,
+    summed: Tensor,
+    ranks: Ranks,
+    fingerprints: Fingerprints | None = None,
+    *,
+    replicas: Replicas | None = None,
 ) -> Reduced:
-    """Merge every row with the same row of all other ranks, and with the rows what else there is to be reduced.
+    """Merge every row with the same row of all other ranks, and reduce further numbers in the same two collectives.
 
     The deviations of a rank are about its own mean, which the others do not know. So the first collective, a maximum, also
     agrees on a center for every row, the largest of the ranks' means, and the second, a sum, adds sums about it; see
@@ -116,11 +115,11 @@ def reduce_moments(
 
     Args:
         moments: This rank's, shape ``(rows,)``; a row that this rank has nothing for is the moments of an empty tensor.
-        largest: What the maximum is wanted of, shape ``(numbers,)``, float64, without NaN.
-        summed: What the sum is wanted of, shape ``(others,)``, float64.
-        ranks: Asked twice, on every rank.
-        marks: Where ranks share their input, what tells them of copies, which the first of them alone sums.
-        replicas: What all ranks are expected to have alike; the maximum shows whether they do.
+        largest: Numbers to take the maximum of, shape ``(numbers,)``, float64, without NaN.
+        summed: Numbers to add up, shape ``(others,)``, float64.
+        ranks: Every rank makes this call.
+        fingerprints: Where ranks share their input, they show copies, of which only the first rank's count.
+        replicas: Rows that all ranks are expected to have alike; the maximum shows whether they do.
 
     Returns:
         The moments of the tensors of all ranks together, and the two reduced tensors.
@@ -144,29 +143,27 @@ def reduce_moments(
     numbers = torch.cat([added.flatten(), summed])
     if replicas is not None and ranks.index > 0:
         is_copy = torch.cat([are_alike, are_alike.new_zeros(1)])
-        numbers = numbers.masked_fill(is_copy[torch.cat([replicas.of_rows.repeat(len(added)), replicas.of_summed])], 0.0)
-    if marks is None:
+        numbers = numbers.masked_fill(is_copy[replicas.of_numbers], 0.0)
+    if fingerprints is None:
         reduced, are_copies = ranks.all_reduce(numbers, "sum"), torch.empty(0, dtype=torch.bool, device=numbers.device)
     else:
-        things = torch.cat([marks.of_rows.repeat(len(added)), marks.of_summed])
-        reduced, are_copies = _summed_once(numbers, things, marks.marks, ranks)
+        reduced, are_copies = _summed_once(numbers, fingerprints, ranks)
     total = Moments(*reduced[: added.numel()].view_as(added))
     together = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
     return Reduced(together, largest, reduced[added.numel() :], are_copies, differ)
 
 
-def _summed_once(numbers: Tensor, things: Tensor, marks: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The sum over all ranks, of copies over the first of those that share their input; and which things are copies.
+def _summed_once(numbers: Tensor, fingerprints: Fingerprints, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The sum over all ranks, of copies over the first of those that share their input; and which items are copies.
 
-    Which they are is known only when the sum is there. So the numbers of first ranks and those of all others are summed apart,
-    and with them the marks: times the number of others on a first rank, times -1 on each of the others. Where all have the same
-    these add up to zero, and being integers exactly so.
+    Only the sum shows which they are. So the numbers of first ranks and those of all others are summed apart, and with them the
+    fingerprints: times the number of others on a first rank, times -1 on each of the others. Where all are equal they add up to zero.
     """
     nothing, is_first = torch.zeros_like(numbers), ranks.place == 0
     of_place = [numbers, nothing] if is_first else [nothing, numbers]
     factor = ranks.num_sharing - 1 if is_first else -1
-    reduced = ranks.all_reduce(torch.cat([*of_place, (marks * factor).flatten()]), "sum")
-    of_first, of_others, of_marks = reduced.split([len(numbers), len(numbers), marks.numel()])
-    are_copies = (of_marks.view_as(marks) == 0).all(0)
-    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[things]
+    reduced = ranks.all_reduce(torch.cat([*of_place, (fingerprints.values * factor).flatten()]), "sum")
+    of_first, of_others, of_fingerprints = reduced.split([len(numbers), len(numbers), fingerprints.values.numel()])
+    are_copies = (of_fingerprints.view_as(fingerprints.values) == 0).all(0)
+    is_copy = torch.cat([are_copies, are_copies.new_zeros(1)])[fingerprints.of_numbers]
     return of_first + of_others.masked_fill(is_copy, 0.0), are_copies

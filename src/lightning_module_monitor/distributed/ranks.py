@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -16,45 +16,12 @@ from lightning_module_monitor.errors import RanksLostError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
-class Ranks(Protocol):
-    """The processes that train together. Every one of them makes the same calls in the same order."""
-
-    index: int
-    """Which of them this is."""
-    group: distributed.ProcessGroup | None
-    """The process group in which they meet, of the host; ``None``: the default one."""
-    place: int
-    """Which this is of the ranks that share their input, as tensor parallel ones do; 0 where each has its own."""
-    num_sharing: int
-    """How many these are; 1 where each has its own."""
-
-    def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
-        """Reduce a float64 tensor over all ranks, each of which gives one of the same shape.
-
-        Args:
-            tensor: This rank's, on :attr:`device`, without NaN where ``how`` is ``max``.
-            how: ``max`` or ``sum``.
-
-        Returns:
-            The same on every rank.
-        """
-
-    def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
-        """What every rank gives, in the order of the ranks: for what is rare, or the user's own."""
-
-    def close(self) -> None:
-        """Give up what the collectives need; no further call follows."""
-
-
-OPERATIONS = {"max": "MAX", "sum": "SUM"}
-
 TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others, which have finished the same step: less than NCCL's ten minutes, after which the run would end."""
 
 
-class ProcessRanks:
-    """The ranks of the default process group, as :class:`Ranks` describes them, in a group of their own; made on every rank.
+class Ranks:
+    """The processes that train together, in a process group of their own. Each makes the same calls in the same order, this one too.
 
     In the default group a collective of the monitor's would meet others' where ranks are not in the same step: those of DDP, or of torch's
     ``Join``. The group is one of gloo: a rank that does not take part is then an error, where NCCL ends the process.
@@ -68,19 +35,22 @@ class ProcessRanks:
 
     def __init__(self, same_input: DeviceMesh | None = None) -> None:
         self.index: int = distributed.get_rank()
+        """Number of this rank."""
         with self._others_in_time():
-            self.group = distributed.new_group(timeout=TIMEOUT, backend="gloo")
+            self.group: distributed.ProcessGroup | None = distributed.new_group(timeout=TIMEOUT, backend="gloo")
         self.place: int = 0 if same_input is None else same_input.get_local_rank()
+        """Number of this rank among those that share their input, as tensor parallel ones do; 0 where each has its own."""
         self.num_sharing: int = 1 if same_input is None else same_input.size()
+        """Number of ranks that share their input; 1 where each has its own."""
 
     def all_reduce(self, tensor: Tensor, how: Literal["max", "sum"]) -> Tensor:
-        """One collective, in place."""
+        """Reduce a float64 tensor on the host, of the same shape on each rank, in place; without NaN where ``how`` is ``max``."""
         with self._others_in_time():
-            distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, OPERATIONS[how]), group=self.group)
+            distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, how.upper()), group=self.group)
         return tensor
 
     def gather(self, one: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
-        """What every rank gives, in the order of the ranks."""
+        """Exchange objects: those of all ranks, in the order of the ranks. For rare data, or the user's own."""
         everything: list[Any] = [None] * distributed.get_world_size()
         with self._others_in_time():
             distributed.all_gather_object(everything, one, group=self.group)
@@ -99,24 +69,24 @@ class ProcessRanks:
             raise RanksLostError(f"another rank did not take part within {TIMEOUT.total_seconds():g} s ({error})") from error
 
 
-def process_ranks(same_input: DeviceMesh | None = None) -> ProcessRanks | None:
+def process_ranks(same_input: DeviceMesh | None = None) -> Ranks | None:
     """The ranks, where there is more than this process."""
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return None
-    return ProcessRanks(same_input)
+    return Ranks(same_input) if _is_initialized() and distributed.get_world_size() > 1 else None
 
 
 def is_first_process() -> bool:
     """Whether this is rank 0, or the only process."""
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    return not _is_initialized() or distributed.get_rank() == 0
+
+
+def _is_initialized() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 @torch.no_grad()
 def share_values_of_first(tensors: Iterable[Tensor]) -> None:
     """Give plain tensors the values that they have on rank 0, as DDP does with a model's; called on every rank."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    for tensor in tensors:
+    for tensor in tensors if _is_initialized() else ():
         # As bytes: not every backend knows every dtype.
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
         distributed.broadcast(values.view(-1).view(torch.uint8), 0)
@@ -125,11 +95,9 @@ def share_values_of_first(tensors: Iterable[Tensor]) -> None:
 
 
 def disagreement(asked: Sequence[str], ranks: Ranks) -> str:
-    """What ranks want differently, the same sentence on each; nothing if they all want the same.
+    """A sentence about what ranks record differently, the same on each; empty if they all record the same.
 
-    Args:
-        asked: What this rank records, item by item, in an order that is to be the same everywhere.
-        ranks: Asked once, and where they differ once more.
+    ``asked`` is what this rank records, item by item, in an order that is to be the same everywhere. One collective, or two.
     """
     digest = hashlib.sha256("\n".join(asked).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.moments import Marks, Reduced, Replicas, marks_of, reduce_moments
+from lightning_module_monitor.distributed.moments import Fingerprints, Reduced, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -50,9 +50,16 @@ class DistributedReducer:
         self.group = ranks.group
         self.is_first_sharing = ranks.place == 0
         self.specs: dict[Identity, MetricSpec] = {}
-        """What is reduced, in an order that every rank has alike."""
+        """The reduced specifications, in an order that every rank has alike; each has its rows in this order."""
+        self._first_rows: dict[Identity, int] = {}
+        self._num_rows = 0
         self._functions: list[tuple[MetricSpec, UserFunction]] = []
-        self._add(specs)
+        self._counted: list[MetricSpec] = []
+        """Those with histograms."""
+        self._with_units: list[MetricSpec] = []
+        self._replicated: list[MetricSpec] = []
+        for spec in specs:
+            self._add(spec)
 
     def reduce(self, local: Callable[[], LocalResult], on_error: OnError) -> GlobalResult:
         """Reduce a step.
@@ -71,7 +78,9 @@ class DistributedReducer:
             if packed is None:
                 own, error = nothing, error or another
                 packed = self._pack(own, bool(unknown))
-            result = self._unpack(*self._reduce(*packed))
+            moments, largest, summed, fingerprints, replicas = packed
+            reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, fingerprints, replicas=replicas)
+            result = self._unpack(reduced, _parted(reduced.largest, largest), _parted(reduced.summed, summed))
             if result is None:
                 message, another = _unless_it_fails(functools.partial(message_of, unknown, on_error), pickle.dumps([]))
                 error = error or another  # not before the other ranks have what they wait for
@@ -87,40 +96,27 @@ class DistributedReducer:
         return self.ranks.gather(results)
 
     def learn(self, messages: Sequence[bytes], own: Iterable[MetricSpec]) -> None:
-        """Add the specifications that ranks have sent, in their order.
-
-        Args:
-            messages: What :func:`message_of` made on each of them.
-            own: What this rank has sent.
-        """
+        """Add the specifications that all ranks have sent by :func:`message_of`, in their order; ``own`` are those of this rank."""
         # Where this rank has the specification, or the rule, it has what cannot be sent: the functions themselves.
         of_this_rank = {spec.identity: spec for spec in own}
         for message in messages:
             for spec in pickle.loads(message):
                 origin = None if spec.origin is None or spec.origin.functions.keys() != spec.functions.keys() else spec.origin
                 known = None if origin is None else self.specs.get(origin.identity)
-                self._add([of_this_rank.get(spec.identity, spec) if known is None else known.at(spec.site)])
+                self._add(of_this_rank.get(spec.identity, spec) if known is None else known.at(spec.site))
 
-    def _add(self, specs: Iterable[MetricSpec]) -> None:
-        for spec in specs:
-            if spec.identity not in self.specs:
-                self.specs[spec.identity] = spec
-                self._functions += [(spec, function) for function in spec.functions.values()]
+    def _add(self, spec: MetricSpec) -> None:
+        if spec.identity in self.specs:
+            return
+        self.specs[spec.identity], self._first_rows[spec.identity] = spec, self._num_rows
+        self._num_rows += spec.num_rows
+        self._functions += [(spec, function) for function in spec.functions.values()]
+        for is_one, those in ((spec.histograms, self._counted), (spec.units, self._with_units), (spec.is_replicated, self._replicated)):
+            if is_one:
+                those.append(spec)
 
-    @property
-    def _counted(self) -> list[MetricSpec]:
-        return [spec for spec in self.specs.values() if spec.histograms]
-
-    @property
-    def _replicated(self) -> list[MetricSpec]:
-        return [spec for spec in self.specs.values() if spec.is_replicated]
-
-    @property
-    def _with_units(self) -> list[MetricSpec]:
-        return [spec for spec in self.specs.values() if spec.units]
-
-    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Marks | None, Replicas]:
-        """What this rank gives: moments, what the maximum and what the sum is taken of, and what shows copies and replicas."""
+    def _pack(self, own: LocalResult, has_more: bool) -> tuple[Moments, Parts, Parts, Fingerprints | None, Replicas]:
+        """This rank's part: moments, numbers to take the maximum of, numbers to add up, and what shows copies and replicas."""
         specs = self.specs.values()
         functions = [(spec.key(function.name), function) for spec, function in self._functions]
         rows = own.moments.rows(self._tensor([row for spec in specs for row in _rows_of(own, spec)], torch.int64))
@@ -133,7 +129,9 @@ class DistributedReducer:
         results = self._results(own)
         largest = {
             "seen": self._tensor([spec.identity in own.rows for spec in specs]),
-            "failed": self._tensor([_has_failed(own, spec) for spec in specs]),
+            "failed": self._tensor(
+                [not own.failed.isdisjoint((*spec.statistic_keys, *spec.histogram_keys, *map(spec.key, spec.units))) for spec in specs]
+            ),
             "called": self._tensor([key in own.results or key in own.metrics for key, _function in functions]),
             "raised": self._tensor([key in own.failed for key, _function in functions]),
             "more": self._tensor([has_more]),
@@ -148,23 +146,15 @@ class DistributedReducer:
             "weights": results["weights"],
             "errors": self._tensor([own.num_errors]),
         }
-        marks = None if self.ranks.num_sharing == 1 else self._marks(rows, counts, results)
-        return rows, largest, summed, marks, self._replicas(own)
-
-    def _reduce(
-        self, moments: Moments, largest: Parts, summed: Parts, marks: Marks | None, replicas: Replicas
-    ) -> tuple[Reduced, Parts, Parts]:
-        """The two collectives."""
-        reduced = reduce_moments(moments, _joined(largest), _joined(summed), self.ranks, marks, replicas=replicas)
-        return reduced, _parted(reduced.largest, largest), _parted(reduced.summed, summed)
+        fingerprints = None if self.ranks.num_sharing == 1 else self._fingerprints(rows, counts, results)
+        return rows, largest, summed, fingerprints, self._replicas(own)
 
     def _unpack(self, reduced: Reduced, largest: Parts, summed: Parts) -> GlobalResult | None:
         """The inverse of :meth:`_pack`, on the host; ``None`` if any rank has more than all know."""
         if largest["more"]:
             return None
         specs = list(self.specs.values())
-        firsts = itertools.accumulate((spec.num_rows for spec in specs), initial=0)
-        rows = [(spec, first) for spec, first, is_seen in zip(specs, firsts, largest["seen"].tolist(), strict=False) if is_seen]
+        rows = [(spec, self._first_rows[spec.identity]) for spec in itertools.compress(specs, largest["seen"].tolist())]
         measured = {spec.identity for spec, _first in rows}
         called, raised = largest["called"].tolist(), largest["raised"].tolist()
         finished = {
@@ -179,7 +169,7 @@ class DistributedReducer:
             if called[number] and isinstance(function.aggregate, str) and not isinstance(function.function, Metric):
                 values[spec.key(function.name)] = finished[function.aggregate][number]
             elif called[number] and not raised[number]:
-                # What has failed on any rank is NaN, whatever others make of theirs, and none of them is asked for it.
+                # A function that failed on any rank is NaN on all, and no rank gathers its results.
                 unfinished.append((spec, function))
         failed = [*itertools.compress(specs, largest["failed"].tolist())]
         return GlobalResult(
@@ -204,7 +194,7 @@ class DistributedReducer:
         )
 
     def _results(self, own: LocalResult) -> dict[str, Tensor]:
-        """What named aggregates of functions are merged from, by a few operations: each float64, shape ``(functions,)``."""
+        """Numbers that named aggregates of functions are merged from, in a few operations: each float64, shape ``(functions,)``."""
         scalars: list[Tensor] = []
         weights: list[float] = []
         index: list[int] = []
@@ -216,10 +206,8 @@ class DistributedReducer:
                 weights += results.weights
                 index += [number] * len(results.values)
         aggregates = [function.aggregate for _spec, function in self._functions]
-        is_mean, sign = (
-            self._tensor([one == "mean" for one in aggregates]),
-            self._tensor([-1.0 if one == "min" else 1.0 for one in aggregates]),
-        )
+        is_mean = self._tensor([one == "mean" for one in aggregates])
+        sign = self._tensor([-1.0 if one == "min" else 1.0 for one in aggregates])
         places, weight = self._tensor(index, torch.int64), self._tensor(weights)
         values = to_host([], scalars)[1]
         nothing, is_nan = torch.zeros_like(sign), values.isnan()
@@ -231,36 +219,33 @@ class DistributedReducer:
             "weights": nothing.index_add(0, places, weight),
         }
 
-    def _marks(self, moments: Moments, counts: Tensor, results: Mapping[str, Tensor]) -> Marks:
-        """What shows whether ranks that share their input have the same of a specification.
+    def _fingerprints(self, moments: Moments, counts: Tensor, results: Mapping[str, Tensor]) -> Fingerprints:
+        """Fingerprints of everything that is known of each specification: parts of a tensor may well have one histogram.
 
-        All that is known of it does: parts of a tensor may well have one histogram. Of a parameter, and of a value of the user's own,
-        every rank observes what is its own to count: parts of a constant are alike, and no copies.
+        Parameters and values of the user's own are left out: there each rank observes its own part, and parts of a constant are alike.
         """
         none = len(self.specs)
-        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(self.specs.values()) if spec.is_compared}, none)
+        rows, counted, called = self._of_items({spec: place for place, spec in enumerate(self.specs.values()) if spec.is_compared}, none)
         columns = [(torch.stack(moments), rows), (counts.T, counted), (torch.stack([*results.values()]), called)]
         known = torch.cat([values.flatten() for values, _things in columns])
-        things = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
-        return Marks(marks_of(known, things, none), rows, _of_summed(counted, called, none))
+        items = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
+        return Fingerprints(fingerprints_of(known, items, none), _of_numbers(rows, counted, called, none))
 
     def _replicas(self, own: LocalResult) -> Replicas:
-        """What every rank is expected to have alike, and of what this one has a part."""
+        """The specifications that every rank is expected to have alike, and those that this one has a part of."""
         replicated = self._replicated
-        rows, counted, called = self._of_things({spec: place for place, spec in enumerate(replicated)}, len(replicated))
-        firsts = dict(zip(self.specs, itertools.accumulate((spec.num_rows for spec in self.specs.values()), initial=0), strict=False))
+        rows, counted, called = self._of_items({spec: place for place, spec in enumerate(replicated)}, len(replicated))
         return Replicas(
-            first_rows=self._tensor([firsts[spec.identity] for spec in replicated], torch.int64),
+            first_rows=self._tensor([self._first_rows[spec.identity] for spec in replicated], torch.int64),
             are_parts=self._tensor([spec.identity in own.parts for spec in replicated]),
-            of_rows=rows,
-            of_summed=_of_summed(counted, called, len(replicated)),
+            of_numbers=_of_numbers(rows, counted, called, len(replicated)),
         )
 
-    def _of_things(self, things: Mapping[MetricSpec, int], none: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The thing that each row, each histogram and each function is of; ``none`` where it is of none."""
-        rows = [things.get(spec, none) for spec in self.specs.values() for _row in range(spec.num_rows)]
-        counted = [things.get(spec, none) for spec in self._counted]
-        called = [things.get(spec, none) for spec, _function in self._functions]
+    def _of_items(self, items: Mapping[MetricSpec, int], none: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The item that each row, each histogram and each function is of; ``none`` where it is of none."""
+        rows = [items.get(spec, none) for spec in self.specs.values() for _row in range(spec.num_rows)]
+        counted = [items.get(spec, none) for spec in self._counted]
+        called = [items.get(spec, none) for spec, _function in self._functions]
         return self._tensor(rows, torch.int64), self._tensor(counted, torch.int64), self._tensor(called, torch.int64)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -309,13 +294,9 @@ def _rows_of(own: LocalResult, spec: MetricSpec) -> Sequence[int]:
     return [len(own.moments.elements) - 1] * spec.num_rows if first is None else range(first, first + spec.num_rows)
 
 
-def _has_failed(own: LocalResult, spec: MetricSpec) -> bool:
-    return any(key in own.failed for key in (*spec.statistic_keys, *spec.histogram_keys, *map(spec.key, spec.units)))
-
-
-def _of_summed(counted: Tensor, called: Tensor, none: int) -> Tensor:
-    """The thing that each number is of that is summed, in their order: counts, totals, weights, and the number of errors."""
-    return torch.cat([counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)])
+def _of_numbers(rows: Tensor, counted: Tensor, called: Tensor, none: int) -> Tensor:
+    """The item that each summed number belongs to, in their order: moments, counts, totals, weights, and the number of errors."""
+    return torch.cat([rows.repeat(NUM_FIELDS), counted.repeat_interleave(NUM_COUNTS), called, called, called.new_full((1,), none)])
 
 
 def _joined(parts: Parts) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which part of a tensor that several ranks have is this rank's to count, so that every element counts once.
+"""The part of a tensor that this rank counts, where a tensor is laid out over ranks: every element counts once.
 
 Torch lays parameters out over ranks in two ways. FSDP2 and tensor parallel training make DTensors of them. FSDP1 makes views of this rank's
 shard of a flat parameter: plain tensors of one dimension, of which only the wrapper knows.
@@ -32,16 +32,16 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 class FlatShard(NamedTuple):
-    """Of a parameter of FSDP1 what its wrapper knows. On this rank it is a plain tensor of one dimension, which may be empty."""
+    """Layout of a parameter of FSDP1. On this rank it is a plain tensor of one dimension, which may be empty."""
 
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole parameter."""
     is_copy: bool
     """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
 
 
 def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Module | None) -> dict[str, FlatShard]:
-    """Which parameters are laid out over ranks by FSDP1.
+    """The parameters that FSDP1 has laid out over ranks, by name.
 
     Args:
         parameters: By name; ``None``: it is gone.
@@ -94,7 +94,7 @@ def own_part(tensor: DTensor) -> Tensor | None:
         ValueError: If its values are still to be reduced over ranks.
     """
     _check_reduced(tensor)
-    # Of several groups of ranks with the same tensor the one with rank 0 counts it.
+    # If several groups of ranks have the same tensor, the group with rank 0 counts it.
     is_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()
     part: Tensor = tensor.to_local()
     return None if is_elsewhere else part
@@ -137,10 +137,10 @@ def _check_reduced(tensor: DTensor) -> None:
 
 
 def local_part(tensor: Tensor, *, is_reduced: bool = True) -> Tensor:
-    """What a rank has of an activation that every rank of its mesh has a part of.
+    """This rank's part of an activation that may be laid out over the ranks of a mesh.
 
     Args:
-        tensor: Any; a plain one is all there is. One that a collective is still under way for is waited for.
+        tensor: Any tensor; a plain one is returned whole. Waits for a collective that still computes it.
         is_reduced: Whether it has to be reduced over ranks; if not, a part of a sum will do.
 
     Returns:

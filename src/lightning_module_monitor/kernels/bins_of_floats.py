@@ -31,14 +31,10 @@ FORMATS = {torch.float32: FloatFormat(torch.int32, 8, 23), torch.float64: FloatF
 
 
 def places_of_codes(exponent_bits: int) -> NDArray[np.int64]:
-    """Where elements are counted, by their code.
-
-    Args:
-        exponent_bits: Number of bits of the exponent.
+    """The place of a float in a row of counts, by its code: whether the mantissa is not zero, whether it is negative, exponent's bits.
 
     Returns:
-        Place in a row of counts, shape ``(2, 2, 2**exponent_bits)``: by whether the mantissa is not zero, whether the sign is
-        negative, and the exponent's bits.
+        Shape ``(2, 2, 2**exponent_bits)``.
     """
     num_exponents = 2**exponent_bits
     exponent = np.arange(num_exponents) - (num_exponents // 2 - 1)
@@ -73,14 +69,7 @@ def counts_of(tensor: Tensor) -> Tensor:
 
 
 def scattered_counts(places: Tensor) -> Tensor:
-    """How often each place occurs. ``torch.bincount`` reads the largest on the host, where this does not.
-
-    Args:
-        places: Int64, shape ``(elements,)``.
-
-    Returns:
-        Counts, int64, shape ``(NUM_COUNTS,)``.
-    """
+    """The number of elements at each place, int64, shape ``(NUM_COUNTS,)``; ``torch.bincount`` would read a value on the host."""
     spread = torch.arange(len(places), device=places.device).remainder_(SPREAD).mul_(NUM_COUNTS).add_(places)
     spread_counts = torch.zeros(SPREAD * NUM_COUNTS, dtype=torch.int64, device=places.device)
     spread_counts.scatter_add_(0, spread, torch.ones_like(spread))

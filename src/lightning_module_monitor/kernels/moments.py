@@ -1,4 +1,4 @@
-"""Mergeable moments: what is kept of a tensor so that every built-in statistic can be finished later.
+"""Mergeable moments: sums and extremes of a tensor from which every built-in statistic can be finished later.
 
 Rows merge exactly: the moments of two tensors, merged, are the moments of both together. Central sums merge by the formulas of
 P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and arbitrary-order statistical moments", 2008; for the
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Need:
-    """Which moments a statistic is finished from, as bits of an integer.
+    """The moments that a statistic is finished from, as bits of an integer.
 
     A moment that no statistic needs is not computed, and must not be read. Integers and not an ``enum.IntFlag``, whose ``&``
     costs as much as a small kernel.
@@ -92,11 +92,7 @@ class Moments(NamedTuple):
         return Moments(*(field[index] for field in self))
 
     def about(self, center: Tensor) -> Moments:
-        """The same with sums about a center, which add up: ``mean`` becomes the sum of ``x - center``.
-
-        Args:
-            center: Shape ``(rows,)``; the same for all rows that are added.
-        """
+        """The same with sums about a center, shape ``(rows,)``, which add up: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,
@@ -122,18 +118,13 @@ class Moments(NamedTuple):
         Args:
             index: For each of these rows the row it is merged into, int64, shape ``(rows,)``.
             num_rows: Number of rows of the result. A row that nothing is merged into is the moments of an empty tensor.
-
-        Returns:
-            Merged moments of shape ``(num_rows,)``.
         """
         elements = _total(self.elements, index, num_rows)
         # The mean of means and not the sum over the count, whose rounding the squares of the spread would show. A row
         # alone in its group keeps its mean to the last bit: its share is 1.
         mean = _total(self.mean * (self.elements / elements.clamp(min=1.0)[index]), index, num_rows)
         about = self.about(mean[index])
-        return Moments(
-            *(_total(field, index, num_rows) for field in about),
-        )._replace(
+        return Moments(*(_total(field, index, num_rows) for field in about))._replace(
             mean=mean,
             maximum=_extreme(self.maximum, index, num_rows, "amax", -torch.inf),
             minimum=_extreme(self.minimum, index, num_rows, "amin", torch.inf),
@@ -165,3 +156,39 @@ def merged(shares: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     parts = [*(Moments(*share) for share in shares), Moments.of_nothing(num_rows).to(device)]
     together = Moments(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
     return torch.stack(together.merge(torch.arange(num_rows, device=device).repeat(len(parts)), num_rows))
+
+
+def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
+    """Moments of the rows of a matrix, without the elements that do not count; of many short rows at once, in float64 where needed.
+
+    Args:
+        values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token of its own.
+        counts: Which elements count, of the same shape.
+        needs: Which moments to take, bits of :class:`Need`. The others are zero.
+
+    Returns:
+        Moments of shape ``(rows,)``, on the device of ``values``.
+    """
+    if needs & ~(Need.MEAN | Need.EXTREMES):
+        values = values.double()
+    kept = torch.where(counts, values, 0.0)
+    elements = counts.sum(1, dtype=torch.float64)
+    nothing = torch.zeros_like(elements)
+    found = dict.fromkeys(Moments._fields, nothing) | {"elements": elements, "tokens": elements}
+    if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
+        found["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
+    if needs & (Need.DEVIATIONS | Need.POWERS):
+        d = torch.where(counts, values - found["mean"].unsqueeze(1), 0.0)
+        found["deviations"], found["third"], found["fourth"] = d.square().sum(1), d.pow(3).sum(1), d.pow(4).sum(1)
+    if needs & Need.SQUARES:
+        found["squares"] = kept.square().sum(1)
+    if needs & (Need.MAGNITUDE | Need.TOKENS):
+        found["magnitude"] = found["token_norm"] = found["token_rms"] = kept.abs().sum(1)
+    if needs & Need.EXTREMES:
+        found["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
+        found["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
+    if needs & Need.ZEROS:
+        found["zeros"] = (counts & (values == 0)).sum(1).double()
+    if needs & Need.NONFINITE:
+        found["nonfinite"] = (counts & ~values.isfinite()).sum(1).double()
+    return Moments(**found)

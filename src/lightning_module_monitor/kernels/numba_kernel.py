@@ -105,13 +105,8 @@ def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     return array_of(tensor.float())
 
 
-@functools.cache
-def _place_of_code() -> NDArray[np.int64]:
-    return np.ascontiguousarray(places_of_codes(8).reshape(-1))
-
-
 class NumbaKernel:
-    """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
+    """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.table.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
         self._table = np.tile(_NOTHING, (FIRST_ROWS, 1))
@@ -177,7 +172,7 @@ class NumbaKernel:
 
     def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
-        _compiled().count(bits, _place_of_code(), counts)
+        _compiled().count(bits, _PLACE_OF_CODE, counts)
         for row in rows:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
@@ -191,7 +186,9 @@ def _compiled() -> ModuleType:
 _EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
 _EMPTY.flags.writeable = False  # as the others are: the loops are compiled for that
 
-# Made here: what is made within a transform of torch.func has no memory that numpy could read.
+# Made here: within a transform of torch.func a new tensor has no memory that numpy could read.
 _NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
+
+_PLACE_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(places_of_codes(8).reshape(-1))
 
 _MOMENTS, _TOKENS, _HISTOGRAM = Need.EVERYTHING, Need.TOKENS, Need.HISTOGRAM

@@ -1,16 +1,16 @@
-"""The rows of moments and counts of a step: each tensor goes to the kernel of its device, and everything is collected at the end."""
+"""The contract of the kernels, and the table of a step: each tensor goes to the kernel of its device, and is collected at the end."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.kernel import Kernel
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
@@ -19,11 +19,49 @@ from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 _HOST = torch.device("cpu")
 
 
+class Kernel(Protocol):
+    """Rows of moments, and where a histogram is asked for rows of counts, of the tensors of one device.
+
+    A tensor may change as soon as a method returns. No method reads a value on the host before :meth:`collect`, and on an
+    accelerator not even that does. ``needs`` are bits of :class:`~lightning_module_monitor.kernels.moments.Need`, always the same
+    for one row. A method that raises has added nothing.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
+        """Measure a tensor once and merge it into rows.
+
+        Args:
+            rows: Numbers of the rows.
+            tensor: Any shape with at least one element, any real floating dtype of this kernel, strided, detached.
+            needs: What the rows need.
+        """
+
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+        """:meth:`add` of many tensors that exist at the same time, each into one row."""
+
+    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+        """:meth:`add` of ``tensor - other - shift``: ``other`` has the same shape, that of ``shift`` is broadcast; ``None`` is zero."""
+
+    def collect(self, num_rows: int) -> Tensor:
+        """The moments of the rows from 0 to ``num_rows``, float64, shape ``(NUM_FIELDS, num_rows)``, on the kernel's device.
+
+        A device without float64 gives them on the host. A row that nothing was added to has the moments of an empty tensor.
+        """
+
+    def counts(self, rows: Sequence[int]) -> Tensor:
+        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the same device; zeros for rows without any."""
+
+
 class MomentTable:
     """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
 
-    A row may get tensors of several precisions and devices. Methods are those of
-    :class:`~lightning_module_monitor.kernels.kernel.Kernel`; an empty tensor changes nothing.
+    A row may get tensors of several precisions and devices. Methods and arguments are those of :class:`Kernel`, but for tensors of any
+    layout, which may be part of a graph; an empty tensor changes nothing.
     """
 
     def __init__(self) -> None:
@@ -33,12 +71,7 @@ class MomentTable:
         self._merged: list[tuple[list[int], Tensor]] = []
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows; it may change as soon as this returns.
-
-        Args:
-            rows: Numbers of the rows.
-            tensor: Any shape and layout, any real floating dtype. It may be part of a graph, which is left as it is.
-            needs: Bits of ``Need``.
+        """Measure a tensor once and merge it into rows.
 
         Raises:
             ValueError: If the tensor has no elements of its own.

@@ -39,7 +39,7 @@ _SPREAD = Need.DEVIATIONS | Need.POWERS
 
 
 class _Part(NamedTuple):
-    """What was measured of the pieces of one matrix."""
+    """Figures of the pieces of one matrix."""
 
     names: Sequence[str]
     figures: Tensor
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
     """The rows that every piece belongs to; or the row of each piece."""
     is_row_a_piece: bool
     elements: int
-    """Of a piece."""
+    """Number of elements of a piece."""
     features: int
 
 
@@ -59,7 +59,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 class TorchKernel:
-    """The kernel of any device; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`."""
+    """The kernel of any device; see :class:`~lightning_module_monitor.kernels.table.Kernel`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

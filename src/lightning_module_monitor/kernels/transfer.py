@@ -23,19 +23,17 @@ def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Te
     if len(shares) == 1 and not others:
         # As nearly always, and a tenth of a millisecond less.
         return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
-    parcels: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    places = []
-    for tensor in [*shares, *others]:
-        parcels[tensor.device].append(tensor.reshape(-1))
-        places.append((tensor.device, tensor.numel()))
-    arrived = {device: transfer(parts[0] if len(parts) == 1 else torch.cat(parts)) for device, parts in parcels.items()}
-    starts = dict.fromkeys(arrived, 0)
-    unpacked = []
-    for device, size in places:
-        unpacked.append(arrived[device][starts[device] : starts[device] + size])
-        starts[device] += size
-    moments = [part.view(share.shape) for part, share in zip(unpacked, shares, strict=False)]
-    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *unpacked[len(shares) :]])
+    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
+    places_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(flat):
+        places_by_device[tensor.device].append(place)
+    arrived: dict[int, Tensor] = {}
+    for places in places_by_device.values():
+        parcel = flat[places[0]] if len(places) == 1 else torch.cat([flat[place] for place in places])
+        arrived |= zip(places, transfer(parcel).split([flat[place].numel() for place in places]), strict=True)
+    moments = [arrived[place].view(share.shape) for place, share in enumerate(shares)]
+    rest = [arrived[place] for place in range(len(shares), len(flat))]
+    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *rest])
 
 
 def transfer(tensor: Tensor) -> Tensor:

@@ -82,14 +82,7 @@ def launch(device: torch.device, function: Any, num_programs: int, *arguments: o
 
 
 class TritonKernel:
-    """The kernel of a device that Triton compiles for; see :class:`~lightning_module_monitor.kernels.kernel.Kernel`.
-
-    Args:
-        device: A CUDA or ROCm device.
-
-    Raises:
-        ImportError: If Triton is not installed.
-    """
+    """The kernel of a CUDA or ROCm device; see :class:`~lightning_module_monitor.kernels.table.Kernel`. It needs Triton."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -256,12 +249,9 @@ class _Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _cut(sizes: tuple[int, ...], features: tuple[int, ...] | None, most: int) -> _Cut:
-    """Cut tensors.
+    """Cut tensors of these numbers of elements, with rows of ``features`` elements (``None``: of any length).
 
-    Args:
-        sizes: Numbers of elements.
-        features: Sizes of the tensors' rows; ``None`` where it does not matter how long a row is.
-        most: Number of programs that there are at most, up to one for each tensor more.
+    There are at most ``most`` programs, up to one for each tensor more.
     """
     blocks_by_columns = {}
     for columns in [TILE] if features is None else [1 << power for power in range(TILE.bit_length())]:

@@ -202,7 +202,14 @@ class Tracker:
         """
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-            self._see_output(Event(name, type(module), False, output, args, kwargs), grad)
+            event = Event(name, type(module), False, output, args, kwargs)
+            # A forward pass within a backward pass recomputes a checkpointed one. Its outputs get hooks too: under reentrant
+            # checkpointing they are the only ones with a gradient.
+            if not is_in_backward():
+                self._places.clear()
+                self.stashes.append(self._stashed(event))
+            if grad:
+                self._await_gradient(event)
 
         # The hook has no reference to the module: a tracker may outlive it.
         self._module_hooks.add_forward(module, UncopiedHook(observe), with_kwargs=True)
@@ -275,15 +282,6 @@ class Tracker:
         frame: pandas.DataFrame = pd.DataFrame(rows, columns=["name", "type", "grad", column])
         return frame
 
-    def _see_output(self, event: Event, grad: bool) -> None:
-        # A forward pass within a backward pass recomputes a checkpointed one. Its outputs get hooks too: under reentrant checkpointing
-        # they are the only ones with a gradient.
-        if not is_in_backward():
-            self._places.clear()
-            self.stashes.append(self._kept(event))
-        if grad:
-            self._await_gradient(event)
-
     def _await_gradient(self, event: Event) -> None:
         tensors: dict[int, Tensor] = {id(tensor): tensor for _path, tensor in named_tensors(event.value) if tensor.requires_grad}
         if not tensors:
@@ -292,7 +290,7 @@ class Tracker:
         # Not the output itself: its memory may be freed before the backward pass.
         value = map_leaves(event.value, lambda leaf: place.get(id(leaf)) if isinstance(leaf, Tensor) else leaf)
         awaited = Event(event.name, event.type, True, (value,) if isinstance(event.value, Tensor) else value, (), {})
-        take = functools.partial(self._see_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
+        take = functools.partial(self._observe_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
         if len(tensors) == 1:
             (tensor,) = tensors.values()
             # None: one function has several outputs (e.g. ``chunk``), and this one was not used.
@@ -300,12 +298,12 @@ class Tracker:
         else:
             self._tensor_hooks.add(register_multi_grad_hook(list(tensors.values()), take))
 
-    def _see_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
+    def _observe_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of an output, before those of a module inside that returned the same tensor."""
         if is_tracing():
             return
         value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
-        stash = self._kept(Event(awaited.name, awaited.type, True, value, (), {}))
+        stash = self._stashed(Event(awaited.name, awaited.type, True, value, (), {}))
         task = backward_pass()
         places = self._places
         index = min((places[task, number] for number in numbers if (task, number) in places), default=len(self.stashes))
@@ -323,7 +321,7 @@ class Tracker:
             self._outputs[tensor] = (tensor._version, number)
         return number
 
-    def _kept(self, event: Event) -> Stash:
+    def _stashed(self, event: Event) -> Stash:
         with torch.no_grad():
             stash = self._stash(event)
         if self._max_bytes is not None:
@@ -344,6 +342,5 @@ class _Place(int):
 
 
 def _first(value: object) -> Any:  # noqa: ANN401  # see Stash.first_value
-    inside = [part for _name, part in parts(value)]
-    found = (_first(part) for part in inside)
-    return next((part for part in found if part is not None), None) if inside else value
+    inside = [_first(part) for _name, part in parts(value)]
+    return next((part for part in inside if part is not None), None) if inside else value

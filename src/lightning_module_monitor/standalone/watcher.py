@@ -121,7 +121,9 @@ class TorchWatcher:
             self._report("watch() was called in evaluation mode, and evaluation is False; nothing is logged.")
             return
         with failing_alone(self._fail):
-            mode = self._mode_with_values()
+            # The model's mode, or the other one if only that has values.
+            mode, other = (self._training, self._evaluation) if self.model.training else (self._evaluation, self._training)
+            mode = other if other.is_open and not mode.is_open else mode
             if mode is self._training and not self._is_due(mode, step):
                 return
             record = mode.end(step, track_gradients, track_parameters)
@@ -171,11 +173,6 @@ class TorchWatcher:
             self._next_step += 1
         self._owes_update = False
 
-    def _mode_with_values(self) -> _Mode:
-        """The model's mode, or the other one if only that has values."""
-        mode, other = (self._training, self._evaluation) if self.model.training else (self._evaluation, self._training)
-        return other if other.is_open and not mode.is_open else mode
-
     def _is_due(self, mode: _Mode, step: int) -> bool:
         """Whether a training step is to be logged. Its number determines those of the next steps."""
         is_first = self._next_step is None
@@ -202,7 +199,6 @@ class TorchWatcher:
         self._reporter.log_once(f"{message} Said once.", level)
 
     def _fail(self, error: Exception) -> None:
-        """Report an error of the watcher, which never ends a run."""
         self._report(f"Watching failed ({type(error).__name__}: {error}).")
 
 
@@ -213,10 +209,13 @@ class _Mode:
         self._monitor = ModuleMonitor(rules=rule, history=1)
         self._monitor.set_module(model)
         self._silence = ExitStack()
-        self.is_open = False
-        """Whether the model was observed since."""
         self.is_over = False
         """Whether an optimizer has stepped since the last forward pass."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model was observed since."""
+        return self._monitor.current_step is not None
 
     def begin_forward(self, is_expected: bool) -> None:
         """A forward pass in this mode begins; values from before the last optimizer step are dropped."""
@@ -224,7 +223,7 @@ class _Mode:
             self.drop()
         self.is_over = False
         if is_expected and not self.is_open:
-            self._open(0)
+            self._monitor.begin_step(0)
         self.listen(True)
 
     def listen(self, is_listening: bool) -> None:
@@ -237,28 +236,22 @@ class _Mode:
         """The values of the mode, with the current gradients and parameters."""
         self.listen(True)
         if not self.is_open:
-            self._open(step)
+            self._monitor.begin_step(step)
         if gradients:
             self._monitor.monitor_gradients()
         if parameters:
             self._monitor.monitor_parameters()
         record = self._monitor.end_step()
         assert record is not None
-        self.is_open = False
         return record
 
     def drop(self) -> None:
         """Remove the hooks and the values."""
         self._monitor.abandon()
-        self.is_open = False
 
     def close(self) -> None:
         self._silence.close()
         self._monitor.close()
-
-    def _open(self, step: int) -> None:
-        self._monitor.begin_step(step)
-        self.is_open = True
 
 
 def _weak(watcher: TorchWatcher, method: Callable[..., None]) -> Callable[..., None]:

@@ -14,8 +14,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.moments import Moments, Need, merged
-from lightning_module_monitor.kernels.rows_of_matrix import moments_of_rows
+from lightning_module_monitor.kernels.moments import Moments, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host

@@ -1,1 +1,1 @@
-"""What needs a Lightning Trainer beside the callback."""
+"""Controllers that the callback drives, and everything else that needs a Lightning Trainer."""

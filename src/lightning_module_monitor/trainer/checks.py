@@ -1,7 +1,8 @@
-"""Checks of a run that cannot be monitored, before its first batch."""
+"""Checks before the first batch: runs that cannot be monitored, and patterns that can match no key."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Collection, Sequence
@@ -12,9 +13,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.base import LogOnce
+from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
+from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 
 
 def check_compiled(pl_module: LightningModule, *, at_every_step: bool) -> None:
@@ -46,17 +49,11 @@ def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, r
         raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
 
 
-def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], say: LogOnce) -> None:
-    """Check that the other callbacks get the keys of ours that they monitor.
-
-    Args:
-        trainer: Has the callbacks.
-        keys: Our planned keys of numbers.
-        patterns: Those of ``callback_metrics``.
-        say: Reports a callback that does without its key.
+def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], log: LogOnce) -> None:
+    """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
 
     Raises:
-        ConfigError: If EarlyStopping would end the run by an error.
+        ConfigError: If EarlyStopping would end the run by an error; ``log`` reports other callbacks.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
@@ -66,7 +63,47 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
         message = f"{wrong}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
         if isinstance(callback, EarlyStopping) and callback.strict:
             raise ConfigError(message)
-        say(message, logging.WARNING)
+        log(message, logging.WARNING)
+
+
+def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
+    """Check that the pattern of an option, its label, matches one of the planned keys of numbers.
+
+    Returns:
+        Whether it does; if not, it may match one that is not known yet.
+
+    Raises:
+        ConfigError: If it can match no key.
+    """
+    if any(pattern.fullmatch(key) for key in keys):
+        return True
+    text = pattern.pattern
+    wrong = f"{label} {text!r} matches"
+    histogram = next((key for key in histograms if pattern.fullmatch(key)), None)
+    if histogram is not None:
+        raise ConfigError(f"{wrong} {histogram!r}, a histogram; expected keys of numbers{nearest(text, keys)}")
+    roll_up = next((site for site in ROLL_UP_SITES if site in text), None)
+    if roll_up is not None:
+        expected = f"expected the keys themselves, e.g. {text.replace(roll_up, '.*')!r}"
+        raise ConfigError(f"{wrong} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}")
+    if not _may_come(planner, text):
+        raise ConfigError(f"{wrong} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
+    return False
+
+
+def _may_come(planner: Planner, pattern: str) -> bool:
+    """Whether a pattern without a planned key may match a later one: of a further output, of a head, or of the user's own."""
+    start = f"{planner.prefix}/" if planner.prefix else ""
+    stage, *rest = pattern.removeprefix(start).split("/", 1)
+    kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
+    is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)
+    ours = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
+    if is_plain and kind not in ours:
+        return not difflib.get_close_matches(kind, ours, n=1, cutoff=0.75)
+    shorter = re.sub(r"\\?\.output_[\w.-]+", "", pattern)
+    if shorter != pattern and any(re.fullmatch(shorter, key) for key in planner.planned_keys((TRAIN, *STAGES))):
+        return True
+    return not planner.plan().knows_all_keys(kind if is_plain else "")
 
 
 def makes_layers_late(pl_module: LightningModule) -> bool:

@@ -1,4 +1,4 @@
-"""The context of a monitored step: the loss, the learning rates, the number of samples, and what the module has logged."""
+"""The context of a monitored step: the loss, the learning rates, the number of samples, and the metrics that the module logs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Key
 
 LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
 CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum"}
-"""What every monitored step of a fit has, with the aggregate over its micro-batches and all ranks."""
+"""The context of every monitored step of a fit, with the aggregate over its micro-batches and all ranks."""
 
 
 class ContextController:
-    """Gives a monitor the context of its steps, without a read on the host.
-
-    Args:
-        monitor: The monitor; it has not begun a step.
-        optimizers: All optimizers.
-    """
+    """Gives a monitor, which has not begun a step, the context of its steps, without a read on the host."""
 
     def __init__(self, monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> None:
         self._monitor = monitor
@@ -37,7 +32,7 @@ class ContextController:
         for name in expected:
             self._namer.name(name)
         self._names: dict[str, str] = {}
-        """The name of what the module logs."""
+        """Name in keys by name of the module's metric."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers of this step used."""
 
@@ -53,13 +48,8 @@ class ContextController:
             self._monitor.monitor_context(BATCH_SIZE, size * num_replicas / trainer.world_size, CONTEXT[BATCH_SIZE])
 
     def observe_loss(self, trainer: Trainer, loss: Tensor, scale: Tensor | None) -> None:
-        """Take in a loss that is about to be differentiated.
-
-        Args:
-            trainer: Under automatic optimization it has divided the loss by its ``accumulate_grad_batches``.
-            loss: The loss.
-            scale: What a ``GradScaler`` has multiplied it by.
-        """
+        """Record a loss that is about to be differentiated, without ``scale``, by which a ``GradScaler`` has multiplied it."""
+        # Under automatic optimization the trainer has divided it by its number of micro-batches.
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         own = own if trainer.accumulate_grad_batches == 1 else own * trainer.accumulate_grad_batches
         self._monitor.monitor_context(LOSS, own if scale is None else own / scale, CONTEXT[LOSS])
@@ -78,10 +68,10 @@ class ContextController:
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
                 self._monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
-        # Lightning makes numbers of what its progress bar shows when it is asked for its metrics, as it does itself a moment later.
+        # Reading the metrics makes numbers of those that the progress bar shows; Lightning does so itself a moment later.
         metrics = trainer.callback_metrics
         for name, value in metrics.items():
-            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # what is logged by step and by epoch
+            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
             if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
                 if name not in self._names:
                     self._names[name] = self._namer.name(name)

@@ -18,7 +18,7 @@ from lightning_module_monitor.config import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING
-from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
+from lightning_module_monitor.health.diagnoses import diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -26,39 +26,38 @@ from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.trainer.keys import check_keys
+from lightning_module_monitor.trainer.checks import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
+from lightning_module_monitor.trainer.optimizers import parameter_ids
+from lightning_module_monitor.trainer.options import messages
+from lightning_module_monitor.trainer.strategy import can_run_again
 
 
 class HealthController:
-    """Judges every record by the watches and alerts, and performs the actions that follow.
+    """Judges every record by the watches and alerts, whose rules it adds to the monitor, and performs the actions that follow."""
 
-    Args:
-        options: The checked options.
-        monitor: Gets the rules that the watches need.
-        on_error: ``raise``: an error of ours in a hook is raised.
-        messages: Logs the findings.
-    """
-
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str, messages: logging.Logger) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str) -> None:
         self.options = options
         self._monitor = monitor
         self._on_error = on_error
-        self._messages = messages
         self.findings: list[Finding] = []
         """All findings of the run, in their order."""
-        monitor.add_rules(watch_rules(self.options.recorded), "health.watch", are_optional=True)
+        monitor.add_rules(watch_rules(options.recorded), "health.watch", are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
-        """What :meth:`state` gave for the run that is resumed, or at its end."""
-        self._details: dict[str, list[int]] = {}
-        """Steps with raised detail, by site."""
+        """The result of :meth:`state` for the resumed run, or at the end of this one."""
         self._awaited: list[tuple[str, re.Pattern[str]]] = []
         """Patterns that match no planned key: the first record may have some."""
         self._is_fit = False
         self.nonfinite: NonfiniteController | None = None
         """Finds non-finite values, while there is a model; ``None`` where ``nonfinite`` is ``ignore``."""
         self._forget()
+
+    def _forget(self) -> None:
+        self._details: dict[str, list[int]] = {}
+        """Steps with raised detail, by site."""
+        self._pending: list[Finding] = []
+        self._following: list[tuple[Action, Finding]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": self.state(), "_alerts": None, "nonfinite": None}
@@ -73,24 +72,17 @@ class HealthController:
         """Continue the run that gave a state; before or after :meth:`begin`."""
         self._state = state
         if self._alerts is not None:
-            self._go_on(self._alerts)
+            self._restore(self._alerts)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, so that it repeats no finding and loses no streak: in plain numbers and texts."""
+        """The state for a checkpoint, in plain numbers and texts: a resumed run repeats no finding and loses no streak."""
         if self._alerts is None or not self._is_fit:
             return self._state
         is_reported = self.nonfinite is not None and self.nonfinite.is_reported
         return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
 
-    def begin(self, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool, has_ranks: bool, runs_again: bool) -> None:
-        """The model exists.
-
-        Args:
-            planned_keys: Planned keys of numbers.
-            histograms: Planned keys of histograms.
-            is_fit: Whether the model is to be trained.
-            has_ranks: Whether several ranks train it.
-            runs_again: Whether a part of a step can be run again.
+    def begin(self, trainer: Trainer, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
+        """The model exists; ``planned_keys`` are those of numbers.
 
         Raises:
             ConfigError: If an alert can match no key.
@@ -108,12 +100,16 @@ class HealthController:
         self._alerts = Alerts(rules)
         if self.options.nonfinite != IGNORE:
             self.nonfinite = NonfiniteController(
-                self.options, self._monitor, has_ranks=has_ranks, runs_again=runs_again, on_error=self._on_error, messages=self._messages
+                self.options,
+                self._monitor,
+                has_ranks=trainer.world_size > 1,
+                runs_again=can_run_again(trainer),
+                on_error=self._on_error,
             )
         if is_fit:
-            self._go_on(self._alerts)
+            self._restore(self._alerts)
 
-    def _go_on(self, alerts: Alerts) -> None:
+    def _restore(self, alerts: Alerts) -> None:
         alerts.load(self._state.get("alerts", {}))
         if self.nonfinite is not None:
             self.nonfinite.is_reported = self._state.get("is_told", False)
@@ -123,24 +119,15 @@ class HealthController:
     def close(self) -> None:
         """Log the diagnoses, take every hook off, and forget the run except for its findings; a second call does no harm."""
         if self._alerts is not None and self._is_fit and is_first_process():
-            for number, one in enumerate(self.diagnoses(), 1):
-                self._messages.warning("Diagnosis %d: %s", number, one)
+            for number, one in enumerate(diagnose(self.findings), 1):
+                messages.warning("Diagnosis %d: %s", number, one)
         self._state = self.state()
         if self.nonfinite is not None:
             self.nonfinite.close()
         self.nonfinite = self._alerts = None
         self._forget()
 
-    def _forget(self) -> None:
-        self._details = {}
-        self._pending: list[Finding] = []
-        self._following: list[tuple[Action, Finding]] = []
-
-    # What is found
-
-    def diagnoses(self) -> Diagnoses:
-        """The causes that the findings of the run show."""
-        return diagnose(self.findings)
+    # Findings
 
     def note(self, finding: Finding | None) -> None:
         """Add a finding to the next record."""
@@ -152,7 +139,12 @@ class HealthController:
         found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
-            self._report_missing_keys(record)
+            for label, pattern in self._awaited if is_first_process() else ():
+                if not any(map(pattern.fullmatch, record.values)):  # there may be a typo
+                    none = "matches none of the keys that are planned"
+                    first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
+                    messages.warning("%s %r %s, %s: it waits for others.", label, pattern.pattern, none, first)
+            self._awaited = []
             self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, self._monitor.access, optimizers))
             for alarm in self._alerts.alarms(record):
                 found.append(alarm.finding)
@@ -162,28 +154,12 @@ class HealthController:
         self.findings += found
         return dataclasses.replace(record or Record(step), findings=found)
 
-    def _report_missing_keys(self, record: Record) -> None:
-        """Log the alerts that match no key of the first record: there may be a typo."""
-        for label, pattern in self._awaited:
-            if is_first_process() and not any(map(pattern.fullmatch, record.values)):
-                message = (
-                    "%s %r matches none of the keys that are planned, nor of the %d in the first record, of step %d: it waits for others."
-                )
-                self._messages.warning(message, label, pattern.pattern, len(record.values), record.step)
-        self._awaited = []
-
     def follow(self, trainer: Trainer, findings: Sequence[Finding], folder: Folder) -> None:
-        """Log findings and perform their actions, on every rank the same.
-
-        Args:
-            trainer: Is stopped, or saves a checkpoint.
-            findings: Those of this step.
-            folder: Gives the folder of checkpoints.
-        """
+        """Log the findings of a step and perform their actions, on every rank the same; ``folder`` gives that of checkpoints."""
         for one in findings if trainer.is_global_zero else ():
             level = logging.ERROR if one.severity == "error" else logging.WARNING
             where = f" at {one.site}" if one.site else ""
-            self._messages.log(level, "%s%s, step %d: %s", one.name, where, one.step, one.words)
+            messages.log(level, "%s%s, step %d: %s", one.name, where, one.step, one.words)
         following, self._following = self._following, []
         for action, finding in following:
             if action == "stop":
@@ -205,20 +181,39 @@ class HealthController:
             if trainer.is_global_zero and written != path:
                 written.replace(path)
         except Exception as error:
-            self._messages.warning("The checkpoint %s was not saved (%s: %s). Training goes on.", path, type(error).__name__, error)
+            messages.warning("The checkpoint %s was not saved (%s: %s). Training goes on.", path, type(error).__name__, error)
             if written.is_file():
                 written.unlink()
             trainer.strategy.barrier("Trainer.save_checkpoint")  # other ranks wait there
 
     def _raise_detail(self, site: str, steps: list[int]) -> None:
+        """Record every statistic and the raw tensors of a module and all within it in some steps, which are monitored then.
+
+        ``site`` is a module; a parameter, output or head of it; or a transition of the gradient flow, which stands for the block that the
+        gradient has come through.
+        """
         self._details[site] = steps
-        if not _record_everything(self._monitor, site, steps) and is_first_process():
-            self._messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
+        planner = self._monitor.planner
+        sites, chain = planner.index, planner.plan().chain
+        of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.specs[1:], strict=True))
+        name = of_transitions[site].site if site in of_transitions else site
+        while sites.module_site(name) is None and "." in name:
+            name = name.rpartition(".")[0]
+        if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
+            if is_first_process():
+                messages.warning("There is nothing to capture: %r is no module or parameter, nor within one.", site)
+            return
+        pattern = f"{re.escape(name)}(\\..*)?"
+        kinds = ["activation", "activation_gradient", "parameter", "gradient"]
+        plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
+        rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
+        self._monitor.add_rules(rule, DETAIL, are_optional=True)
+        planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
 
 
 def _training(sites: Sequence[ParameterSite], access: ParameterAccess, optimizers: Sequence[Optimizer]) -> dict[str, Training]:
-    """What becomes of each parameter, by the name of its site. Where the optimizers have none, they have copies: all are trained."""
-    optimized = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    """Whether each parameter is trained, by the name of its site. Optimizers without any of them have copies: all are trained."""
+    optimized = parameter_ids(optimizers)
     parameters = {site.name: site.tensor() for site in sites}
     has_copies = not any(id(one) in optimized for one in parameters.values())
 
@@ -228,31 +223,3 @@ def _training(sites: Sequence[ParameterSite], access: ParameterAccess, optimizer
         return "trained" if has_copies or id(one) in optimized else "untrained"
 
     return {name: of(one) for name, one in parameters.items()}
-
-
-def _record_everything(monitor: ModuleMonitor, site: str, steps: list[int]) -> bool:
-    """Record every statistic and the raw tensors of a module and all within it in some steps, which are monitored then.
-
-    Args:
-        monitor: The monitor.
-        site: Name of the module; of a parameter, output or head of it; or of a transition of the gradient flow, which stands for the
-            block that the gradient has come through.
-        steps: The steps.
-
-    Returns:
-        Whether there is such a module or parameter.
-    """
-    sites, chain = monitor.planner.index, monitor.planner.plan().chain
-    of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.specs[1:], strict=True))
-    name = of_transitions[site].site if site in of_transitions else site
-    while sites.module_site(name) is None and "." in name:
-        name = name.rpartition(".")[0]
-    if sites.module_site(name) is None and not any(parameter.name == name for parameter in sites.parameters):
-        return False
-    pattern = f"{re.escape(name)}(\\..*)?"
-    kinds = ["activation", "activation_gradient", "parameter", "gradient"]
-    plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
-    rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
-    monitor.add_rules(rule, DETAIL, are_optional=True)
-    monitor.planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
-    return True

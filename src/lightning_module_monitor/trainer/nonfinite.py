@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import enum
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.options import ParsedHealth
@@ -22,6 +23,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
+from lightning_module_monitor.trainer.options import messages
 from lightning_module_monitor.trainer.rerun import StepRerun
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
@@ -31,33 +33,47 @@ Folder = Callable[[Trainer], Path | None]
 """Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
+class _Search(enum.Enum):
+    """How a step is searched for non-finite values."""
+
+    NONE = enum.auto()
+    RERUN = enum.auto()
+    """A flag is read before the optimizer's step; if it is raised, the micro-batch is run again and observed by the probe."""
+    PROBE = enum.auto()
+    """The same without a second run: the probe observes the step itself."""
+    RECORD = enum.auto()
+    """The probe observes the step itself; instead of a flag, which would cost a collective, the common record shows non-finite values."""
+    LIGHT = enum.auto()
+    """As ``RERUN``, but the flag is of the loss and of the gradients of some biases and gains alone."""
+    DEFERRED = enum.auto()
+    """As ``LIGHT``, but the flag stays on the device, and the next record has the first step of it."""
+
+
+_FLAGGED = (_Search.RERUN, _Search.PROBE)
+_LIGHT = (_Search.LIGHT, _Search.DEFERRED)
+_PROBED = (_Search.PROBE, _Search.RECORD)
+
+
 class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
-    A flag (:class:`FiniteStep`) is read before the optimizer's step; only if it is raised, the micro-batch is run again and observed by the
-    probe. Three cases have no second run, and the probe observes the step itself: manual optimization, monitored steps of several ranks,
-    and strategies under which no part of a step can be run again. There the flag would cost a collective; the common
-    record shows whether a value is non-finite.
-
-    With ``warn``, steps that are not monitored are looked at *lightly*: the loss and the gradients of biases and gains. Where a read would
-    make an accelerator wait, or ranks would have to agree, the flag stays on the device, and the next record has the first step of it.
+    Steps that are monitored, or all with ``always`` and ``stop``, are searched by a flag and a second run (``_Search.RERUN``). No second
+    run is possible under manual optimization, and under strategies that run a model only as a whole; monitored steps of several ranks
+    need none. With ``warn`` the other steps are searched lightly; where a read would make an accelerator wait, or ranks would have to
+    agree, that is deferred.
 
     Args:
         options: The options.
-        monitor: The monitor of the model.
+        monitor: The monitor, with the model.
         has_ranks: Whether several ranks train it.
         runs_again: Whether a micro-batch can be run again, by all ranks together.
-        on_error: ``raise``: an error of ours in a hook is raised.
-        messages: Logs errors of ours.
+        on_error: ``raise``: an error in a hook is raised; else it is logged.
     """
 
-    def __init__(
-        self, options: ParsedHealth, monitor: ModuleMonitor, *, has_ranks: bool, runs_again: bool, on_error: str, messages: logging.Logger
-    ) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, has_ranks: bool, runs_again: bool, on_error: str) -> None:
         self._options = options
         self._monitor = monitor
         self._on_error = on_error
-        self._messages = messages
         self._sites = monitor.planner.index.modules
         self._probe = NonfiniteProbe(self._sites, self._hook_failed)
         self._flag = FiniteStep(self._sites)
@@ -65,23 +81,15 @@ class NonfiniteController:
         self._is_by_record = not options.is_at_every_step and has_ranks
         """Whether the common record shows whether a monitored step is finite."""
         self._runs_again = runs_again
-        self._is_looking = False
-        """Whether the step is one to look at."""
-        self._is_light = False
-        """Whether it is looked at lightly."""
-        self._is_deferred = False
-        """Whether its flag is read with the next record."""
-        self._is_probed = False
-        """Whether the probe observes the step itself."""
+        self._search = _Search.NONE
         self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
         self._was_finite: bool | None = None
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
-        self._micro_batch = 0
         self._steps_since: Tensor | None = None
-        """What the flag gave of the steps before a monitored one."""
+        """The flag of the steps before a monitored one."""
         self._loss: Tensor | None = None
-        """Of the running backward pass."""
+        """The loss of the running backward pass."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -90,27 +98,23 @@ class NonfiniteController:
 
     def begin_micro_batch(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
         """A micro-batch is about to be run."""
-        self._micro_batch = 0 if is_first else self._micro_batch + 1
-        self._flag.micro_batch = self._micro_batch
+        self._flag.micro_batch = 0 if is_first else self._flag.micro_batch + 1
         if is_first:
             self.forget_step()
-            self._is_looking = True
-            self._is_light = not (is_monitored or self._options.is_at_every_step)
-            self._is_deferred = self._is_light and self._is_left_on_device(pl_module)
-            self._is_probed = not self._is_light and (self._is_by_record or not (self._runs_again and pl_module.automatic_optimization))
-            if self._is_probed and not self._probe.is_attached():
+            self._search = self._search_of(pl_module, is_monitored=is_monitored)
+            if self._search in _PROBED and not self._probe.is_attached():
                 self._probe.attach()
-        if self._is_probed:
+        if self._search in _PROBED:
             self._probe.begin_micro_batch()
-        elif self._is_looking and pl_module.automatic_optimization and not self._is_deferred:
-            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first, is_whole=not self._is_light)
+        elif self._search in (_Search.RERUN, _Search.LIGHT) and pl_module.automatic_optimization:
+            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first, is_whole=self._search is _Search.RERUN)
 
     def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
         """The loss of a backward pass exists. Gradients of a scaled one may overflow, which the scaler handles."""
         self._loss = loss
-        if self._is_flagged() and not self._is_light:
+        if self._search in _FLAGGED:
             self._flag.observe_loss(loss)
-        if self._is_probed:
+        if self._search in _PROBED:
             self._probe.begin_backward(loss)
             if is_scaled:
                 self._probe.end_backward()
@@ -118,50 +122,35 @@ class NonfiniteController:
     def end_backward(self, *, is_scaled: bool) -> None:
         """The gradients exist."""
         loss, self._loss = self._loss, None
-        if self._is_flagged():
-            if self._is_light:
-                self._flag.observe_lightly(loss, with_gradients=not is_scaled)
-            elif not is_scaled:
-                self._flag.observe_gradients()
+        if self._search in _LIGHT:
+            self._flag.observe_lightly(loss, with_gradients=not is_scaled)
+        elif self._search in _FLAGGED and not is_scaled:
+            self._flag.observe_gradients()
         self._probe.end_backward()
 
     def before_update(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
-        """Parameters are as they were in the forward pass.
-
-        Args:
-            trainer: The trainer.
-            pl_module: Its module.
-            step: Number of the step.
-            folder: Gives the folder of a snapshot.
-            is_scaled: Whether the loss is.
+        """Search the step; parameters are as they were in the forward pass, and ``folder`` gives the place of a snapshot.
 
         Returns:
             The finding, if there is a non-finite value, that is known now, and it is the first of a series.
         """
-        if self._is_deferred:
+        if self._search is _Search.DEFERRED:
             self._flag.mark(step)
-            return None
-        if self._is_by_record and not self._is_light:
-            if self._is_probed:
-                self._probe.observe_weights()
-            return None
-        # Where every step is looked at, other ranks expect the collective also after an error of ours.
-        if not (self._is_looking or self._options.is_at_every_step):
-            return None
-        finding, own = None, self._flag.first_nonfinite()
-        self._flag.forget()
-        first = _first_of_all(own, self._monitor)
-        if first is None:
-            self._was_finite = self._was_finite is not False
-        else:
-            self._was_finite = False
-            num_steps = 0.0 if self._steps_since is None else float(self._steps_since)
-            if num_steps and not self.is_reported:
-                finding = self._marked(step, num_steps)
-            elif not self.is_reported:
+        elif self._search is _Search.RECORD:
+            self._probe.observe_weights()
+        # Where every step is searched, other ranks expect the collective also after an error of ours.
+        elif self._search is not _Search.NONE or self._options.is_at_every_step:
+            own = self._flag.first_nonfinite()
+            self._flag.forget()
+            first = _first_of_all(own, self._monitor.ranks)
+            self._was_finite = first is None and self._was_finite is not False
+            if first is not None and not self.is_reported:
+                num_steps = 0.0 if self._steps_since is None else float(self._steps_since)
+                if num_steps:
+                    return self._marked(step, num_steps)
                 with self._monitor.no_monitor():
-                    finding = self._look(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
-        return finding
+                    return self._find(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
+        return None
 
     def report_marked_steps(self, step: int) -> None:
         """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
@@ -174,29 +163,25 @@ class NonfiniteController:
         self._probe.end_micro_batch()
 
     def end_step(self, step: int, record: Record | None) -> Finding | None:
-        """The step is over.
-
-        Args:
-            step: Its number.
-            record: Its record, if it was monitored.
+        """The step is over, and has a record if it was monitored.
 
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
         num_steps = 0.0 if record is None else record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
         finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
-        if self._is_by_record and self._is_probed and record is not None:
+        if self._search is _Search.RECORD and record is not None:
             self._was_finite = not _has_nonfinite(record)
             if not self._was_finite:
-                rank, found = _earliest(producer(self._probe.observed()), self._monitor)
+                rank, found = _earliest(producer(self._probe.observed()), self._monitor.ranks)
                 finding = finding if found is None or self.is_reported else self._finding(step, rank, found)
         self.is_reported &= not self._was_finite
         self.forget_step()
         return finding
 
     def forget_step(self) -> None:
-        """Nothing more is looked at in this step."""
-        self._is_looking = self._is_probed = self._is_deferred = False
+        """Nothing more is searched in this step."""
+        self._search = _Search.NONE
         self._was_finite = self._steps_since = self._loss = None
         self._rerun.forget()
         self._probe.forget()
@@ -204,34 +189,38 @@ class NonfiniteController:
         if not self._options.is_at_every_step:
             self._probe.close()
 
-    def _is_flagged(self) -> bool:
-        """Whether the flag observes the step."""
-        return self._is_looking and (self._is_light or not self._is_by_record)
+    def _search_of(self, pl_module: LightningModule, *, is_monitored: bool) -> _Search:
+        if not (is_monitored or self._options.is_at_every_step):
+            return _Search.DEFERRED if self._is_left_on_device(pl_module) else _Search.LIGHT
+        if self._is_by_record:
+            return _Search.RECORD
+        return _Search.RERUN if self._runs_again and pl_module.automatic_optimization else _Search.PROBE
 
     def _is_left_on_device(self, pl_module: LightningModule) -> bool:
-        """Whether the flag of a step that is looked at lightly is read with the next record."""
+        """Whether the flag of a light search is read with the next record."""
         return self._is_by_record or pl_module.device.type != "cpu"
 
     def _marked(self, step: int, num_steps: float) -> Finding:
-        """The finding of the first marked step, so many steps before this one."""
+        """The finding of the first marked step, which was ``num_steps`` before this one."""
         self.is_reported = True
         words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
         return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
 
-    def _look(
+    def _find(
         self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, first: int, *, is_mine: bool, is_scaled: bool
     ) -> Finding:
         """Find the module that made a non-finite value, on all ranks.
 
         ``first`` is the first micro-batch of any rank that has one, and ``is_mine`` whether this rank's has.
         """
+        is_light = self._search is _Search.LIGHT
         own, why = None, "all was finite when the step was run again"
-        if self._is_light:
+        if is_light:
             why += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
         try:
-            if self._is_probed:
+            if self._search is _Search.PROBE:
                 own = producer(self._probe.observed())
-            elif self._is_light and not pl_module.automatic_optimization:
+            elif is_light and not pl_module.automatic_optimization:
                 why = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
             else:
                 # On every rank: in tensor parallel training none can run it alone.
@@ -239,31 +228,33 @@ class NonfiniteController:
                 own = own if own is None or own.is_known or is_mine else None
         except Exception as error:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
-        rank, found = _earliest(own, self._monitor)
+        rank, found = _earliest(own, self._monitor.ranks)
         if found is None:
-            found = Producer(
-                ROOT,
-                True,
-                UNKNOWN,
-                0,
-                f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}.",
-            )
-        path = folder(trainer) if self._options.snapshot and not self._is_probed else None
-        snapshot = ""
-        if path is not None:
-            path /= f"monitor.snapshot-step={step}.pt"
-            try:
-                site = next((site for site in self._sites if site.name == found.site and found.site != ROOT), None)
-                taken = self._rerun.snapshot(trainer, pl_module, found, step, site=site)  # on every rank, as above
-                if rank == trainer.global_rank:
-                    save(taken, path)
-                snapshot = f" Snapshot: {path}."
-            except Exception as error:
-                self._messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
+            words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
+            found = Producer(ROOT, True, UNKNOWN, 0, words)
+        path = folder(trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
+        snapshot = (
+            "" if path is None else self._snapshot(trainer, pl_module, found, step, path, is_on_this_rank=rank == trainer.global_rank)
+        )
         if str(trainer.precision).startswith("16"):
             words = f"The run computes in float16 (precision: {trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         return self._finding(step, rank, found, snapshot)
+
+    def _snapshot(
+        self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, folder: Path, *, is_on_this_rank: bool
+    ) -> str:
+        """Take a snapshot, on every rank, and save it on the one with the value; returns where it is, in words."""
+        path = folder / f"monitor.snapshot-step={step}.pt"
+        try:
+            site = next((site for site in self._sites if site.name == found.site and found.site != ROOT), None)
+            taken = self._rerun.snapshot(trainer, pl_module, found, step, site=site)
+            if is_on_this_rank:
+                save(taken, path)
+        except Exception as error:
+            messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
+            return ""
+        return f" Snapshot: {path}."
 
     def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:
         self.is_reported = True
@@ -278,21 +269,21 @@ class NonfiniteController:
         message = f"Looking for values that are not finite failed ({type(error).__name__}: {error})"
         if self._on_error == "raise":
             raise MonitorError(f"{message}.") from error
-        self._messages.warning("%s; in this step it is not done.", message)
+        messages.warning("%s; in this step it is not done.", message)
 
 
-def _first_of_all(micro_batch: int | None, monitor: ModuleMonitor) -> int | None:
+def _first_of_all(micro_batch: int | None, ranks: Ranks | None) -> int | None:
     """The first of all ranks' micro-batches; ``None`` where no rank has one: one collective of one number."""
-    if monitor.ranks is None:
+    if ranks is None:
         return micro_batch
     own = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device="cpu")
-    first = -float(monitor.ranks.all_reduce(own, "max")[0])
+    first = -float(ranks.all_reduce(own, "max")[0])
     return int(first) if math.isfinite(first) else None
 
 
-def _earliest(own: Producer | None, monitor: ModuleMonitor) -> tuple[int, Producer | None]:
-    """Of all ranks' producers the one that came first, and its rank: the same on every rank."""
-    everyones: list[Producer | None] = [own] if monitor.ranks is None else monitor.ranks.gather(own)
+def _earliest(own: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:
+    """The rank whose producer came first, and that producer: the same on every rank."""
+    everyones: list[Producer | None] = [own] if ranks is None else ranks.gather(own)
     found = [(one.micro_batch, not one.is_forward, one.place, rank) for rank, one in enumerate(everyones) if one is not None]
     rank = min(found)[-1] if found else 0
     return rank, everyones[rank]

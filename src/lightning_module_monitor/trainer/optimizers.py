@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from torch.optim import Optimizer
 from lightning_module_monitor.model.hooks import HookSet
 from lightning_module_monitor.monitor import ModuleMonitor
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of an optimizer's ``step``."""
+"""The arguments of an optimizer's ``step``."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class OptimizerTracker:
     Args:
         monitor: The monitor; it has begun a step.
         module: The owner of the parameters.
-        optimizers: All optimizers.
+        optimizers: All optimizers. They get hooks; a step that a ``GradScaler`` skips calls none, unless the optimizer skips it by itself.
         is_automatic: Whether every optimizer is sure to step, and clipping is not the module's own.
         scaler: Scales the loss; ``None`` if the loss is not scaled.
         fail: Receives where an error was raised in a hook, and the error.
@@ -63,13 +66,13 @@ class OptimizerTracker:
         self._scaler = scaler
         self._fail = fail
         self.scale: Tensor | None = None
-        """What the loss was multiplied by; shape ``()``."""
+        """The factor of the loss; shape ``()``."""
         self._first_steps: dict[Optimizer, _FirstStep] = {}
         self._hooks = HookSet()
         self._silence = ExitStack()
 
     def attach(self) -> None:
-        """Put hooks on the optimizers. A step that a ``GradScaler`` skips calls none, unless the optimizer skips it by itself."""
+        """Put hooks on the optimizers."""
         for optimizer in self._optimizers:
             self._hooks.add(optimizer.register_step_pre_hook(self._enter_step))
             self._hooks.add(optimizer.register_step_post_hook(self._leave_step))
@@ -89,7 +92,7 @@ class OptimizerTracker:
             # A second step; if no event of the first has arrived, the scaler has skipped that.
             self._decide(first, is_skipped=True)
             return
-        first = self._begin(optimizer)
+        first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
         scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if self._is_automatic:
             self._monitor.monitor_gradients(before_clip=True, parameters=first.parameters, scale=scale)
@@ -137,7 +140,7 @@ class OptimizerTracker:
         first = self._first_steps.get(optimizer)
         if first is None:
             # The module has called the optimizer itself, and not Lightning's wrapper.
-            first = self._begin(optimizer)
+            first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
             self._monitor.monitor_parameters(first.parameters)
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
@@ -184,20 +187,64 @@ class OptimizerTracker:
         if is_skipped is True:
             self._monitor.monitor_updates(first.parameters, is_skipped=True)
 
-    def _begin(self, optimizer: Optimizer) -> _FirstStep:
-        first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
-        return first
-
     def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
-        """The parameters that are observed with an optimizer; without one those that were not observed yet. ``None`` for all."""
+        """The parameters to observe with an optimizer; without one, those not observed yet. ``None`` for all."""
         if len(self._optimizers) <= 1:
             return None if optimizer is not None or not self._first_steps else []
         observed = {id(one) for first in self._first_steps.values() for one in first.parameters or ()}
-        others = {id(one) for other in self._optimizers if optimizer not in (None, other) for one in _parameters_of(other)}
-        own = {id(one) for one in (_parameters_of(optimizer) if optimizer is not None else ())}
+        own = parameter_ids([] if optimizer is None else [optimizer])
+        others = parameter_ids([] if optimizer is None else [one for one in self._optimizers if one is not optimizer])
         return [one for one in self._module.parameters() if id(one) not in observed and (id(one) in own or id(one) not in others)]
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """As they are now: groups may be added while training."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ``id`` of every parameter of optimizers, as they are now: groups may be added while training."""
+    return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+
+
+class EngineTracker:
+    """Notifies a monitor of parameters, gradients and updates where DeepSpeed's engine steps.
+
+    The engine has no hooks, and one optimizer with all parameters: its step is over when the micro-batch is.
+    """
+
+    def __init__(self, monitor: ModuleMonitor, engine: DeepSpeedEngine) -> None:
+        self._monitor = monitor
+        self._engine = engine
+        self.scale: Tensor | None = None
+        """The factor of the loss; shape ``()``."""
+        self._steps = False
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss begins; under fp16 the engine scales it."""
+        if self._engine.fp16_enabled():
+            self.scale = torch.tensor(float(self._engine.optimizer.cur_scale), device=loss.device)
+        self._monitor.begin_backward(self.scale)
+
+    def before_clipping(self, _optimizer: Optimizer) -> None:
+        """The gradients are complete, and the engine is about to step."""
+        # Reading takes collectives of training: no rank begins them alone.
+        if not self._all_monitor():
+            return
+        self._steps = True
+        self._monitor.monitor_gradients(before_clip=True, scale=self.scale)
+        self._monitor.monitor_gradients(scale=self.scale)
+        self._monitor.monitor_parameters()
+
+    def finish(self) -> None:
+        """End the step: the engine has moved the parameters, unless they overflowed."""
+        if self._steps and self._all_monitor():
+            is_skipped = not self._engine.was_step_applied()
+            if self.scale is not None:
+                self._monitor.monitor_skipped_step(is_skipped)
+            self._monitor.monitor_updates(is_skipped=is_skipped)
+
+    def close(self) -> None:
+        """There are no hooks."""
+
+    def _all_monitor(self) -> bool:
+        ranks = self._monitor.ranks
+        is_monitoring = self._monitor.is_monitoring()
+        if ranks is None:
+            return is_monitoring
+        return bool(ranks.all_reduce(torch.tensor([-float(is_monitoring)], dtype=torch.float64, device="cpu"), "max") < 0)

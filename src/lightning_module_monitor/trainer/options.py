@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,14 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_module_monitor.config import (
-    Capture,
-    GradientFlow,
-    Rule,
-    as_tuple,
-    check_choice,
-    parse_patterns,
-)
+from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, check_choice, parse_patterns
 from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.health.options import IGNORE, Alert, Health, ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
@@ -27,6 +22,9 @@ from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_sc
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""
+
+messages = logging.getLogger("lightning.pytorch.module_monitor")
+"""A child of Lightning's logger: shown, and silenced, with Lightning's own messages."""
 
 INIT = "init"
 """The reference is the model as it was at the start of the run."""
@@ -80,15 +78,22 @@ class Options:
             raise ConfigError(f"max_overhead is {limit!r}; expected a share of the time, more than 0 and less than 1, e.g. 0.02.")
         if not isinstance(self.max_logged_keys, int) or self.max_logged_keys < 1:
             raise ConfigError(f"max_logged_keys is {self.max_logged_keys!r}; expected a number >= 1.")
-        if not parse_patterns(self.callback_metrics, "callback_metrics") and self.progress_bar:
+        if not self.metric_patterns and self.progress_bar:
             raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
         self._check_store()
-        self._check_health()
+        if self.parsed_health.is_at_every_step and not self.observes("train"):
+            what = f"health.nonfinite is {self.parsed_health.nonfinite!r}"
+            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
 
     @cached_property
     def parsed_health(self) -> ParsedHealth:
         """The checked ``health`` and ``alerts``."""
         return parse_health(self.health, as_tuple(self.alerts), has_default_rules=self.rules is None)
+
+    @cached_property
+    def metric_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """The checked ``callback_metrics``."""
+        return parse_patterns(self.callback_metrics, "callback_metrics")
 
     @cached_property
     def schedule(self) -> ParsedSchedule:
@@ -109,10 +114,6 @@ class Options:
     def observes_run(self, stage: str) -> bool:
         """Whether anything of Lightning's ``fit``, ``validate``, ``test`` or ``predict`` is monitored."""
         return self.observes(stage) or (stage == "fit" and (self.observes("train") or self.observes("validate")))
-
-    def stages_in_keys(self) -> list[str]:
-        """The monitored stages, as keys name them."""
-        return [name for stage, name in STAGES.items() if self.observes(stage)]
 
     def described(self) -> dict[str, Any]:
         """The options in types that JSON has, and the names of the watches, for the store."""
@@ -138,14 +139,8 @@ class Options:
                     require(module, "report")
             except ImportError as error:
                 raise ConfigError(f"report is true, and {error}") from error
-
-    def _check_health(self) -> None:
-        """Check that stages and store have what health, alerts and capture need."""
-        if self.parsed_health.is_at_every_step and not self.observes("train"):
-            what = f"health.nonfinite is {self.parsed_health.nonfinite!r}"
-            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
         captures = "capture is given" if self.capture is not None else "capture follows an alert" if self.parsed_health.may_capture else ""
-        if captures and self.store is False:
+        if captures and store is False:
             raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 
 

@@ -18,9 +18,9 @@ NUM_PLAIN, NUM_MONITORED = 50, 5
 
 
 class HostClock:
-    """The clock of this process."""
+    """The clock of this process. A moment has a type of the clock's own."""
 
-    def now(self) -> Any:  # noqa: ANN401  # a moment, of a type of the clock's own
+    def now(self) -> Any:  # noqa: ANN401
         """Return a moment, which a device may not have reached yet."""
         return time.perf_counter()
 
@@ -30,38 +30,28 @@ class HostClock:
 
     def seconds(self, start: Any, end: Any) -> float:  # noqa: ANN401
         """The time between two moments that were reached."""
-        seconds: float = end - start
-        return seconds
+        return float(end - start)
 
 
-class DeviceClock(HostClock):
+class _DeviceClock(HostClock):
     """The clock of a CUDA device, by events in its stream."""
 
     def now(self) -> torch.cuda.Event:
-        """The moment at which the device has finished everything launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def has_come(self, moment: torch.cuda.Event) -> bool:
-        """Whether the device has reached it."""
-        has_come: bool = moment.query()
-        return has_come
+        return bool(moment.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """The time between."""
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class Overhead:
-    """Compares the time of monitored steps with that of the others, and keeps the cost of monitoring below a limit.
+    """Compares the time of monitored steps with that of the others, and keeps the share of monitoring below a limit, from 0 to 1.
 
     The record has the largest figure of all ranks, and the decision uses that one, so that all ranks monitor the same steps.
-
-    Args:
-        limit: Share of the time that monitoring may take, between 0 and 1.
-        clock: Measures the time.
     """
 
     def __init__(self, limit: float, clock: HostClock) -> None:
@@ -80,7 +70,7 @@ class Overhead:
         self._gap: int | None = None
         """Steps between the last monitored step and the one before."""
         self.closest = CLOSEST
-        """Steps from one monitored step to the next, at least."""
+        """Least number of steps from one monitored step to the next."""
 
     def allows(self, step: int) -> bool:
         """Whether a step is far enough from the monitored step before it; also if it is run again after a resume."""
@@ -114,11 +104,7 @@ class Overhead:
         self._batches = []
 
     def fraction(self) -> float | None:
-        """The share of the time that monitoring takes in a monitored step and the steps since the one before.
-
-        Returns:
-            0 to 1; ``None`` while there are too few steps.
-        """
+        """The share of the time that monitoring takes in a monitored step and the steps since the one before; ``None``: too few steps."""
         while self._waiting and all(self._clock.has_come(end) for _start, end in self._waiting[0][1]):
             is_monitored, batches = self._waiting.popleft()
             duration = sum(self._clock.seconds(start, end) for start, end in batches)
@@ -132,11 +118,7 @@ class Overhead:
         return cost / total if total else 0.0  # steps shorter than the clock can measure
 
     def decide(self, fraction: float) -> None:
-        """Set how far apart monitored steps have to be.
-
-        Args:
-            fraction: That of the last monitored step, the largest of all ranks.
-        """
+        """Set how far apart monitored steps have to be, from the largest :meth:`fraction` of all ranks in the last monitored step."""
         if self._gap is None or not 0 <= fraction < 1:
             return
         in_plain_steps = self._gap * fraction / (1 - fraction)
@@ -146,4 +128,4 @@ class Overhead:
 
 def clock_of(device: torch.device) -> HostClock:
     """The clock of the device that a model is on."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return _DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,31 +1,25 @@
-"""The reference of a run: how it is made, what a checkpoint holds of it, and how a resumed run gets it back."""
+"""The reference of a run: how it is made, saved in a checkpoint and restored; and copies that run their own ``training_step``."""
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import share_values_of_first
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.model.copies import (
-    differing_tensors,
-    frozen_copy,
-    lazy_tensors,
-    load_weights,
-    parameter_copy,
-    set_tensors,
-    tensors_of,
-)
+from lightning_module_monitor.model import copies
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.trainer.options import INIT
-from lightning_module_monitor.trainer.training_reference import run_training_step, silence
+from lightning_module_monitor.trainer.options import INIT, messages
 
 MODULE = "module"
 """Origin of a reference that the user has handed over as a module."""
@@ -40,18 +34,14 @@ class ReferenceController:
         within: Name of the submodule that is compared, which the reference is called beside; ``None``: the reference is one of the whole
             model, and runs its own ``training_step``.
         is_saved: Whether checkpoints hold the reference.
-        messages: Logs what a resumed run compares with.
     """
 
-    def __init__(
-        self, monitor: ModuleMonitor, source: str | nn.Module, within: str | None, *, is_saved: bool, messages: logging.Logger
-    ) -> None:
+    def __init__(self, monitor: ModuleMonitor, source: str | nn.Module, within: str | None, *, is_saved: bool) -> None:
         self._monitor = monitor
         self._source = source
         self._name = source if isinstance(source, str) else MODULE
         self._within = within
         self._is_saved = is_saved
-        self._messages = messages
         self._module: nn.Module | None = None
         """Kept after the run, for a checkpoint that is written then."""
         self.begin()
@@ -69,10 +59,17 @@ class ReferenceController:
         self._initial: Mapping[str, Tensor] | None = None
 
     def begin_fit(self, pl_module: LightningModule) -> None:
-        """Copy the present values of the model: Lightning does not report yet whether a checkpoint's values will replace them."""
+        """Copy the present values of the model, if they exist: a checkpoint's values may replace them before the first step."""
         self._module = None
-        if self._source == INIT:
-            self._initial = self._values_now(pl_module)
+        if self._source != INIT:
+            return
+        try:
+            live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
+        except AttributeError:
+            return
+        if not copies.lazy_tensors(live):
+            _check_memory(live)
+            self._initial = {name: tensor.clone() for name, tensor in copies.tensors_of(live).items()}
 
     def state(self) -> dict[str, Any] | None:
         """The reference in a checkpoint, as tensors only; ``None``: nothing."""
@@ -80,7 +77,7 @@ class ReferenceController:
         if self._module is None or not self._is_saved or self._is_laid_out:
             return None
         # The path of a file is enough.
-        return {"source": self._name, "tensors": tensors_of(self._module) if self._name in (INIT, MODULE) else {}}
+        return {"source": self._name, "tensors": copies.tensors_of(self._module) if self._name in (INIT, MODULE) else {}}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Take what :meth:`state` gave for the checkpoint of the resumed run."""
@@ -108,15 +105,15 @@ class ReferenceController:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
         reference = trainer.precision_plugin.convert_module(self._made()).to(pl_module.device)
-        if self._initial is not None and differing_tensors(reference, self._initial):
+        if self._initial is not None and copies.differing_tensors(reference, self._initial):
             self._initial = None  # of layers that were made since
         values = self._values_of_resumed_run()
         try:
             if values is not None:
-                set_tensors(reference, values)
+                copies.set_tensors(reference, values)
             if trainer.world_size > 1 and not self._is_laid_out:
                 # A module of the user's, or a new initialization, may have another seed on each rank.
-                share_values_of_first(tensors_of(reference).values())
+                share_values_of_first(copies.tensors_of(reference).values())
             self._monitor.set_reference_module(reference, follows=self._within is not None)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
@@ -124,26 +121,22 @@ class ReferenceController:
 
     def run(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""
-        assert isinstance(self._module, LightningModule)
-        self._monitor.run_reference(functools.partial(run_training_step, self._module, trainer, batch, batch_idx))
-
-    def _values_now(self, pl_module: LightningModule) -> Mapping[str, Tensor] | None:
-        """A copy of the values that the reference will be a copy of; ``None`` if they do not exist yet."""
-        try:
-            live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
-        except AttributeError:
-            return None
-        if lazy_tensors(live):
-            return None
-        _check_memory(live)
-        return {name: tensor.clone() for name, tensor in tensors_of(live).items()}
+        reference = self._module
+        assert isinstance(reference, LightningModule)
+        self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx))
 
     def _made(self) -> nn.Module:
-        """A new reference."""
+        """A new reference; of a model that is laid out over ranks, the shards of its parameters."""
         live = self._monitor.planner.index.within
         self._is_laid_out = is_laid_out(live)
         if self._is_laid_out:
-            return self._made_of_shards(live)
+            why = "the model is laid out over ranks"
+            if self._source != INIT:
+                raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
+            needed_by = self._monitor.planner.first_of_reference(running=True)
+            if needed_by is not None:
+                raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; expected no kind but parameter_difference.")
+            return copies.parameter_copy(live)
         if isinstance(self._source, nn.Module):
             # It is copied too: the user's module stays as it is.
             live = self._source
@@ -151,29 +144,19 @@ class ReferenceController:
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
         _check_memory(live)
-        reference = frozen_copy(live, self._within or "")
+        reference = copies.frozen_copy(live, self._within or "")
         if isinstance(self._source, str) and self._source != INIT:
-            load_weights(reference, self._source, self._within)
+            copies.load_weights(reference, self._source, self._within)
         if isinstance(reference, LightningModule):
             silence(reference)
         return reference
-
-    def _made_of_shards(self, live: nn.Module) -> nn.Module:
-        """The parameters of a model that is laid out over ranks: each rank's shard."""
-        why = "the model is laid out over ranks"
-        if self._source != INIT:
-            raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-        needed_by = self._monitor.planner.first_of_reference(running=True)
-        if needed_by is not None:
-            raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; expected no kind but parameter_difference.")
-        return parameter_copy(live)
 
     def _values_of_resumed_run(self) -> Mapping[str, Tensor] | None:
         """The earlier values of the reference; ``None`` if its present ones are right. Warns if the run compares with others."""
         if self._saved is not None and self._saved["source"] == self._name:
             return self._saved["tensors"] or None
         if self._saved is not None:
-            self._messages.warning("The run that is resumed had reference %r; this one has %r.", self._saved["source"], self._name)
+            messages.warning("The run that is resumed had reference %r; this one has %r.", self._saved["source"], self._name)
         elif self._is_resumed and self._source == INIT:
             self._warn_of_fresh()
         return self._initial if self._is_resumed else None
@@ -181,7 +164,7 @@ class ReferenceController:
     def _warn_of_fresh(self) -> None:
         fresh = "a new initialization, which is the first run's only if the seed is the same"
         what = "the checkpoint's weights" if self._initial is None and self._module is None else fresh
-        self._messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
+        messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", what)
 
 
 def _check_memory(module: nn.Module) -> None:
@@ -196,3 +179,82 @@ def _check_memory(module: nn.Module) -> None:
         except ValueError as error:
             cure = "Bring it back before the fit, or give a module as the reference"
             raise ConfigError(f"reference is a copy of the model, and {name} cannot be copied ({error}). {cure}.") from error
+
+
+# A copy of a LightningModule that runs its own training_step and changes nothing outside of it
+
+
+class _TrainerWithoutLoggers:
+    """The ``trainer`` of a copy: reads from the model's trainer, except the loggers; what the copy sets on it stays here."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.logger = DummyLogger()
+        self.loggers = [self.logger]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
+        return getattr(object.__getattribute__(self, "_trainer"), name)  # while this is being copied, it has no such attribute yet
+
+
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
+
+
+_SILENT = {
+    **dict.fromkeys(("log", "log_dict", "print"), _do_nothing),
+    **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
+}
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module. The monitor's ``Reference`` restores the buffers."""
+
+
+def silence(reference: LightningModule) -> None:
+    """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
+    for part in reference.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(_SILENT)
+
+
+def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
+    """Run a copy's ``training_step`` as Lightning is about to run the model's.
+
+    Args:
+        reference: A silenced copy.
+        trainer: The copy is attached to this, without its loggers, while it runs.
+        batch: On the device and in the precision of the run. The copy gets a copy, because it may write into it.
+        batch_idx: Number of the batch.
+
+    Returns:
+        The result of ``training_step``.
+    """
+    takes_index = is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
+    arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
+    reference.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
+    try:
+        with trainer.precision_plugin.train_step_context(), _unchanged_attributes(reference):
+            return reference.training_step(*arguments)
+    finally:
+        reference.trainer = None
+
+
+@contextmanager
+def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
+    """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
+    attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
+    own = [value for _part, values in attributes for name, value in values.items() if name not in _OF_TORCH]
+    inner = [value for one in own if isinstance(one, dict) for value in one.values()]
+    gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
+    try:
+        yield
+    finally:
+        for part, values in attributes:
+            vars(part).clear()
+            vars(part).update(values)
+        for one, before in gathered:
+            one.clear()
+            (one.extend if isinstance(one, list | deque) else one.update)(before)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -26,21 +26,16 @@ from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
-from lightning_module_monitor.trainer.training_reference import run_training_step, silence
+from lightning_module_monitor.trainer.reference import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
-"""Limit of what the batches of earlier micro-batches may hold until the step is over, beside that of the running one: 256 MiB. Lightning
-would have released them."""
+"""Limit of the memory of earlier micro-batches' batches, which Lightning would have released, beside the running one's: 256 MiB."""
 
 
 class _Kept:
-    """What a micro-batch is run again with.
+    """The data to run a micro-batch again: its batch, as ``training_step`` is about to get it, its number, and the random states.
 
-    Args:
-        batch: As its ``training_step`` is about to get it. What that puts into its containers changes nothing of what is kept.
-        batch_idx: Its number.
-        random_states: As they are before it.
-        is_whole: Whether to keep the containers of the batch, and to note what its tensors are; else the batch is kept as it is.
+    With ``is_whole`` the containers of the batch are copied, and the versions of its tensors noted.
     """
 
     def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
@@ -50,7 +45,7 @@ class _Kept:
 
     @cached_property
     def memory(self) -> Mapping[int, int]:
-        """What its tensors lie in: bytes by address. They may be parts of more."""
+        """The storages of its tensors: bytes by address."""
         return dict(_memory(tensor) for _path, tensor in named_tensors(self.batch))
 
     def was_written_to(self) -> bool:
@@ -59,26 +54,21 @@ class _Kept:
 
 
 class StepRerun:
-    """Keeps the batches of a step, as far as there is room, and the random states before each, to run one again before the update."""
+    """Keeps the batches of a step, up to a limit, and the random states before each, to run one again before the update."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept | None] = []
         """By micro-batch; ``None`` where there was no room."""
         self._weights: list[nn.Parameter] = []
-        """Those of the model when the first step began."""
+        """The weights of the model when the first step began."""
         self._versions: list[int] = []
-        """Of each of them before a step that is kept as a whole: its forward pass may write into some; else empty."""
+        """The version of each weight before a step that is kept as a whole, whose forward pass may write into some; else empty."""
 
     def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
         """A micro-batch is about to be run.
 
-        Args:
-            pl_module: The model.
-            batch: The batch.
-            batch_idx: Its number.
-            is_first: Whether it is the first one of a step.
-            is_whole: Whether to keep all that the step depends on. Else torch's random states alone are kept, and the batch as it is,
-                which takes a tenth of the time and mostly shows the same; the step is run again on copies of all weights.
+        With ``is_whole`` everything that the step depends on is kept. Else torch's random states alone are kept, and the batch as it is,
+        which takes a tenth of the time and mostly shows the same; the step is run again on copies of all weights.
         """
         if is_first:
             self.forget()
@@ -109,15 +99,10 @@ class StepRerun:
     def look(
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], micro_batch: int, *, is_scaled: bool
     ) -> Producer | None:
-        """Run a micro-batch again, and observe all of it.
+        """Run the first micro-batch with a non-finite value again, and observe the modules of ``sites``.
 
-        Args:
-            trainer: The run's.
-            pl_module: The model.
-            sites: Its modules that are watched.
-            micro_batch: The first one with a non-finite value. Where its batch was not kept, the next one that was is run, as non-finite
-                values often persist.
-            is_scaled: Whether the loss is scaled: then the scaler handles what overflows in the backward pass.
+        If its batch was not kept, the next one that was is run, as non-finite values often persist. Overflow in the backward pass of a
+        scaled loss is left to the scaler.
 
         Returns:
             The module that made the first non-finite value, or why it is not known; ``None`` if all was finite this time.
@@ -137,15 +122,15 @@ class StepRerun:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
-        # Of two ranks with the same micro-batch, one that knows more comes first.
+        # If two ranks have the same micro-batch, the one that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
 
     def _observed(
         self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
     ) -> Observed | None:
-        """What the probe observes when a micro-batch is run again; ``None`` if all is finite."""
-        sibling = self._sibling(pl_module)
-        probe = NonfiniteProbe(_same_sites(pl_module, sibling, sites), _raise)
+        """The probe's observation of a second run of a micro-batch; ``None`` if all is finite."""
+        sibling, same_sites = self._sibling(pl_module, sites)
+        probe = NonfiniteProbe(same_sites, _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
@@ -160,14 +145,7 @@ class StepRerun:
             probe.close()
 
     def snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, site: ModuleSite | None) -> Snapshot:
-        """The call in which a module made the non-finite value, with everything that makes it again.
-
-        Args:
-            trainer: The run's.
-            pl_module: The model.
-            found: What was found.
-            step: Number of the step.
-            site: The module, if it was one.
+        """The call in which a module made the non-finite value, with everything that makes it again; ``site``: the module, if known.
 
         Raises:
             RuntimeError: If the batch was not kept.
@@ -185,7 +163,8 @@ class StepRerun:
         )
         if site is None:
             return alone
-        sibling, device = self._sibling(pl_module), pl_module.device
+        device = pl_module.device
+        sibling, [same] = self._sibling(pl_module, [site])
         snapshots: list[Snapshot] = []
         countdown = itertools.count(-found.call)
 
@@ -196,19 +175,25 @@ class StepRerun:
                 inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
                 snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
 
-        [same] = _same_sites(pl_module, sibling, [site])
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():
             _run(trainer, pl_module, sibling, kept)
         return snapshots[0] if snapshots else alone
 
-    def _sibling(self, pl_module: LightningModule) -> LightningModule:
-        """A copy of the model with its weights in the same memory; those that the step's forward pass may have written into are copies."""
+    def _sibling(self, pl_module: LightningModule, sites: Sequence[ModuleSite]) -> tuple[LightningModule, list[ModuleSite]]:
+        """A copy of the model, and the same sites in it.
+
+        Its weights have the same memory; those that the step's forward pass may have written into are copies.
+        """
         for tensor in (*pl_module.parameters(), *pl_module.buffers()):
             in_memory(tensor)
         unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
-        shared = {id(one): _shared(one) for one in pl_module.parameters() if id(one) in unwritten and _can_be_shared(one)}
-        memo = copies_without_graph(pl_module) | shared
+        memo = copies_without_graph(pl_module)
+        for one in pl_module.parameters():
+            is_plain = type(one) is nn.Parameter
+            # A subclass of Parameter has attributes of its own, and is copied; a parameter of a tensor's class (DTensor) has none.
+            if id(one) in unwritten and (is_plain or not issubclass(type(one), nn.Parameter)):
+                memo[id(one)] = (_SharedWeight if is_plain else nn.Parameter)(one.detach(), one.requires_grad)
         sibling = copy.deepcopy(pl_module, memo)
         own = set(pl_module.modules()) & set(sibling.modules())
         if own:
@@ -218,7 +203,8 @@ class StepRerun:
         for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:
                 weight.register_post_accumulate_grad_hook(_release_gradient)
-        return sibling
+        same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
+        return sibling, [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 
 class _SharedWeight(nn.Parameter):
@@ -231,15 +217,6 @@ class _SharedWeight(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # torch's own descriptor
-
-
-def _can_be_shared(weight: nn.Parameter) -> bool:
-    """Whether a weight is a plain parameter, or one of a tensor's class (DTensor): a class of parameters has attributes of its own."""
-    return type(weight) is nn.Parameter or not issubclass(type(weight), nn.Parameter)
-
-
-def _shared(weight: nn.Parameter) -> nn.Parameter:
-    return (_SharedWeight if type(weight) is nn.Parameter else nn.Parameter)(weight.detach(), weight.requires_grad)
 
 
 def _release_gradient(weight: Tensor) -> None:
@@ -261,12 +238,12 @@ def _run(trainer: Trainer, pl_module: LightningModule, sibling: LightningModule,
 
 
 def _versions(batch: object) -> list[tuple[object, int, int]]:
-    """What changes with every write into a tensor of a batch. One of inference mode cannot be written to while a model trains."""
+    """The versions of a batch's tensors, which every write raises. One of inference mode cannot be written to while a model trains."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
 
 
 def _nonfinite_in(batch: object) -> list[str]:
-    """What a batch has of NaN and infinity: it is the cause then, and not the LightningModule's own code."""
+    """The kinds of non-finite values in a batch: then it is the cause, and not the LightningModule's own code."""
     numbers = Magnitudes()
     for _path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
@@ -277,15 +254,9 @@ def _nonfinite_in(batch: object) -> list[str]:
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies, and how many bytes there are."""
     if tensor.layout is not torch.strided:
-        return id(tensor), tensor.numel() * tensor.element_size()  # at most: what is left out of it is zero
+        return id(tensor), tensor.numel() * tensor.element_size()  # at most: a sparse tensor leaves out zeros
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
-
-
-def _same_sites(pl_module: LightningModule, sibling: LightningModule, sites: list[ModuleSite]) -> list[ModuleSite]:
-    """Sites of a copy, under the same names."""
-    same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
-    return [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
 
 
 def _on_host(module: nn.Module) -> nn.Module:

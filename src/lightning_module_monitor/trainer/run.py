@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules, parse_patterns
+from lightning_module_monitor.config import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
@@ -28,26 +27,13 @@ from lightning_module_monitor.record import (
     STEPS_SINCE_NONFINITE,
     Record,
 )
-from lightning_module_monitor.trainer.checks import check_compiled, check_manual_optimization, check_monitored_keys, makes_layers_late
+from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
-from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.options import Options, messages
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
-from lightning_module_monitor.trainer.strategy import (
-    access_of,
-    can_copy,
-    can_run_again,
-    check_strategy,
-    has_parameters,
-    left_out_in_words,
-    ranks_of,
-    unavailable_kinds,
-)
 from lightning_module_monitor.trainer.summary import dry_run, summary
-
-# A child of Lightning's logger: shown, and silenced, with Lightning's own messages.
-_logger = logging.getLogger("lightning.pytorch.module_monitor")
 
 
 class RunController:
@@ -61,7 +47,7 @@ class RunController:
         self.options = options
         self.monitor = ModuleMonitor(
             options.every_n_steps,
-            logger=_logger,
+            logger=messages,
             rules=as_tuple(options.rules),
             gradient_flow=options.gradient_flow,
             capture=options.capture,
@@ -71,33 +57,27 @@ class RunController:
             on_error=options.on_error,
             history=1,
         )
-        self.reporter = ErrorReporter(_logger, options.on_error, is_first_process)
+        self.reporter = ErrorReporter(messages, options.on_error, is_first_process)
         if options.rules is None:
             self.monitor.add_rules(default_rules(), "rules", are_optional=True)
         if options.attention:
             self.monitor.add_rules(attention_rules(), "rules")
-        self._add_reference_rules()
+        needed_by = self.monitor.planner.first_of_reference()
+        if options.source is None and needed_by is not None:
+            raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
+        if options.rcc:
+            self.monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
+        elif options.source is not None and needed_by is None:
+            self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
         self.observes_training = options.observes("train") and not options.dry_run
         self.reference: ReferenceController | None = None
         if options.source is not None and self.observes_training:
-            self.reference = ReferenceController(
-                self.monitor, options.source, options.module, is_saved=options.save_reference, messages=_logger
-            )
-        self.health = HealthController(options.parsed_health, self.monitor, on_error=options.on_error, messages=_logger)
-        self.sinks = SinksController(self.monitor.planner, options, _logger)
+            self.reference = ReferenceController(self.monitor, options.source, options.module, is_saved=options.save_reference)
+        self.health = HealthController(options.parsed_health, self.monitor, on_error=options.on_error)
+        self.sinks = SinksController(self.monitor.planner, options)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
         self.is_fit = False
-
-    def _add_reference_rules(self) -> None:
-        """Add the rules that the reference and the coordinate check stand for."""
-        source, needed_by = self.options.source, self.monitor.planner.first_of_reference()
-        if source is None and needed_by is not None:
-            raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
-        if self.options.rcc:
-            self.monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
-        elif source is not None and needed_by is None:
-            self.monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
 
     # From setup to the end
 
@@ -117,12 +97,12 @@ class RunController:
         if not self.options.observes_run(stage):
             return
         runs_training_step = self.reference is not None and self.options.module is None
-        check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
-        check_strategy(trainer, self.health.options, self.monitor.planner)
-        check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)
-        if not makes_layers_late(pl_module):
+        checks.check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
+        strategy.check_strategy(trainer, self.health.options, self.monitor.planner)
+        checks.check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)
+        if not checks.makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
-        if self.is_fit and self.reference is not None and can_copy(trainer):
+        if self.is_fit and self.reference is not None and strategy.can_copy(trainer):
             self.reference.begin_fit(pl_module)
 
     def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,10 +110,10 @@ class RunController:
         if not self.options.observes_run("fit"):
             return
         if self.monitor.module is None:
-            check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
+            checks.check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
             self.set_module(trainer, pl_module)
         self.monitor.wrapper = trainer.strategy.model
-        if self.reference is not None and can_copy(trainer):
+        if self.reference is not None and strategy.can_copy(trainer):
             self.reference.prepare(trainer, pl_module)
         if not self.options.dry_run:
             self.monitor.agree()
@@ -141,7 +121,7 @@ class RunController:
         if trainer.is_global_zero and self.options.dry_run:
             print(dry_run(planner, schedule, trainer.max_steps))
         elif trainer.is_global_zero:
-            _logger.info(summary(planner, schedule, self.sinks.roll_ups_in_words()))
+            messages.info(summary(planner, schedule, self.sinks.roll_ups_in_words()))
 
     def set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the module to monitor, and check the options against its names.
@@ -149,15 +129,23 @@ class RunController:
         Raises:
             ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
         """
-        self.monitor.distributed, self.monitor.access = ranks_of(trainer), access_of(trainer)
-        left_out = self.monitor.planner.leave_out(unavailable_kinds(trainer))
-        if trainer.is_global_zero and (left_out or not has_parameters(trainer)):
-            self.reporter.log_once(left_out_in_words(trainer, left_out), logging.WARNING)
+        self.monitor.distributed, self.monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
+        left_out = self.monitor.planner.leave_out(strategy.unavailable_kinds(trainer))
+        if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
+            self.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         self.monitor.set_module(pl_module)
         if trainer.strategy.root_device.type == "cpu":
             numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
+        modules = self.monitor.planner.index.modules
+        if self.options.rcc and not any(layer_parts(site.module) for site in modules):
+            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            self.reporter.log_once(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
+        self._expect_keys(trainer)
+
+    def _expect_keys(self, trainer: Trainer) -> None:
+        """Announce the keys of this run to the sinks and the watches, and compare them with those of other callbacks."""
         is_marked = self.health.options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
         measured = {
             STEP_SKIPPED: scaler_of(trainer) is not None,
@@ -167,14 +155,18 @@ class RunController:
             SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
-        self._report_unknown_layers([site.module for site in self.monitor.planner.index.modules])
         keys, histograms = self.sinks.planned_keys(), self.sinks.planned_histograms()
-        has_ranks, runs_again = trainer.world_size > 1, can_run_again(trainer)
-        self.health.begin(keys, histograms, is_fit=self.is_fit, has_ranks=has_ranks, runs_again=runs_again)
-        self._check_keys_of_others(trainer)
+        self.health.begin(trainer, keys, histograms, is_fit=self.is_fit)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+            run = vars(callback).get("_run")
+            if isinstance(run, RunController) and run is not self and run.monitor.module is not None:
+                common = {*keys, *histograms} & {*run.sinks.planned_keys(), *run.sinks.planned_histograms()}
+                if common:
+                    raise ConfigError(
+                        f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
+                    )
         if self.is_fit:
-            patterns = parse_patterns(self.options.callback_metrics, "callback_metrics")
-            check_monitored_keys(trainer, {*self.sinks.planned_keys()}, patterns, self.reporter.log_once)
+            checks.check_monitored_keys(trainer, {*keys}, self.options.metric_patterns, self.reporter.log_once)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
@@ -192,7 +184,7 @@ class RunController:
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
-        # One that was saved before the first step is where this run begins, not what it resumes: a finder of learning rates loads it.
+        # A checkpoint from before the first step resumes nothing: a finder of learning rates loads one.
         if self.is_fit and self.reference is not None and checkpoint.get("global_step", 0) > 0:
             self.reference.resume()
 
@@ -208,7 +200,7 @@ class RunController:
         self.health.follow(trainer, record.findings, self.sinks.folder)
 
     def describe(self) -> Description:
-        """What is watched, where it is written, and what was found."""
+        """The rules, the store and the findings, for the prompt and a notebook."""
         rules, findings, store = self.monitor.planner.rules, self.health.findings, self.sinks.store_path
         last = "none" if self.last_record is None else f"of step {self.last_record.step}: {counted(len(self.last_record.values), 'value')}"
         rows = [
@@ -227,28 +219,9 @@ class RunController:
             stack.callback(self.monitor.close)
             stack.callback(self.health.close)
 
-    # Inside
-
-    def _report_unknown_layers(self, modules: list[nn.Module]) -> None:
-        if self.options.rcc and not any(layer_parts(module) for module in modules):
-            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
-            self.reporter.log_once(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
-
-    def _check_keys_of_others(self, trainer: Trainer) -> None:
-        """Check that no other callback of this Trainer writes the same keys."""
-        own = self.sinks.all_planned()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
-            run = vars(callback).get("_run")
-            if isinstance(run, RunController) and run is not self and run.monitor.module is not None:
-                common = own & run.sinks.all_planned()
-                if common:
-                    raise ConfigError(
-                        f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
-                    )
-
 
 def scaler_of(trainer: Trainer) -> GradScaler | None:
-    """What scales the loss under 16-mixed, and may skip a step."""
+    """The scaler of the loss under 16-mixed, which may skip a step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 

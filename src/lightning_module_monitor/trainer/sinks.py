@@ -1,8 +1,7 @@
-"""Where the records of one run go: its store, the Trainer's loggers, and what monitors metrics."""
+"""The sinks of one run: its store, the Trainer's loggers, and ``callback_metrics``."""
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import weakref
@@ -11,25 +10,24 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_module_monitor.config import parse_patterns
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
-from lightning_module_monitor.trainer.keys import check_keys
-from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.checks import check_keys
+from lightning_module_monitor.trainer.options import STAGES, Options, messages
 
 
 class SinksController:
     """Opens the files and loggers of a run when its first record comes, and gives every record to all of them."""
 
-    def __init__(self, planner: Planner, options: Options, messages: logging.Logger) -> None:
+    def __init__(self, planner: Planner, options: Options) -> None:
         self._options = options
-        self._patterns = parse_patterns(options.callback_metrics, "callback_metrics")
-        self._planner, self._stages = planner, options.stages_in_keys()
-        self._messages = messages
+        self._patterns = options.metric_patterns
+        self._planner = planner
+        self._stages = [name for stage, name in STAGES.items() if options.observes(stage)]
         self.store_path: str | None = None
         """Where the store of this run is, once something was recorded."""
         self._files: RunFiles | None = None
@@ -59,59 +57,51 @@ class SinksController:
         self._earlier_path = self.store_path
 
     def resume(self, state: Mapping[str, object]) -> None:
-        """Go on from the store of the run that is resumed, whose later steps are run again.
+        """Go on from the store of the resumed run, whose later steps are run again.
 
-        Args:
-            state: What :meth:`state` gave for a checkpoint, which may be a stranger's: its path alone makes no file one to write to.
+        The path may come from an untrusted checkpoint: it never names the file to write to.
         """
         path = state.get("store")
         is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises where a text is no path at all
         if path is not None and not is_file and self._options.store is not False:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
-            self._messages.warning(message, path)
+            messages.warning(message, path)
         self.store_path, self._earlier_path = None, str(path) if is_file else None
         self._runs_steps_again = True
 
     def state(self) -> dict[str, object]:
-        """What a run needs that is resumed from here: the path of the store with the steps so far."""
+        """The state for a checkpoint: the path of the store with the steps so far."""
         return {"store": self.store_path or self._earlier_path}
 
     def note_step(self, step: int) -> None:
-        """The first step of a run tells which are run again."""
+        """Note the first step of a run: a resumed run repeats the earlier run's steps from there."""
         if self._first_step is None:
             self._first_step = step
 
     def close(self) -> None:
         """Close the files, write the page about them, and log where they are; twice does no harm."""
-        self._loggers = None
-        files, self._files = self._files, None
-        heat_maps, self._heat_maps = self._heat_maps, None
-        if files is not None:
-            files.close()
-            if files.has_begun:
-                if heat_maps is not None:
-                    heat_maps.draw(files.path, self._last_step)
-                page = self._write_page(files.path) if self._options.report else None
-                shown = (
-                    f"; page: {page}. Verdict: {_command('summary', files.path)}" if page else f". Page: {_command('report', files.path)}"
-                )
-                self._messages.info("Monitored values: %s%s", files.path, shown)
+        files, heat_maps = self._files, self._heat_maps
+        self._files = self._loggers = self._heat_maps = None
+        if files is None:
+            return
+        files.close()
+        if not files.has_begun:
+            return
+        if heat_maps is not None:
+            heat_maps.draw(files.path, self._last_step)
+        page = None
+        if self._options.report:
+            try:
+                page = write_report(files.path)
+            except Exception as error:  # the error that ended the run must reach the user, and none of its page
+                messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
+        shown = f"; page: {page}. Verdict: {_command('summary', files.path)}" if page else f". Page: {_command('report', files.path)}"
+        messages.info("Monitored values: %s%s", files.path, shown)
 
-    def _write_page(self, store: Path) -> Path | None:
-        try:
-            return write_report(store)
-        except Exception as error:  # the error that ended the run must reach the user, and none of its page
-            self._messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
-            return None
-
-    # What is expected
+    # Keys
 
     def expect(self, figures: Sequence[str], context: Sequence[str]) -> None:
-        """The model is there, and what records will hold is known.
-
-        Args:
-            figures: What they hold of training besides, of the monitor's own.
-            context: What they hold of the context of training.
+        """The model exists. Records of training also hold figures of the monitor's own, and the context of training.
 
         Raises:
             ConfigError: If ``callback_metrics`` matches no key.
@@ -127,15 +117,11 @@ class SinksController:
         return self._planner.planned_keys(self._stages, figures=self._figures, context=self._context)
 
     def planned_histograms(self) -> list[str]:
-        """Every key of a histogram that is."""
+        """Every key of a histogram that is known before the first step."""
         return self._planner.planned_histograms(self._stages)
 
-    def all_planned(self) -> set[str]:
-        """Both together."""
-        return {*self.planned_keys(), *self.planned_histograms()}
-
     def roll_ups_in_words(self) -> str:
-        """What is said of roll-ups, if there will be any."""
+        """A sentence about roll-ups, if there will be any."""
         return f" Loggers get roll-ups, as these are more than max_logged_keys={self._options.max_logged_keys}." if self._rolls_up() else ""
 
     def _rolls_up(self) -> bool:
@@ -160,10 +146,10 @@ class SinksController:
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, self._messages, self.planned_keys())
-            self._heat_maps = HeatMaps(trainer.loggers, self._messages)
-        if self._files is None and self._options.store and not _writes_nothing(trainer):
-            self._files = self._open_files(trainer)
+            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
+            self._heat_maps = HeatMaps(trainer.loggers, messages)
+        if self._files is None and self._options.store and (path := self._new_store_path(trainer)) is not None:
+            self._files = self._open_files(path.resolve())
         if self._files is not None:
             self._files.write(record)
             self.store_path = str(self._files.path)
@@ -172,12 +158,11 @@ class SinksController:
         if self._files is not None and self._files.has_begun and self._heat_maps is not None:
             self._heat_maps.draw_if_due(self._files.path, record.step)
 
-    def _open_files(self, trainer: Trainer) -> RunFiles:
-        """The store of this run, and what is beside it.
+    def _open_files(self, path: Path) -> RunFiles:
+        """The store of this run, and the file of raw tensors beside it.
 
         A run goes on in the store of the run that it resumes only where it would write by itself. Elsewhere it begins with a copy.
         """
-        path = self._new_store_path(trainer).resolve()
         earlier = None if self._earlier_path is None else Path(self._earlier_path).resolve()
         return RunFiles(
             earlier if earlier is not None and is_name_of(earlier, path) else path,
@@ -187,32 +172,29 @@ class SinksController:
             resumed=earlier,
             # Only a checkpoint runs steps again: a further loop of the same Trainer supersedes no row.
             resume_from=self._first_step if self._runs_steps_again else None,
-            logger=self._messages,
+            logger=messages,
         )
 
     def folder(self, trainer: Trainer) -> Path | None:
         """Where the store of this run is, or would be; ``None`` where there are to be no files."""
-        return None if _writes_nothing(trainer) else self._new_store_path(trainer).parent
+        path = self._new_store_path(trainer)
+        return None if path is None else path.parent
 
-    def _new_store_path(self, trainer: Trainer) -> Path:
+    def _new_store_path(self, trainer: Trainer) -> Path | None:
+        """Where this run writes its store: by default into the first logger's directory for it, as ModelCheckpoint does.
+
+        ``None`` in a trial (``fast_dev_run``), in which Lightning too writes no file.
+        """
+        if getattr(trainer, "fast_dev_run", False):
+            return None
         if not isinstance(self._options.store, bool):
             return Path(self._options.store).expanduser()
-        return _run_directory(trainer) / "monitor.h5"
+        if not trainer.loggers:
+            return Path(trainer.default_root_dir, "monitor.h5")
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version, "monitor.h5")
 
 
 def _command(name: str, store: Path) -> str:
     return f"lightning-module-monitor {name} {shlex.quote(str(store))}"
-
-
-def _writes_nothing(trainer: Trainer) -> bool:
-    """Whether it is a trial (``fast_dev_run``), in which Lightning too writes no file."""
-    return bool(getattr(trainer, "fast_dev_run", False))
-
-
-def _run_directory(trainer: Trainer) -> Path:
-    """The first logger's directory for this run, as ModelCheckpoint has it; without a logger the trainer's root directory."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
+from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
-from lightning_module_monitor.trainer.ddp_forward import DDPForwardGuard
-from lightning_module_monitor.trainer.deepspeed import EngineTracker
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
-from lightning_module_monitor.trainer.optimizers import OptimizerTracker
+from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
 from lightning_module_monitor.trainer.run import RunController, scaler_of, step_of
@@ -40,11 +40,11 @@ class StepController:
         """The step of the latest training batch; ``None`` when it is over."""
         self._overhead: Overhead | None = None
         self._optimizers: OptimizerTracker | EngineTracker | None = None
-        """Of the step, if it is monitored."""
+        """The optimizers of a monitored step."""
         self._context: ContextController | None = None
-        """Of the fit, from its first step on: before it there are no optimizers."""
+        """The context of the fit, from its first step on: before it there are no optimizers."""
         self._ddp_guards: list[DDPForwardGuard] = []
-        """That of the step, and that of the loop that interrupts it."""
+        """The guard of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
         """Silences the monitor in a loop that is not monitored."""
 
@@ -117,11 +117,21 @@ class StepController:
             self._nonfinite.end_backward(is_scaled=scaler_of(trainer) is not None)
 
     def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped."""
+        """The gradients of an optimizer are complete and not clipped.
+
+        Raises:
+            NonfiniteError: If there is a non-finite value, and ``health.nonfinite`` is ``stop``.
+        """
         if trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        if self._nonfinite is not None:
-            self._find_nonfinite(self._nonfinite, trainer, pl_module)
+        health = self._run.health
+        if health.nonfinite is not None:
+            step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
+            found = health.nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
+            health.note(found)
+            if found is not None and health.options.nonfinite == STOP:
+                self._run.emit(trainer, pl_module, None)
+                raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
         if self._optimizers is not None:
             self._optimizers.before_clipping(optimizer)
             if self._context is not None:
@@ -208,36 +218,31 @@ class StepController:
         return self._run.health.nonfinite
 
     def _begin_step(self, step: int) -> bool:
-        """Begin a step, and return whether it is monitored."""
+        """Begin a step, and return whether it is monitored. Report, once each, steps that the limit of overhead leaves out."""
         if self._overhead is None:
             return self._monitor.begin_step(step)
-        is_allowed = self._overhead.allows(step)
-        if not is_allowed:
-            self._report_left_out(step, self._overhead.closest)
+        is_allowed, closest = self._overhead.allows(step), self._overhead.closest
+        left_out = f"max_overhead={self._run.options.max_overhead}: "
+        if not is_allowed and self._monitor.is_step_monitored(step):
+            message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once."
+            self._run.reporter.log_once(message, once="left out")
+        if not is_allowed and self._monitor.planner.is_captured(step) and is_first_process():
+            apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
+            message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once."
+            self._run.reporter.log_once(message, logging.WARNING, "left out capture")
         try:
             return is_allowed and self._monitor.begin_step(step)
         finally:
             # A step that fails to begin on this rank is monitored on others, and all count from it to the next.
             self._overhead.begin_step(step, is_monitored=is_allowed and self._monitor.is_monitoring())
 
-    def _report_left_out(self, step: int, closest: int) -> None:
-        """Report, once each, that the limit of overhead leaves steps out, and that it leaves out one whose raw tensors are captured."""
-        left_out = f"max_overhead={self._run.options.max_overhead}: "
-        if self._monitor.is_step_monitored(step):
-            message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once."
-            self._run.reporter.log_once(message, once="left out")
-        if self._monitor.planner.is_captured(step) and is_first_process():
-            apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
-            message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once."
-            self._run.reporter.log_once(message, logging.WARNING, "left out capture")
-
     def _guard_ddp_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If the strategy wraps the module, hide the calls of the wrapper."""
+        """If the strategy wraps the module, hide the wrapper's calls."""
         if trainer.strategy.model is not pl_module:
             self._ddp_guards.append(DDPForwardGuard(pl_module, self._monitor))
 
     def _close_ddp_guard(self) -> None:
-        """Close that of the step, or of the loop that interrupts it."""
+        """Close the newest guard: that of the step, or of the loop that interrupts it."""
         if self._ddp_guards:
             self._ddp_guards[-1].close()
             self._ddp_guards.pop()
@@ -256,24 +261,19 @@ class StepController:
             self._optimizers.close()
         self._optimizers = None
 
-    def _find_nonfinite(self, nonfinite: NonfiniteController, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for non-finite values.
-
-        Raises:
-            NonfiniteError: If there is one, and the option is ``stop``.
-        """
-        step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
-        found = nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
-        self._run.health.note(found)
-        if found is not None and self._run.health.options.nonfinite == STOP:
-            self._run.emit(trainer, pl_module, None)
-            raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
-
     def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the step. Under manual optimization the next batch may have the same number: it begins it anew."""
         self._step, self.is_idle = None, True
         try:
-            self._finish_observing(trainer)
+            self._close_ddp_guard()
+            if self._optimizers is not None:
+                self._optimizers.finish()
+                self._optimizers = None
+                if self._context is not None:
+                    self._context.end_step(trainer)
+            fraction = None if self._overhead is None else self._overhead.fraction()
+            if fraction is not None:
+                self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)
         except Exception as error:
             self.fail("on_train_batch_end", error)
         # Reached whatever has failed: other ranks wait for this one.
@@ -284,13 +284,47 @@ class StepController:
             self._run.health.note(self._nonfinite.end_step(step_of(trainer), record))
         self._run.emit(trainer, pl_module, record)
 
-    def _finish_observing(self, trainer: Trainer) -> None:
-        self._close_ddp_guard()
-        if self._optimizers is not None:
-            self._optimizers.finish()
-            self._optimizers = None
-            if self._context is not None:
-                self._context.end_step(trainer)
-        fraction = None if self._overhead is None else self._overhead.fraction()
-        if fraction is not None:
-            self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)
+
+class DDPForwardGuard:
+    """Hides DDP's calls of the LightningModule from the monitor, so that it observes the same as in one process.
+
+    DDP's forward calls the module, whose ``forward`` Lightning has replaced for this one call by ``training_step``. That returns the loss,
+    which is no activation. So nothing is observed while the hooks of such a call run, the monitor's among them, which are on the module
+    already; within the call, everything is.
+    """
+
+    def __init__(self, module: LightningModule, monitor: ModuleMonitor) -> None:
+        self._monitor = monitor
+        self._hooks = HookSet()
+        self._silence = ExitStack()
+        self._are_redirected: list[bool] = []
+        """Whether each running call is one of DDP's, the outermost first."""
+        first, last = UncopiedHook(self._begin), UncopiedHook(self._end)
+        silence, observe = UncopiedHook(self._silenced), UncopiedHook(self._observed)
+        self._hooks.add(module.register_forward_pre_hook(first, prepend=True))
+        self._hooks.add(module.register_forward_pre_hook(observe))
+        self._hooks.add(module.register_forward_hook(silence, prepend=True, always_call=True))
+        self._hooks.add(module.register_forward_hook(last, always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+        self._silence.close()
+
+    def _begin(self, module: LightningModule, *_arguments: object) -> None:
+        # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
+        self._are_redirected.append(getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward")
+        self._silenced()
+
+    def _end(self, *_arguments: object) -> None:
+        self._observed()
+        if self._are_redirected:
+            self._are_redirected.pop()
+
+    def _silenced(self, *_arguments: object) -> None:
+        if self._are_redirected and self._are_redirected[-1]:
+            self._silence.enter_context(self._monitor.no_monitor())
+
+    def _observed(self, *_arguments: object) -> None:
+        if self._are_redirected and self._are_redirected[-1]:
+            self._silence.close()

@@ -1,4 +1,4 @@
-"""Strategies of a Trainer: whose values can be had together under each, and which cannot be had."""
+"""Strategies of a Trainer: which ranks share their values under each, how parameters are read, and what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
+from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_module_monitor.errors import ConfigError
@@ -15,7 +16,6 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
-from lightning_module_monitor.trainer.deepspeed import DeepSpeedAccess, clips
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +24,38 @@ _OF_REFERENCE = tuple(kind.name for kind in KINDS.values() if kind.needs_referen
 _OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "parameter" or kind.needs_reference)
 
 
+class DeepSpeedAccess(ParameterAccess):
+    """Reads whole parameters, in float32 where the optimizer has them so, and whole gradients, by DeepSpeed's public functions.
+
+    Each read of a tensor that is laid out over ranks is a collective of DeepSpeed's own, so all ranks read the same in the same order.
+    """
+
+    makes_copies = True
+
+    def parameter(self, parameter: Tensor) -> Tensor | None:
+        """The copy that the optimizer moves; a parameter that is not trained itself."""
+        import deepspeed  # noqa: PLC0415  # is optional, and takes seconds
+
+        if parameter.requires_grad:
+            value: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if value is not None:
+                return value
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient, reduced over ranks."""
+        import deepspeed  # noqa: PLC0415  # is optional, and takes seconds
+
+        return deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+
+    def is_empty(self, parameter: Tensor) -> bool:
+        """Whether it has no element, on any rank: between its uses stage 3 leaves a parameter none."""
+        return not getattr(parameter, "ds_numel", parameter.numel())
+
+
 def is_known(trainer: Trainer) -> bool:
-    """Whether it is known how a strategy trains on its ranks; a subclass of one that is known does as that does."""
+    """Whether it is known how a strategy trains on its ranks; a subclass counts as its base class."""
     strategy = trainer.strategy
     if isinstance(strategy, XLAStrategy):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
         return False
@@ -39,7 +69,7 @@ def has_parameters(trainer: Trainer) -> bool:
 
 
 def ranks_of(trainer: Trainer) -> bool | DeviceMesh:
-    """Which ranks have their values together; see ``distributed`` of :class:`~lightning_module_monitor.monitor.ModuleMonitor`."""
+    """The ranks that reduce their values together: ``distributed`` of :class:`~lightning_module_monitor.monitor.ModuleMonitor`."""
     if isinstance(trainer.strategy, ModelParallelStrategy):
         mesh: DeviceMesh = trainer.strategy.device_mesh["tensor_parallel"]
         return mesh
@@ -67,16 +97,19 @@ def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
     if not has_parameters(trainer):
         return _OF_PARAMETERS
     if isinstance(strategy, DeepSpeedStrategy):
-        return (*_OF_REFERENCE, "gradient") if clips(trainer, strategy) else _OF_REFERENCE
+        configuration = strategy.config if isinstance(strategy.config, dict) else {}
+        # DeepSpeed clips within its step: what the optimizer uses cannot be read.
+        clips = trainer.gradient_clip_val or configuration.get("gradient_clipping")
+        return (*_OF_REFERENCE, "gradient") if clips else _OF_REFERENCE
     return ()
 
 
 def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> None:
-    """Refuse what cannot be done under a strategy, but is asked for.
+    """Refuse options that a strategy cannot satisfy.
 
     Raises:
-        ConfigError: If under a strategy that is not known a finding of one rank would stop the run, or save a checkpoint, for which all
-            ranks would have to decide together; if under FSDP1 a rule asks for norms of tokens, of which a rank has parts.
+        ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which all ranks have
+            to decide together; if under FSDP1 a rule asks for norms of tokens, of which a rank has parts.
     """
     name = type(trainer.strategy).__name__
     if not is_known(trainer) and trainer.world_size > 1:
@@ -96,7 +129,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
 
 
 def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
-    """What is not recorded under a strategy that does not show all of it, and whose values the others are."""
+    """A message: the kinds that are not recorded under a strategy, why, and which ranks' values the others are."""
     name = type(trainer.strategy).__name__
     what = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
     if isinstance(trainer.strategy, DeepSpeedStrategy):

@@ -1,4 +1,4 @@
-"""What is monitored, in words: the line at the start of a fit, and the dry run."""
+"""Texts about what is monitored: the line at the start of a fit, and the dry run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
 
 
 def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
-    """What a monitored step has and takes, in lines: sites x statistics by kind, keys, bytes of the table, and of the store."""
+    """The contents and the cost of a monitored step, in lines: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
     specs = plan.expected()
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
-    sites = Counter(spec.kind for spec in specs)
-    for kind, num_sites in sites.items():
-        names = dict.fromkeys(
-            name for spec in specs if spec.kind == kind for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units)
-        )
-        sites_in_words = (
-            f"heads of attention within {num_sites} modules, known when it runs," if KINDS[kind].of_heads else f"{num_sites} sites"
-        )
-        lines.append(f"  {kind}: {sites_in_words} x {len(names)} ({', '.join(names)})")
+    for kind in dict.fromkeys(spec.kind for spec in specs):
+        own = [spec for spec in specs if spec.kind == kind]
+        names = dict.fromkeys(name for spec in own for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units))
+        sites = f"heads of attention within {len(own)} modules, known when it runs," if KINDS[kind].of_heads else f"{len(own)} sites"
+        lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
@@ -67,7 +63,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 
 def _num_bytes(watched: WatchedParameter) -> int:
     parameter = watched.site.tensor()
-    return 0 if parameter is None else parameter.numel() * parameter.element_size()
+    return 0 if parameter is None else parameter.nbytes
 
 
 def _in_bytes(count: int) -> str:
