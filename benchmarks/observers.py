@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
-from lightning_module_monitor.config import GradientFlow, attention_rules
+from lightning_module_monitor.config.rules import GradientFlow, attention_rules
 from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates

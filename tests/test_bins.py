@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from helpers.textbook import histogram
 
-from lightning_module_monitor.record import EDGES, LABELS, NUM_BINS, NUM_COUNTS, Histogram
+from lightning_module_monitor.histogram import EDGES, LABELS, NUM_BINS, NUM_COUNTS, Histogram
 
 
 def test_edges_are_powers_of_two_of_both_signs() -> None:

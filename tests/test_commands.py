@@ -18,7 +18,7 @@ from helpers.stores import open_store, write_store
 from lightning_module_monitor import Histogram, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.record import NUM_COUNTS
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.sinks.store.opening import is_in_use
 
 SERIES: dict[str, list[float | None]] = {

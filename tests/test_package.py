@@ -22,7 +22,7 @@ def test_every_public_name_comes_from_its_home(name: str) -> None:
 
 def test_what_it_does_not_have_is_an_attribute_error() -> None:
     """As of any module."""
-    assert set(package._HOME_BY_NAME) == {*package.__all__, "__version__"}
+    assert set(package._HOME_BY_NAME) == {*package.__all__}
     with pytest.raises(AttributeError, match="has no attribute 'load_stores'"):
         _ = package.load_stores
 

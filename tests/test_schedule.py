@@ -12,8 +12,9 @@ import torch
 from helpers.tiny import KeepRecords, Tiny, fit
 from torch import nn
 
-from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, schedule
-from lightning_module_monitor.schedule import parse_schedule
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor.config import schedule
+from lightning_module_monitor.config.schedule import parse_schedule
 
 RULES = [Rule(kinds="parameter", statistics="norm")]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, MonitorMixin, Rule, TorchWatcher, track
-from lightning_module_monitor.config import attention_rules, coordinate_check_rules
+from lightning_module_monitor.config.rules import attention_rules, coordinate_check_rules
 from lightning_module_monitor.kernels import numba_kernel
 
 pytestmark = [

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
-    from lightning_module_monitor.config import Capture, GradientFlow, Rule
+    from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
     from lightning_module_monitor.health.diagnoses import Diagnosis
     from lightning_module_monitor.health.options import Alert, Health
+    from lightning_module_monitor.histogram import Histogram
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
-    from lightning_module_monitor.record import Finding, Histogram, Record
+    from lightning_module_monitor.record import Finding, Record
     from lightning_module_monitor.report.page import write_report
     from lightning_module_monitor.sinks.history import StorageManager
     from lightning_module_monitor.sinks.store.reader import load_store
@@ -22,9 +23,10 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-    from lightning_module_monitor.version import __version__ as __version__
     from lightning_module_monitor.width_check.check import coordinate_check
     from lightning_module_monitor.width_check.report import WidthCheck
+
+    __version__: str
 
 __all__ = [
     "STATISTICS",
@@ -59,12 +61,13 @@ __all__ = [
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
-    "config": ("Capture", "GradientFlow", "Rule"),
+    "config.rules": ("Capture", "GradientFlow", "Rule"),
     "health.diagnoses": ("Diagnosis",),
     "health.options": ("Alert", "Health"),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
-    "record": ("Finding", "Histogram", "Record"),
+    "histogram": ("Histogram",),
+    "record": ("Finding", "Record"),
     "report.page": ("write_report",),
     "sinks.history": ("StorageManager",),
     "sinks.store.reader": ("load_store",),
@@ -74,7 +77,6 @@ _HOMES = {
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),
     "statistics.registry": ("STATISTICS", "Statistic"),
-    "version": ("__version__",),
     "width_check.check": ("coordinate_check",),
     "width_check.report": ("WidthCheck",),
 }
@@ -83,6 +85,8 @@ _HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> object:
     """A public name, from its home: torch and Lightning take seconds to import, and who reads a store needs neither."""
+    if name == "__version__":
+        return importlib.import_module(f"{__name__}.errors").package_version()
     if name not in _HOME_BY_NAME:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

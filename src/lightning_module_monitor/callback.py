@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import Capture, GradientFlow, Rule
+from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
+from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.schedule import Schedule
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunController
 from lightning_module_monitor.trainer.step import StepController

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, nearest_pattern, printable, require
-from lightning_module_monitor.version import __version__
+from lightning_module_monitor.errors import ConfigError, nearest_pattern, package_version, printable, require
 from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: that of the subcommand; 2 for wrong usage, 3 if something else went wrong.
     """
     parser = argparse.ArgumentParser(prog="lightning-module-monitor", description=__doc__.partition(":")[0] + ".")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for name, words, epilog, add_arguments, run in COMMANDS:
         raw = argparse.RawDescriptionHelpFormatter

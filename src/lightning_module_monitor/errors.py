@@ -1,9 +1,10 @@
-"""Exceptions, and the parts of messages that help: nearest names, corrected patterns, the extra to install."""
+"""Exceptions, the parts of messages that help (nearest names, corrected patterns), and what is installed."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import re
 from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
@@ -140,3 +141,11 @@ def require(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         message = f"{module} is not installed. Install it with: pip install 'lightning-module-monitor[{extra}]'"
         raise ImportError(message) from error
+
+
+def package_version() -> str:
+    """The version of this package in its metadata, which pyproject.toml gives."""
+    try:
+        return importlib.metadata.version("lightning-module-monitor")
+    except importlib.metadata.PackageNotFoundError:  # a folder of sources on the path
+        return "unknown"

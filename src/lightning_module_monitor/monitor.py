@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, default_rules, parse_patterns
+from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, default_rules, parse_patterns
+from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
@@ -22,7 +23,6 @@ from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Record
-from lightning_module_monitor.schedule import Schedule, parse_schedule
 from lightning_module_monitor.sinks.history import StorageManager
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.config import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
+from lightning_module_monitor.config.rules import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
+from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
@@ -40,7 +41,6 @@ from lightning_module_monitor.record import (
     check_prefix,
     is_context,
 )
-from lightning_module_monitor.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 DETAIL = "detail"

@@ -38,7 +38,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, schedule
+from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.config import schedule
 from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
 from lightning_module_monitor.errors import ConfigError, RanksLostError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_module_monitor.record import Histogram, ModuleInfo, Record
+from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.sinks.store.writer import Store
 
 Series = Mapping[str, Sequence[float | None]]

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Histogram, Statistic
-from lightning_module_monitor.record import EDGES
+from lightning_module_monitor.histogram import EDGES
 
 
 def histogram(x: Tensor) -> Histogram:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from helpers.kernels import FIELDS_OF_NEED
+from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
-from lightning_module_monitor.record import Histogram
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if IS_INTERPRETED else torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.config import default_rules
+from lightning_module_monitor.config.rules import default_rules
 
 SITES = ["model.head_0", "model.head_1"]
 STATISTICS = {

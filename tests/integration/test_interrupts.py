@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 
 import lightning_module_monitor
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.config import attention_rules, coordinate_check_rules
+from lightning_module_monitor.config.rules import attention_rules, coordinate_check_rules
 from lightning_module_monitor.record import RawTensor, Record
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 

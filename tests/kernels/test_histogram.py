@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels import bins_of_floats
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.record import NUM_COUNTS, Histogram
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.spec import MetricSpec

@@ -13,11 +13,11 @@ from helpers.kernels import CPU, assert_textbook, views, without_numba
 from helpers.textbook import histogram
 from torch import Tensor, nn
 
+from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.record import Histogram
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.statistics.precision import unscaled
 

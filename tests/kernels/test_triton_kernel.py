@@ -26,10 +26,10 @@ from helpers.triton import (
 )
 from torch import Tensor
 
+from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.kernels import triton_kernel
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
-from lightning_module_monitor.record import EDGES
 
 skip_without_triton()
 pytestmark = IGNORED_WARNINGS

@@ -9,10 +9,10 @@ from helpers.triton import DEVICE, IGNORED_WARNINGS, IS_INTERPRETED, assert_mome
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels import triton_kernel
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
-from lightning_module_monitor.record import Histogram
 
 skip_without_triton()
 pytestmark = IGNORED_WARNINGS

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, Record, Rule, monitor_scaled_dot_product_attention
-from lightning_module_monitor.config import attention_rules
+from lightning_module_monitor.config.rules import attention_rules
+from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.probes import attention as probe
-from lightning_module_monitor.record import EDGES
 from lightning_module_monitor.statistics import attention as maths
 
 ALL = Rule(kinds=list(Truth._fields), statistics=["mean", "min", "max", "std"])

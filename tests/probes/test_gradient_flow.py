@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
-from lightning_module_monitor.config import ConfigError
+from lightning_module_monitor.config.rules import ConfigError
 from lightning_module_monitor.record import Key
 
 

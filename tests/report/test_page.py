@@ -18,7 +18,8 @@ from helpers.stores import open_store, write_store
 
 from lightning_module_monitor import Record, load_store
 from lightning_module_monitor.cli import main
-from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
+from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.page import distinct_names, write_report
 from lightning_module_monitor.sinks.store import rewrite, schema
 

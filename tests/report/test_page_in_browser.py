@@ -16,7 +16,8 @@ from helpers.browser import Visit, chromium
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import EDGES, NUM_COUNTS, Histogram, ModuleInfo
+from lightning_module_monitor.histogram import EDGES, NUM_COUNTS, Histogram
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 from helpers.processes import kill
 
 from lightning_module_monitor import Record, StorageManager, load_store
-from lightning_module_monitor.record import EDGES, LABELS, NUM_COUNTS, Histogram
+from lightning_module_monitor.histogram import EDGES, LABELS, NUM_COUNTS, Histogram
 from lightning_module_monitor.sinks.store.writer import Store
 
 KEY = "activation/fc/hist"
@@ -161,7 +161,7 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from lightning_module_monitor.record import NUM_COUNTS, Histogram
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store.writer import Store
 store = Store(Path(sys.argv[1]), configuration={})

@@ -17,7 +17,8 @@ import pytest
 import torch
 from helpers.processes import start
 
-from lightning_module_monitor.record import NUM_COUNTS, Finding, Histogram, RawTensor, Record
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
+from lightning_module_monitor.record import Finding, RawTensor, Record
 from lightning_module_monitor.sinks.store import rewrite, space
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore

@@ -19,7 +19,8 @@ from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from lightning_module_monitor import Histogram, load_store
-from lightning_module_monitor.record import LABELS, NUM_COUNTS, UNDEFINED
+from lightning_module_monitor.histogram import LABELS, NUM_COUNTS
+from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 SERIES: dict[str, list[float | None]] = {

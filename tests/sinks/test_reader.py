@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_module_monitor.record import FINITE, NUM_COUNTS, Histogram, Record
+from lightning_module_monitor.histogram import FINITE, NUM_COUNTS, Histogram
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store

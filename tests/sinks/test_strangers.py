@@ -17,7 +17,8 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
-from lightning_module_monitor.record import NUM_COUNTS, Histogram, RawTensor, Record
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
+from lightning_module_monitor.record import RawTensor, Record
 from lightning_module_monitor.sinks.store import rewrite
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 from lightning_module_monitor.sinks.store.writer import Store

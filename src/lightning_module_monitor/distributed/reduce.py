@@ -21,9 +21,9 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.moments import Fingerprints, Reduced, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.record import NUM_COUNTS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.results import GlobalResult, LocalResult

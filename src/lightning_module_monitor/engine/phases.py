@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.opening import StepOpener
 from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.health.alerts import ReplicaAlert
+from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.base import Among, Probe
@@ -23,8 +25,7 @@ from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.probes.step_context import StepContext
-from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Histogram, Record, Values
-from lightning_module_monitor.schedule import MinutesSchedule
+from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record, Values
 from lightning_module_monitor.sinks.history import StorageManager
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import nn
 
-from lightning_module_monitor.config import Rule, as_tuple, check_choice, options_of, parse_patterns
+from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
 from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_module_monitor.record import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
+from lightning_module_monitor.histogram import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
 
 ZERO_PLACE = 1 + NUM_BINS // 2
 """Place of the zeros in a row of counts."""

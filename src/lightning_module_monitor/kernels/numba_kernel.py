@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import dlpack
 
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
 from lightning_module_monitor.kernels.elements import PLAIN, has_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
-from lightning_module_monitor.record import NUM_COUNTS
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FIRST_ROWS = 256

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import counts_of
 from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.kernels.moments import Moments, Need
-from lightning_module_monitor.record import NUM_COUNTS
 
 CPU_PORTION = 1 << 17
 """Elements that are widened at once on a CPU: a MiB of float64, which stays in the cache, and is worth the operations."""

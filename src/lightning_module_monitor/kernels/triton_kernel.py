@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
-from lightning_module_monitor.record import NUM_COUNTS
 
 TILE = 1024
 """Elements that a program loads at once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_module_monitor import record
+from lightning_module_monitor import histogram
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
 
 # A device function reads no global but constants of Triton.
@@ -27,10 +27,10 @@ HISTOGRAM = tl.constexpr(Need.HISTOGRAM)
 FIELDS = tl.constexpr(NUM_FIELDS)
 INFINITY = tl.constexpr(float("inf"))
 
-BELOW = tl.constexpr(record.LOWEST_EXPONENT - 1)
-ABOVE = tl.constexpr(record.HIGHEST_EXPONENT + 1)
-ZERO_PLACE = tl.constexpr(1 + record.NUM_BINS // 2)
-NUM_COUNTS = tl.constexpr(record.NUM_COUNTS)
+BELOW = tl.constexpr(histogram.LOWEST_EXPONENT - 1)
+ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
+ZERO_PLACE = tl.constexpr(1 + histogram.NUM_BINS // 2)
+NUM_COUNTS = tl.constexpr(histogram.NUM_COUNTS)
 NUM_PLACES = tl.constexpr(512)
 """A power of two, as Triton needs it; the last place is of lanes without an element."""
 

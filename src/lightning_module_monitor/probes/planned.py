@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_module_monitor.config import ParsedRule
+from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.errors import require
+from lightning_module_monitor.errors import package_version, require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
@@ -26,7 +26,6 @@ from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.rewrite import whole_file
-from lightning_module_monitor.version import __version__
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
 """In this order: each uses those before it."""
@@ -155,7 +154,7 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
-        "version": __version__,
+        "version": package_version(),
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "several": several,
         "names": names,

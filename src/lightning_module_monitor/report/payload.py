@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import LABELS, NUM_BINS
+from lightning_module_monitor.histogram import LABELS, NUM_BINS
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 

@@ -8,7 +8,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_module_monitor.record import Histogram, Record
+from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import require
+from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
@@ -27,7 +28,6 @@ from lightning_module_monitor.record import (
     SUMMARY_SITE,
     TRAIN,
     Finding,
-    Histogram,
     Key,
     Record,
     is_context,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_module_monitor.config import coordinate_check_rules
+from lightning_module_monitor.config.rules import coordinate_check_rules
 from lightning_module_monitor.monitor import ModuleMonitor
 
 

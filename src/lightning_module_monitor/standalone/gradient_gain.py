@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config import parse_norm, parse_thresholds
+from lightning_module_monitor.config.rules import parse_norm, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import elements_of
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.moments import Moments, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.record import NUM_COUNTS, Histogram, Values
+from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, distributed
 from torchmetrics import Metric
 
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments
-from lightning_module_monitor.record import NUM_COUNTS, Values
+from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction
 from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec

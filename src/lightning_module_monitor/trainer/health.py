@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config import Capture, Rule
+from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_module_monitor.config import Capture, GradientFlow, Rule, as_tuple, check_choice, parse_patterns
+from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, check_choice, parse_patterns
+from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.health.options import IGNORE, Alert, Health, ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
-from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""

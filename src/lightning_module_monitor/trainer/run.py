@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.amp import GradScaler
 
-from lightning_module_monitor.config import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
+from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError

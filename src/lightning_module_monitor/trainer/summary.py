@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lightning_module_monitor.config.schedule import ParsedSchedule
+from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.base import WatchedParameter
-from lightning_module_monitor.record import KINDS, NUM_COUNTS
-from lightning_module_monitor.schedule import ParsedSchedule
+from lightning_module_monitor.record import KINDS
 
 BYTES_PER_VALUE = 8
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
-    from lightning_module_monitor.config import check_choice
+    from lightning_module_monitor.config.rules import check_choice
 
     try:
         config = yaml.safe_load(path.read_text())

@@ -36,7 +36,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Literal, cast
 
-from lightning_module_monitor.config import check_choice, parse_patterns
+from lightning_module_monitor.config.rules import check_choice, parse_patterns
 from lightning_module_monitor.errors import ConfigError, nearest_pattern
 from lightning_module_monitor.width_check.layers import GROWTH, Layer
 

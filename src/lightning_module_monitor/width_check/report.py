@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_module_monitor.config import check_choice
+from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.sinks.store.plot import new_axes

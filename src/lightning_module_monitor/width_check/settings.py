@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 
-from lightning_module_monitor.config import as_tuple, check_choice
+from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
 

@@ -9,7 +9,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Key, is_undefined
+from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
+from lightning_module_monitor.record import Key, is_undefined
 from lightning_module_monitor.sinks.store import schema
 
 _BYTES_PER_READ = 1 << 20

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.record import EDGES, LABELS
+from lightning_module_monitor.histogram import EDGES, LABELS
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.space import NoSpaceError
 

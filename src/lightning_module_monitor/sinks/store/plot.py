@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.record import KINDS, LABELS, NUM_BINS, Key
+from lightning_module_monitor.histogram import LABELS, NUM_BINS
+from lightning_module_monitor.record import KINDS, Key
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError
 

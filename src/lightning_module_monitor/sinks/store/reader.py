@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import Described, Description, Findings, counted
 from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import EDGES, FINITE, NOT_FINITE, Finding, Key, ModuleInfo
+from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
+from lightning_module_monitor.record import Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, find_store, open_store

@@ -27,7 +27,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import EDGES, LABELS, Finding, Key, ModuleInfo
+from lightning_module_monitor.histogram import EDGES, LABELS
+from lightning_module_monitor.record import Finding, Key, ModuleInfo
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""

@@ -20,10 +20,11 @@ import numpy as np
 from filelock import BaseFileLock
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import NUM_COUNTS, ModuleInfo, Record
+from lightning_module_monitor.errors import package_version
+from lightning_module_monitor.histogram import NUM_COUNTS
+from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
 from lightning_module_monitor.sinks.store.opening import open_store
-from lightning_module_monitor.version import __version__
 
 _logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class Writer(ABC):
                 return
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
             self._logger.warning(message, self.path, self._resumed, count)
-        attributes = schema.Attributes(__version__, str(run["started"]), [run])
+        attributes = schema.Attributes(package_version(), str(run["started"]), [run])
         rewrite.new_file(rewrite.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
 from lightning_module_monitor.record import CAPTURED, KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
-from lightning_module_monitor.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic

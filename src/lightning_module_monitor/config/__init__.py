@@ -1,0 +1,1 @@
+"""Options of users: rules and schedules, as dataclasses that YAML can hold, and their checks."""
