@@ -29,7 +29,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils, fully_shard, fully_sharded_data_parallel
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    _init_utils,
+    fully_shard,
+    fully_sharded_data_parallel,
+)
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate
@@ -386,7 +392,7 @@ def unchanged_with_parts(folder: Path) -> dict[str, Any]:
             rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
             rules.append(Rule(kinds="parameter_difference", statistics="norm"))
             capture = Capture(sites="network.up.*", kinds=["parameter", "update"], steps=[1])
-            callback = ModuleMonitorCallback(1, rules=rules, reference="init", capture=capture, on_error="raise")
+            callback = ModuleMonitorCallback(1, rules=rules, reference="init", rcc=way == "FSDP2", capture=capture, on_error="raise")
             strategy = ModelParallelStrategy(WORLD // num_sharing, num_sharing)
             options: dict[str, Any] = {"strategy": strategy, "devices": WORLD, "use_distributed_sampler": False, "limit_val_batches": 0}
             module = Laid(lay)
@@ -892,8 +898,23 @@ def both_ways(network: nn.Module, mesh: DeviceMesh) -> None:
     fully_sharded(network, mesh)
 
 
+def sharded_in_half_precision(network: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 that computes in bfloat16, with weights in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(network.get_submodule("first"), mesh=mesh["data_parallel"], mp_policy=policy)
+    fully_shard(network, mesh=mesh["data_parallel"], mp_policy=policy)
+
+
+def reference_in_half_precision(folder: Path) -> dict[str, Any]:
+    """The coordinate check of a submodule, with weights that are computed with in another precision than they have."""
+    rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics="norm")]
+    callback = ModuleMonitorCallback(1, rules=rules, reference="init", rcc=True, module="network", on_error="raise")
+    options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1), "max_epochs": 1, "limit_val_batches": 0}
+    return fit(folder, Laid(sharded_in_half_precision), callback, even_data(RANK, WORLD), **options)
+
+
 def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> Callable[[Path], dict[str, Any]]:
-    """All kinds that need no reference, with functions of whole parameters in steps 0 and 1."""
+    """All kinds that there are, with functions of whole parameters in steps 0 and 1; in tensor parallel training no reference runs."""
 
     def scenario(folder: Path) -> dict[str, Any]:
         statistics = [name for name in EVERYTHING if tensor_parallel == 1 or not name.startswith("token")]
@@ -907,9 +928,12 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
         ]
         rules[0] = dataclasses.replace(rules[0], statistics=statistics)
+        if tensor_parallel == 1:  # the reference is laid out as the model, and runs
+            rules.append(Rule(kinds="activation_difference", statistics=["norm", "ratio", "cosine"], exclude="network.squash"))
         callback = ModuleMonitorCallback(
             every_n_steps=1,
             reference="init",
+            rcc=tensor_parallel == 1,
             rules=rules,
             gradient_flow=GradientFlow(blocks=["network.first", "network.up", "network.head"]),
             capture=Capture(sites="network.*", kinds=["activation", "parameter", "gradient", "update"], steps=[1]),
@@ -1191,6 +1215,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "other_rules": other_rules,
     "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),
+    "reference_in_half_precision": reference_in_half_precision,
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
@@ -1200,6 +1225,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 
 OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
 OF_TWO = [
+    "reference_in_half_precision",
     "tensor_parallel",
     "laid_out_activations",
     "unchanged_with_parts",

@@ -84,12 +84,15 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
 @pytest.mark.parametrize(
     ("scenario", "num_ranks", "num_shares"),
     [
-        pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *LAID_OUT)),
+        pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", "RCC", *LAID_OUT)),
         pytest.param(
             "fully_sharded",
             3,
             3,
-            marks=[pytest.mark.shows("FSDP2, 3 ranks", *LAID_OUT), pytest.mark.shows("FSDP2, uneven and empty shards", *LAID_OUT)],
+            marks=[
+                pytest.mark.shows("FSDP2, 3 ranks", "RCC", *LAID_OUT),
+                pytest.mark.shows("FSDP2, uneven and empty shards", "RCC", *LAID_OUT),
+            ],
         ),
         pytest.param("tensor_parallel", 2, 1, marks=pytest.mark.shows("tensor parallel, 2 ranks", *LAID_OUT)),
         pytest.param("laid_out_activations", 2, 1, marks=pytest.mark.shows("tensor parallel, DTensor activations", *LAID_OUT)),
@@ -109,6 +112,19 @@ def test_parameters_that_are_laid_out_over_ranks(
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
         for name, value in whole["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_reference_that_computes_in_half_precision(run_scenarios: RunScenarios) -> None:
+    """It has FSDP2's policy of precision as the model has: nothing differs in step 0, and later the weights have moved."""
+    for result in run_scenarios(2, "reference_in_half_precision"):
+        first, second, _third = result["records"]
+        assert all(record.values["monitor/errors"] == record.values["monitor/rcc_skipped_calls"] == 0 for record in result["records"])
+        kinds = ("activation_difference", "rcc_effective_update")
+        changes = [key for key in second.values if key.startswith(kinds)]
+        assert len(changes) > 12
+        for key in changes:
+            assert first.values[key] == 0, key
+            assert second.values[key] > 0, key
 
 
 @pytest.mark.parametrize(

@@ -463,8 +463,6 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "row",
     [
-        "FSDP2, 2 ranks",
-        "FSDP2, 3 ranks",
         "tensor parallel, 2 ranks",
         "tensor parallel and FSDP2, 4 ranks",
         "FSDP1, FULL_SHARD",

@@ -100,6 +100,15 @@ def own_part(tensor: DTensor) -> Tensor | None:
     return None if is_elsewhere else part
 
 
+def reshard(module: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 keeps after a forward pass, for the backward pass that follows it in training."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
+        for part in module.modules():
+            if isinstance(part, kind):
+                part.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be laid out over ranks: then by a collective, in which all of them take part."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

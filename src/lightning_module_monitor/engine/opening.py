@@ -18,7 +18,7 @@ from lightning_module_monitor.probes.activations import ActivationProbe, Differe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.planned import Plan
@@ -27,6 +27,7 @@ from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.results import SeriesState
 
@@ -125,7 +126,11 @@ class StepOpener:
     def _lasting(self, due: ActiveRules, stage: str, ranks: Ranks | None) -> tuple[SeriesState, DistributedReducer | None]:
         """What lives from step to step of one plan, and what reduces over ranks."""
         if (stage, due) not in self._states:
-            specs = [*self._planner.plan(due, stage).all_specs(), *(self._logged.expected if stage == TRAIN else ())]
+            plan = self._planner.plan(due, stage)
+            specs = [*plan.all_specs(), *(self._logged.expected if stage == TRAIN else ())]
+            if plan.has_coordinate_check():
+                function = UserFunction(RCC_SKIPPED_CALLS, float, "sum")
+                specs += [self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS).with_function(function), *alignment_specs(plan.modules)]
             self._states[stage, due] = SeriesState(self._units), None if ranks is None else DistributedReducer(ranks, specs)
         return self._states[stage, due]
 

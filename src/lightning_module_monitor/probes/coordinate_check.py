@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import Path, named_tensors
@@ -134,6 +135,11 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
     return found
 
 
+def alignment_specs(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
+    """What is recorded of the alignments: ratios of norms, which operator norms divide at the end of the step."""
+    return [spec for one in modules for layer in checked_layers(one, one.site.module) for spec in layer.alignments.values()]
+
+
 class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
     """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
@@ -225,10 +231,16 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             yield from _terms_of_input(layer, one, other, {}, {kind: spec.at(site) for kind, spec in layer.specs.items()})
 
     def _observe_operator_norms(self) -> None:
+        layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
+        # Weights that are laid out over ranks are gathered one layer at a time: all together may not fit.
+        groups = [[one] for one in layers] if is_laid_out(self._reference.reference.module) else [layers]
+        for group in groups:
+            self._observe_operator_norms_of(group)
+
+    def _observe_operator_norms_of(self, layers: Sequence[tuple[CheckedLayer, MetricSpec]]) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
         known = self._reference.reference.operator_norms
-        layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
         for layer, spec in layers:
             with failing_alone(functools.partial(self._accumulator.fail, spec, layer.module)):
                 if "update" in layer.computed_norms:
@@ -264,8 +276,12 @@ def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: Na
     reference_inputs = kept[: len(layer.type.inputs)]
     if [x.shape for x in reference_inputs] != [x.shape for x in inputs]:
         return None
-    weight, bias = weight_and_bias(layer.type, layer.module)
-    reference_weight, reference_bias = weight_and_bias(layer.type, layer.reference)
+    weight, bias = weight_and_bias(layer.type, layer.module, is_running=True)
+    # Under FSDP2 a layer that runs may have its weights in another precision than one that does not.
+    reference_weight, reference_bias = (
+        one if one is None else one.to(weight.dtype) for one in weight_and_bias(layer.type, layer.reference, is_running=False)
+    )
+    assert reference_weight is not None
     function, module = layer.type.function, layer.module
     own: object
     if layer.type.gives_output:
@@ -356,7 +372,7 @@ def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Te
 
 
 def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
-    weight, _bias = weight_and_bias(layer.type, module)
+    weight, _bias = weight_and_bias(layer.type, module, is_running=False)
     return layer.type.matrices(module, weight)
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_module_monitor.distributed.shards import whole
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.names import UNWATCHED
 from lightning_module_monitor.statistics.precision import widened
@@ -309,13 +310,19 @@ def layer_parts(module: nn.Module) -> Parts:
     return {}
 
 
-def weight_and_bias(part: LayerType, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+def weight_and_bias(part: LayerType, module: nn.Module, *, is_running: bool) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a linear map of a module, detached.
 
+    Args:
+        part: The linear map.
+        module: The module.
+        is_running: Whether its forward pass runs now, in which FSDP2 has its whole weights. Otherwise those that are laid out over ranks
+            are gathered, by a collective.
+
     Raises:
-        ValueError: If the weight is a sharded tensor or another subclass, or if its memory was given back.
+        ValueError: If the weight is a tensor of a subclass, or if its memory was given back.
     """
-    weight, bias = part.parameters(module)
+    weight, bias = (one if one is None or is_running else whole(one) for one in part.parameters(module))
     assert weight is not None
     if not is_plain(weight) or (bias is not None and not is_plain(bias)):
         raise ValueError(f"its weight is a {type(weight).__name__}; expected a plain tensor")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_module_monitor.distributed.shards import reshard
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
@@ -113,6 +114,7 @@ class Reference:
         finally:
             self.is_running = False
             drop_graphs(self.module)
+            reshard(self.module)
             for part in self.module.modules():
                 if isinstance(part, Metric):
                     part.reset()  # it would collect its inputs from step to step

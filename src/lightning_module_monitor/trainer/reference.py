@@ -6,10 +6,11 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model import copies
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.options import INIT, messages
 
@@ -57,12 +59,16 @@ class ReferenceController:
         """Whether each rank has parts of the reference, as it has of the model."""
         self._saved: Mapping[str, Any] | None = None
         self._initial: Mapping[str, Tensor] | None = None
+        self._unconfigured: LightningModule | None = None
+        """A copy of the model before ``configure_model``, which may lay parameters out over ranks."""
 
-    def begin_fit(self, pl_module: LightningModule) -> None:
+    def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the present values of the model, if they exist: a checkpoint's values may replace them before the first step."""
-        self._module = None
+        self._module = self._unconfigured = None
         if self._source != INIT:
             return
+        if self._has_to_run() and isinstance(trainer.strategy, ModelParallelStrategy) and not is_laid_out(pl_module):
+            self._unconfigured = cast(LightningModule, copies.frozen_copy(pl_module))
         try:
             live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
         except AttributeError:
@@ -104,7 +110,7 @@ class ReferenceController:
         Raises:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
-        reference = trainer.precision_plugin.convert_module(self._made()).to(pl_module.device)
+        reference = trainer.precision_plugin.convert_module(self._made(trainer, pl_module)).to(pl_module.device)
         if self._initial is not None and copies.differing_tensors(reference, self._initial):
             self._initial = None  # of layers that were made since
         values = self._values_of_resumed_run()
@@ -125,18 +131,39 @@ class ReferenceController:
         assert isinstance(reference, LightningModule)
         self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx))
 
-    def _made(self) -> nn.Module:
-        """A new reference; of a model that is laid out over ranks, the shards of its parameters."""
+    def _has_to_run(self) -> bool:
+        """Whether activations of the reference are compared, and not only its parameters."""
+        return self._monitor.planner.first_of_reference(running=True) is not None
+
+    def _made_of_shards(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
+        """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
+
+        Raises:
+            ConfigError: If it cannot be made.
+        """
+        live, why = self._monitor.planner.index.within, "the model is laid out over ranks"
+        if self._source != INIT:
+            raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
+        if not self._has_to_run():
+            return copies.parameter_copy(live)
+        model, self._unconfigured = self._unconfigured, None
+        shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
+        if model is None or shares_input:
+            needed_by = self._monitor.planner.first_of_reference(running=True)
+            expected = "expected FSDP2 alone, applied by configure_model in this fit, or no kind but parameter_difference"
+            raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}.")
+        configure(model, trainer, pl_module)
+        silence(model)
+        reference = model.get_submodule(self._within or "").requires_grad_(False)
+        copies.set_tensors(reference, copies.tensors_of(live))
+        return reference
+
+    def _made(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
+        """A new reference."""
         live = self._monitor.planner.index.within
         self._is_laid_out = is_laid_out(live)
         if self._is_laid_out:
-            why = "the model is laid out over ranks"
-            if self._source != INIT:
-                raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-            needed_by = self._monitor.planner.first_of_reference(running=True)
-            if needed_by is not None:
-                raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; expected no kind but parameter_difference.")
-            return copies.parameter_copy(live)
+            return self._made_of_shards(trainer, pl_module)
         if isinstance(self._source, nn.Module):
             # It is copied too: the user's module stays as it is.
             live = self._source
@@ -218,6 +245,21 @@ def silence(reference: LightningModule) -> None:
     for part in reference.modules():
         if isinstance(part, LightningModule):
             vars(part).update(_SILENT)
+
+
+def configure(copied: LightningModule, trainer: Trainer, pl_module: LightningModule) -> None:
+    """Call ``configure_model`` of a copy as Lightning has called the model's; random states stay as they are."""
+    strategy = trainer.strategy
+    copied._device_mesh = pl_module._device_mesh  # the property device_mesh, which configure_model reads, has no setter
+    copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
+    contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
+    try:
+        with unchanged_random_states(pl_module.device), contexts[0], contexts[1], contexts[2]:
+            copied.configure_model()
+    finally:
+        copied.trainer = None
+    if any(one.is_meta for one in copies.tensors_of(copied).values()):
+        copied.to_empty(device=strategy.root_device)
 
 
 def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own

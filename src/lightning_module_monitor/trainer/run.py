@@ -103,7 +103,7 @@ class RunController:
         if not checks.makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
         if self.is_fit and self.reference is not None and strategy.can_copy(trainer):
-            self.reference.begin_fit(pl_module)
+            self.reference.begin_fit(trainer, pl_module)
 
     def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every layer exists now, and parameters are those that will be trained."""
