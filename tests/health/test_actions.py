@@ -90,12 +90,14 @@ def test_a_checkpoint_without_space_leaves_nothing(tmp_path: Path, caplog: pytes
 
 
 def test_a_checkpoint_that_is_saved_in_a_thread(tmp_path: Path) -> None:
-    """Lightning's plugin for that sees to its files itself."""
+    """Lightning's plugin for that sees to its files itself. The checkpoint of another run in the folder stays."""
     callback = ModuleMonitorCallback(1, alerts=[Alert(keys=HEAD, above=0.0, name="a", then="checkpoint")])
+    (tmp_path / "monitor-a-step=0.ckpt").write_text("of another run")
     run = trainer(tmp_path, [callback], max_steps=2, plugins=[AsyncCheckpointIO()])
     run.fit(Classifier("mlp"), loader(), loader(8))
-    assert torch.load(tmp_path / "monitor-a-step=0.ckpt", weights_only=True)["global_step"] == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor-a-step=0.ckpt", "monitor.h5"]
+    assert torch.load(tmp_path / "monitor-a-step=0-2.ckpt", weights_only=True)["global_step"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor-a-step=0-2.ckpt", "monitor-a-step=0.ckpt", "monitor.h5"]
+    assert (tmp_path / "monitor-a-step=0.ckpt").read_text() == "of another run"
 
 
 def test_detail_is_raised_for_the_next_steps(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFi
     """The snapshot has the module, its own inputs, random state and batch; the command shows the same values that are not finite."""
     module, data = sick(), loader(shuffle=True)
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", snapshot=True), store=str(tmp_path / "run" / "monitor.h5"))
+    of_another_run = tmp_path / "run" / "monitor.snapshot-step=3.pt"
+    of_another_run.parent.mkdir()
+    of_another_run.write_text("kept")
     kept: dict[str, Any] = {}
 
     def keep(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -77,7 +80,8 @@ def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFi
 
     module.model[1].register_forward_hook(keep)
     trainer(tmp_path, [callback]).fit(module, data, loader(8))
-    path = tmp_path / "run" / "monitor.snapshot-step=3.pt"
+    path = tmp_path / "run" / "monitor.snapshot-step=3-2.pt"
+    assert of_another_run.read_text() == "kept"
     [found] = callback.findings
     assert found.words.endswith(f"Snapshot: {path}.")
     snapshot = load(path, trust=True)

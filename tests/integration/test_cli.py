@@ -493,7 +493,7 @@ def test_help_has_every_option_with_its_meaning(capsys: pytest.CaptureFixture[st
         make(f"--trainer.callbacks.help={CLASS_PATH}")
     shown = " ".join(capsys.readouterr().out.split())
     assert set(FULL) <= {word.split(".")[-1] for word in shown.replace("=", " ").split() if word.startswith("--")}
-    assert "Print what would be watched and what it would take, and watch nothing." in shown
+    assert "Print what would be recorded and what it would cost, and record nothing." in shown
 
 
 def test_two_callbacks_in_one_file_work_side_by_side() -> None:

@@ -25,6 +25,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
+from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.checks import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
@@ -166,7 +167,8 @@ class HealthController:
                 trainer.should_stop = True
             elif action == "checkpoint" and (path := folder(trainer)) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
-                self._save_checkpoint(trainer, path / f"monitor-{name}-step={finding.step}.ckpt")
+                free_path = free(path / f"monitor-{name}-step={finding.step}.ckpt")
+                self._save_checkpoint(trainer, trainer.strategy.broadcast(free_path))
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self.options.capture_steps)
                 self._raise_detail(finding.site, list(steps))

@@ -22,6 +22,7 @@ from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
+from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.options import messages
 from lightning_module_monitor.trainer.rerun import StepRerun
@@ -233,23 +234,20 @@ class NonfiniteController:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)
         path = folder(trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
-        snapshot = (
-            "" if path is None else self._snapshot(trainer, pl_module, found, step, path, is_on_this_rank=rank == trainer.global_rank)
-        )
+        snapshot = "" if path is None else self._snapshot(trainer, pl_module, found, step, folder=path, rank=rank)
         if str(trainer.precision).startswith("16"):
             words = f"The run computes in float16 (precision: {trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         return self._finding(step, rank, found, snapshot)
 
-    def _snapshot(
-        self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, folder: Path, *, is_on_this_rank: bool
-    ) -> str:
+    def _snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, folder: Path, rank: int) -> str:
         """Take a snapshot, on every rank, and save it on the one with the value; returns where it is, in words."""
-        path = folder / f"monitor.snapshot-step={step}.pt"
+        path, ranks = free(folder / f"monitor.snapshot-step={step}.pt"), self._monitor.ranks
+        path = path if ranks is None else ranks.gather(path)[rank]
         try:
             site = next((site for site in self._sites if site.name == found.site and found.site != ROOT), None)
             taken = self._rerun.snapshot(trainer, pl_module, found, step, site=site)
-            if is_on_this_rank:
+            if rank == trainer.global_rank:
                 save(taken, path)
         except Exception as error:
             messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)

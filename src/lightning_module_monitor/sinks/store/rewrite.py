@@ -6,6 +6,7 @@ A file is copied into a new one to repair it, to widen it, to supersede rows, an
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import shutil
 import sys
@@ -78,6 +79,17 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """The path, and then ``name-2``, ``name-3``, ... beside it: what a run takes in turn, so that it writes no other run's file."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return itertools.chain([path], names)
+
+
+def free(path: Path) -> Path:
+    """The first of :func:`numbered` that does not exist."""
+    return next(one for one in numbered(path) if not one.exists())
 
 
 @contextmanager

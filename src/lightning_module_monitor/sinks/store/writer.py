@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -228,8 +227,7 @@ class Writer(ABC):
     def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
         """The first free name, at which no other run begins a file while its lock is held."""
         wanted = self._wanted
-        numbered = (wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}") for number in itertools.count(2))
-        for path in itertools.chain([wanted], numbered):
+        for path in rewrite.numbered(wanted):
             if self._reason_taken(path):
                 self._remove_leftovers(path)
             elif (held := lock.acquire(path)) is not None:
