@@ -107,7 +107,7 @@ def test_wandb_has_them_in_its_own_type(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That they are left out is said once; the logger beside it has them."""
+    """That they are left out is logged once; the logger beside it has them."""
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         train(tmp_path, [CSVLogger(tmp_path, name="", version="csv"), TensorBoardLogger(tmp_path, name="", version="tb")])
     said = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]

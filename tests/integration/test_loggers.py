@@ -206,7 +206,7 @@ class Failing(CSVLogger):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A logger that raises is said once; training goes on, and the logger beside it gets everything, in either order."""
+    """A logger that raises is logged once; training goes on, and the logger beside it gets everything, in either order."""
     loggers: list[Logger] = [CSVLogger(tmp_path, name="", version="csv")]
     loggers.insert(place, Failing(tmp_path, name="", version="failing"))
     with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
@@ -214,7 +214,7 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
     assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
     said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
-    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Said once."]
+    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
 
 
 # Roll-ups

@@ -276,7 +276,7 @@ def test_a_micro_batch_that_failed_half_way_moves_no_place() -> None:
 
 
 def test_a_gradient_that_cannot_be_read_is_nan_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Said once; the other transitions have their gains. So is an output that cannot be taken apart."""
+    """Logged once; the other transitions have their gains. So is an output that cannot be taken apart."""
 
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
