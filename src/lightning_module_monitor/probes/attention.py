@@ -23,9 +23,8 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, Watched, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule, failing_alone
 from lightning_module_monitor.record import KINDS
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, attention_figures, stride_of
 
 FIGURES = {f"attention_{figure}": figure for figure in ("entropy", "relative_entropy", "max_logit", "sink")}
@@ -70,9 +69,6 @@ class AttentionProbe(Probe):
     Args:
         watched: The modules.
         with_heads: Those of them of which a kind of heads is recorded.
-        accumulator: Takes figures and tensors.
-        head_name: Names heads and their tensors, from the module's site and a suffix.
-        log: Logs a message once.
         is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
 
     Attributes:
@@ -83,9 +79,7 @@ class AttentionProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         with_heads: Sequence[WatchedModule],
-        accumulator: StepAccumulator,
-        head_name: Callable[[str, str], str],
-        log: Callable[[str], None],
+        tools: StepTools,
         *,
         is_asked_for: bool,
     ) -> None:
@@ -95,9 +89,8 @@ class AttentionProbe(Probe):
         hooked = map(_HookedModule, with_heads)
         # A layer of torch's own without children has no attention within it.
         self._hooked = [one for one in hooked if one.is_attention or not one.is_of_torch or next(one.module.children(), None) is not None]
-        self._accumulator = accumulator
-        self._head_name = head_name
-        self._log = log
+        self._tools = tools
+        self._accumulator = tools.accumulator
         self._hooks = HookSet()
         self._mode = _AttentionMode(self)
         self._running: list[_HookedModule] = []
@@ -199,11 +192,11 @@ class AttentionProbe(Probe):
         if query.is_meta:
             raise ValueError("it is on the meta device, and has no data")
         if stride_of(query.shape[2]) > 1:
-            self._log(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
+            self._tools.reporter.log_once(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _spec in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _spec in wanted])
-        names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
+        names = [self._tools.names.head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         specs = [spec.at(name) for _kind, spec in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
         rows, counting = (one.transpose(1, 2).reshape(len(specs), -1) for one in (values, counts))
@@ -226,7 +219,7 @@ class AttentionProbe(Probe):
         tensors = {"query": call.query, "key": call.key, "value": call.value, "activation": call.output}
         for name, tensor in tensors.items():
             for head, of_head in enumerate(() if tensor is None else tensor.detach().unbind(1)):
-                yield self._head_name(watched.site.name, f"head_{head}.{name}"), of_head
+                yield self._tools.names.head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
     def _enter(self, one: _HookedModule, *_call: object) -> None:
         """The forward of a watched module begins."""

@@ -31,7 +31,7 @@ class Plan:
 
     @functools.cached_property
     def outputs(self) -> list[WatchedModule]:
-        """The modules of which an output, or the gradient that arrives at one, is watched."""
+        """The modules of which outputs, gradients that arrive at them, or differences from the reference's are recorded."""
         return [one for one in self.modules if not one.specs.keys().isdisjoint(activations.KINDS)]
 
     @functools.cached_property
