@@ -94,11 +94,7 @@ class TritonKernel:
         self._counted: defaultdict[int, list[int]] = defaultdict(list)
         """Numbers of the slots of each row."""
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor by one launch."""
-        self.add_difference(rows, tensor, None, None, needs)
-
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
         has_rows = bool(needs & Need.TOKENS) or shift is not None
         features = tensor.shape[-1] if tensor.dim() else 1

@@ -101,7 +101,7 @@ class StepAccumulator:
                 if spec.functions and part == OWN:
                     self.call_functions(spec, strided(term.written()))
             for needs, of_needs in rows.items():
-                self._add(of_needs, term, needs)
+                self._table.add(of_needs, term.tensor, needs, term.other, term.shift)
 
     def observe_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
         """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
@@ -119,7 +119,7 @@ class StepAccumulator:
         if spec.statistics or spec.histograms:
             row = self._row(spec)
             if spec.needs:
-                self._add([row + OWN], difference, spec.needs)
+                self._table.add((row + OWN,), difference.tensor, spec.needs, difference.other)
             if spec.base_needs:
                 self._table.add((row + BASE,), reference, spec.base_needs)
             if spec.is_paired:
@@ -302,7 +302,7 @@ class StepAccumulator:
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
-            moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1), strict=True))),
+            moments=Moments.joined([Moments(*moments), Moments.of_nothing(1)]),
             counted={identity: place for place, identity in enumerate(counted)},
             counts=nn.functional.pad(counts.view(-1, NUM_COUNTS), (0, 0, 0, 1)),
             results={key: results for key, (_spec, _name, results) in self._results.items()},
@@ -320,12 +320,6 @@ class StepAccumulator:
         if row is None:
             row = self._rows[spec] = self._state.first_row(spec)
         return row
-
-    def _add(self, rows: Sequence[int], term: Difference, needs: int) -> None:
-        if term.other is None and term.shift is None:
-            self._table.add(rows, term.tensor, needs)
-        else:
-            self._table.add_difference(rows, term.tensor, term.other, term.shift, needs)
 
     def _update_metric(self, spec: MetricSpec, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
         key = spec.key(name)
