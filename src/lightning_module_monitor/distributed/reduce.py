@@ -47,8 +47,6 @@ class DistributedReducer:
 
     def __init__(self, ranks: Ranks, specs: Iterable[MetricSpec]) -> None:
         self.ranks = ranks
-        self.group = ranks.group
-        self.is_first_sharing = ranks.place == 0
         self.specs: dict[Identity, MetricSpec] = {}
         """The reduced specifications, in an order that every rank has alike; each has its rows in this order."""
         self._first_rows: dict[Identity, int] = {}
@@ -90,10 +88,6 @@ class DistributedReducer:
                 raise error
             else:
                 return result
-
-    def gather(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The results of all ranks, for an aggregate of the user's."""
-        return self.ranks.gather(results)
 
     def learn(self, messages: Sequence[bytes], own: Iterable[MetricSpec]) -> None:
         """Add the specifications that all ranks have sent by :func:`message_of`, in their order; ``own`` are those of this rank."""

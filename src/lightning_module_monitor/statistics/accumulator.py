@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided
@@ -23,7 +24,7 @@ from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
-from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
+from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
@@ -222,7 +223,7 @@ class StepAccumulator:
 
     # The end of the step
 
-    def collect(self, reducer: Reducer | None = None) -> Values:
+    def collect(self, reducer: DistributedReducer | None = None) -> Values:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
@@ -277,7 +278,7 @@ class StepAccumulator:
             of_counts = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0)
         return merged(shares, num_rows, torch.device("cpu")), of_counts, of_units, of_scalars
 
-    def _reduced(self, reducer: Reducer) -> GlobalResult:
+    def _reduced(self, reducer: DistributedReducer) -> GlobalResult:
         """What all ranks have observed."""
         try:
             result = reducer.reduce(self._local, self._cannot_send)
@@ -340,16 +341,16 @@ class StepAccumulator:
             parts += self._parts(spec, name, functools.partial(_computed, name, metric))
         return parts
 
-    def _reduced_parts(self, result: GlobalResult, reducer: Reducer) -> list[tuple[str, Results]]:
+    def _reduced_parts(self, result: GlobalResult, reducer: DistributedReducer) -> list[tuple[str, Results]]:
         """As :meth:`_finished_parts`, of what all ranks have; on every rank, in the same order, whatever this one has."""
         is_gathered = any(not isinstance(function.function, Metric) for _spec, function in result.unfinished)
-        gathered = reducer.gather(self._own_results(() if reducer.is_first_sharing else result.copied)) if is_gathered else []
+        gathered = reducer.ranks.gather(self._own_results(() if reducer.ranks.place == 0 else result.copied)) if is_gathered else []
         parts: list[tuple[str, Results]] = []
         for spec, function in result.unfinished:
             name, key = function.name, spec.key(function.name)
             if isinstance(function.function, Metric):
                 metric = self._metrics[key][2] if key in self._metrics else function.function.clone()
-                metric.process_group = reducer.group  # where its collectives meet none of training's
+                metric.process_group = reducer.ranks.group  # where its collectives meet none of training's
                 metric.to("cpu")  # the group is one of the host
                 parts += self._parts(spec, name, functools.partial(_computed, name, metric))
             else:
