@@ -167,7 +167,7 @@ def test_in_a_run_steps_are_left_out_and_it_is_said(virtual_time: SetClock, tmp_
     assert keep.records[2].values[key] == pytest.approx(1 / (1 + 2))
     assert [record.values[key] for record in keep.records[3:]] == pytest.approx([1 / (1 + 9)] * len(steps[3:]))
     said = [message for message in caplog.messages if "max_overhead" in message]
-    assert said == ["max_overhead=0.1: at most one step in 2 is monitored, from step 1 on. This is said once."]
+    assert said == ["max_overhead=0.1: at most one step in 2 is monitored, from step 1 on. This is logged once."]
     assert callback.store_path is not None
     assert load_store(callback.store_path).series(key)[0].tolist() == steps[2:]
 

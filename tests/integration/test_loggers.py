@@ -214,7 +214,7 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
     assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
     said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
-    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Said once."]
+    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
 
 
 # Roll-ups

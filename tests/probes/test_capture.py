@@ -319,7 +319,7 @@ def test_what_cannot_be_captured_is_said_once_and_counted(caplog: pytest.LogCapt
             assert record.values["monitor/errors"] == 1
             assert [one.site for one in record.tensors] == ["fc"]
     assert [message for message in caplog.messages if "captured" in message] == [
-        "The output of '_root_' could not be captured (RuntimeError: no items for you). Said once; monitor/errors counts them."
+        "The output of '_root_' could not be captured (RuntimeError: no items for you). Logged once; monitor/errors counts them."
     ]
     with ModuleMonitor(capture=Capture(sites=".*", steps=0), on_error="raise") as monitor:
         monitor.set_module(model)

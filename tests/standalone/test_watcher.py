@@ -376,7 +376,7 @@ def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(lines) == 4
     assert "train/debug/parameter/fc.weight/mean" in lines[0].split(",")
     assert "hist" not in lines[0]
-    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no place for them. Said once."]
+    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no place for them. Logged once."]
     with pytest.raises(ConfigError, match=r"run is a object; expected an object with log_metrics"):
         TorchWatcher(model, object())  # type: ignore[arg-type]  # refused
     with pytest.raises(ValueError, match=r"expected a torch.nn.Module"):
@@ -545,7 +545,7 @@ def test_steps_that_nobody_asks_about_are_said_once(caplog: pytest.LogCaptureFix
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run) as watcher, caplog.at_level(logging.INFO):
         now_and_then(watcher, model, optimizer, batches(4, 4, 4, 4, 4, 4))
-    said = "A step was watched and not asked about, which takes time: every_n_steps says which will be. Said once."
+    said = "A step was watched and not asked about, which takes time: every_n_steps says which will be. Logged once."
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
@@ -560,7 +560,7 @@ def test_a_number_that_was_not_expected(caplog: pytest.LogCaptureFixture) -> Non
     assert run.steps() == [0, 50]
     assert run.kinds() == {"parameter"}
     assert [record.getMessage() for record in caplog.records] == [
-        "The layers were not watched in step 50: after the one before, another number was expected. Said once."
+        "The layers were not watched in step 50: after the one before, another number was expected. Logged once."
     ]
 
 

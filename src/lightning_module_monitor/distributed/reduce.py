@@ -122,7 +122,7 @@ class DistributedReducer:
                 of_spec[: len(own.units[spec.identity])] = own.units[spec.identity]
         results = self._results(own)
         largest = {
-            "seen": self._tensor([spec.identity in own.rows for spec in specs]),
+            "observed": self._tensor([spec.identity in own.rows for spec in specs]),
             "failed": self._tensor(
                 [not own.failed.isdisjoint((*spec.statistic_keys, *spec.histogram_keys, *map(spec.key, spec.units))) for spec in specs]
             ),
@@ -148,7 +148,7 @@ class DistributedReducer:
         if largest["more"]:
             return None
         specs = list(self.specs.values())
-        rows = [(spec, self._first_rows[spec.identity]) for spec in itertools.compress(specs, largest["seen"].tolist())]
+        rows = [(spec, self._first_rows[spec.identity]) for spec in itertools.compress(specs, largest["observed"].tolist())]
         measured = {spec.identity for spec, _first in rows}
         called, raised = largest["called"].tolist(), largest["raised"].tolist()
         finished = {

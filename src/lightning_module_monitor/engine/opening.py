@@ -103,15 +103,15 @@ class StepOpener:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
             # The last to be attached: by now it is known which tensors of the reference the others need.
             probes += [calls] if calls.is_needed() else []
-        is_asked_for = self._planner.asks_for_attention(due)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_asked_for=is_asked_for)
+        is_requested = self._planner.has_attention_rule(due)
+        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
         return StepContext(step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes)
 
     def _forget_removed_modules(self) -> None:
         removed = self._planner.forget_removed_modules()
         if removed:
             self.forget_plans()
-            why = "what took its place is not watched, and there are no more values of it before the next fit"
+            why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _lasting(self, due: ActiveRules, stage: str, ranks: Ranks | None) -> tuple[SeriesState, DistributedReducer | None]:

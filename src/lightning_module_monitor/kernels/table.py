@@ -20,7 +20,7 @@ _HOST = torch.device("cpu")
 
 
 class Kernel(Protocol):
-    """Rows of moments, and where a histogram is asked for rows of counts, of the tensors of one device.
+    """Rows of moments, and where a histogram is needed rows of counts, of the tensors of one device.
 
     A tensor may change as soon as a method returns. No method reads a value on the host before :meth:`collect`, and on an
     accelerator not even that does. ``needs`` are bits of :class:`~lightning_module_monitor.kernels.moments.Need`, always the same
@@ -57,7 +57,7 @@ class Kernel(Protocol):
 
 
 class MomentTable:
-    """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
+    """Moments, and where they are needed histograms, of numbered rows, on the devices that the tensors are on.
 
     A row may get tensors of several precisions and devices. Methods and arguments are those of :class:`Kernel`, but for tensors of any
     layout, which may be part of a graph; an empty tensor changes nothing.

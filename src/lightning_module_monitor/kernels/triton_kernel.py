@@ -286,7 +286,7 @@ def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
 
 
 def _readable(tensor: Tensor, in_order: bool) -> Tensor:
-    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if asked for; else a copy."""
+    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if required; else a copy."""
     tensor = tensor.resolve_neg()
     return tensor if tensor.is_contiguous() or (not in_order and _is_dense(tensor)) else tensor.contiguous()
 

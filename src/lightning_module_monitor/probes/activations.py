@@ -81,7 +81,7 @@ class ActivationProbe(GradientProbe[_Target]):
                 self._compare(*compared, output)
 
     def finish(self) -> None:
-        """Log which outputs are not watched."""
+        """Log which outputs are not recorded."""
         self._tools.log_unsupported("outputs", self._unsupported)
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Attention of the watched modules, head by head, without a change to the model."""
+"""Attention of the recorded modules, head by head, without a change to the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ READERS: Mapping[Callable[..., Any], Reader] = {
 
 
 class _HookedModule:
-    """A watched module, and how attention within it is observed."""
+    """A recorded module, and how attention within it is observed."""
 
     def __init__(self, watched: WatchedModule) -> None:
         self.watched = watched
@@ -60,16 +60,16 @@ class _HookedModule:
 
 
 class AttentionProbe(Probe):
-    """Observes every call of attention within the watched modules, head by head.
+    """Observes every call of attention within the recorded modules, head by head.
 
-    A call belongs to the innermost watched module that is running, which hooks before and after each module's forward find. While a
+    A call belongs to the innermost recorded module that is running, which hooks before and after each module's forward find. While a
     module runs that is not torch's own, a ``TorchFunctionMode`` is on, which gets the calls of ``F.scaled_dot_product_attention`` and
-    ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no watched module runs.
+    ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no recorded module runs.
 
     Args:
         watched: The modules.
         with_heads: Those of them of which a kind of heads is recorded.
-        is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
+        is_requested: Whether a rule of the user's is about attention, and not only a built-in one.
 
     Attributes:
         has_observed: Whether there was any call of attention.
@@ -81,9 +81,9 @@ class AttentionProbe(Probe):
         with_heads: Sequence[WatchedModule],
         tools: StepTools,
         *,
-        is_asked_for: bool,
+        is_requested: bool,
     ) -> None:
-        self.is_asked_for = is_asked_for
+        self.is_requested = is_requested
         self.has_observed = False
         self._all = watched
         hooked = map(_HookedModule, with_heads)
@@ -94,7 +94,7 @@ class AttentionProbe(Probe):
         self._hooks = HookSet()
         self._mode = _AttentionMode(self)
         self._running: list[_HookedModule] = []
-        """The watched modules whose forward is running, outermost first."""
+        """The recorded modules whose forward is running, outermost first."""
         self._is_on = False
         self._num_above = 0
         """The number of modes above ours in torch's stack of modes when ours was removed."""
@@ -158,7 +158,7 @@ class AttentionProbe(Probe):
             self._of_reference[watched.site.name].append(kept)
 
     def observe_innermost(self, read: Reader, call: RawCall) -> None:
-        """Observe a call within the innermost watched module that is running."""
+        """Observe a call within the innermost recorded module that is running."""
         if self._running:
             self.observe(self._running[-1].watched, read, call)
 
@@ -222,7 +222,7 @@ class AttentionProbe(Probe):
                 yield self._tools.names.head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
     def _enter(self, one: _HookedModule, *_call: object) -> None:
-        """The forward of a watched module begins."""
+        """The forward of a recorded module begins."""
         if not self.is_open:
             return
         if not self._running:
@@ -231,7 +231,7 @@ class AttentionProbe(Probe):
         self._switch()
 
     def _leave(self, one: _HookedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """The forward of a watched module is over; its output is ``None`` after an exception."""
+        """The forward of a recorded module is over; its output is ``None`` after an exception."""
         # Modules above it in the list were ended by Ctrl-C, and did not get here.
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]

@@ -79,7 +79,7 @@ class StepTools(NamedTuple):
     def log_unsupported(self, what: str, names: Mapping[torch.dtype, list[str]]) -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype."""
         for dtype, of_dtype in names.items():
-            self.reporter.log_once(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not watched; only real floating ones are.")
+            self.reporter.log_once(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not recorded; only real floating ones are.")
 
     def report_not_captured(self, what: str, error: Exception) -> None:
         """Report and count a raw tensor that could not be captured."""

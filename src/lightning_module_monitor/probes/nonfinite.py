@@ -306,7 +306,7 @@ class NonfiniteProbe:
 
     def _observe_call(self, number: int, args: Args, kwargs: Kwargs, output: object) -> None:
         """A module without submodules was called, and has returned."""
-        # An input that the module wrote into is gone; it was observed if it was an output.
+        # An input that the module wrote into no longer exists; it was observed if it was an output.
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         place, is_new = self._place(value)
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()

@@ -77,7 +77,7 @@ class Copies:
 
 
 def update(site: ParameterSite, before: Tensor, access: ParameterAccess, *, is_skipped: bool = False) -> Tensor | None:
-    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter is gone.
+    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter was removed.
 
     Args:
         site: The parameter.
@@ -176,7 +176,7 @@ def expected_tensors(
 class ParameterProbe(Probe):
     """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
 
-    watched: Mapping[str, Mapping[ParameterSite, MetricSpec]]
+    specs: Mapping[str, Mapping[ParameterSite, MetricSpec]]
     """What is recorded of each parameter, by kind."""
     tools: StepTools
     whole_tensors: WholeTensors
@@ -215,7 +215,7 @@ class ParameterProbe(Probe):
         before = self._before.take(among)
         if not before:
             return
-        specs = self.watched["update"]
+        specs = self.specs["update"]
         self._accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
         updates: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
@@ -225,7 +225,7 @@ class ParameterProbe(Probe):
         self._observe(updates)
 
     def finish(self) -> None:
-        """Log which parameters are not watched."""
+        """Log which parameters are not recorded."""
         self.tools.log_unsupported("parameters", self._unsupported)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class ParameterProbe(Probe):
         self._before.take()
 
     def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
-        """Observe what is read of each parameter that is watched for a kind, where there is anything."""
+        """Observe what is read of each parameter that a kind is recorded of, where there is anything."""
         present = self._present(kind, among)
         if not (makes_copies or self.access.makes_copies):
             self._observe([(spec, tensor) for _site, spec, one in present if (tensor := read(one)) is not None])
@@ -302,8 +302,8 @@ class ParameterProbe(Probe):
         return (one for one in self._present(kind, among) if self._is_supported(one[0].name, one[2]))
 
     def _present(self, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
-        """The parameters of a kind, as they are now, without those that are gone or not among the given ones."""
-        specs = self.watched.get(kind, {})
+        """The parameters of a kind, as they are now, without those that were removed or are not among the given ones."""
+        specs = self.specs.get(kind, {})
         pairs = zip(specs.items(), tensors_of(specs), strict=True)
         return [(site, spec, one) for (site, spec), one in pairs if one is not None and (among is None or id(one) in among)]
 

@@ -314,7 +314,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     try:
         return torch._lazy_clone(tensor)
     except Exception:
-        return tensor.clone()  # private to torch: it may refuse, or be gone
+        return tensor.clone()  # private to torch: it may refuse, or be removed
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:

@@ -82,7 +82,7 @@ class ErrorReporter:
             raise MonitorError(message) from error
         if (once or message) not in self._reported:
             self._reported.add(once or message)
-            self._logger.warning("%s Said once; monitor/errors counts them.", message)
+            self._logger.warning("%s Logged once; monitor/errors counts them.", message)
 
     def count(self, what: str, once: str, error: Exception, accumulator: StepAccumulator) -> None:
         """Report and count an error that costs some values of a step.

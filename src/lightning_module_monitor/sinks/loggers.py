@@ -99,7 +99,7 @@ class LoggerSink:
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
                     name = type(logger).__name__
-                    self._messages.warning("%s did not take the monitor's values (%s: %s). Said once.", name, type(error).__name__, error)
+                    self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
 
 
 def without_context(values: Mapping[str, float]) -> dict[str, float]:

@@ -196,7 +196,7 @@ class TorchWatcher:
             self._report(f"{type(self.run).__name__} did not take the values ({type(error).__name__}: {error}).")
 
     def _report(self, message: str, level: int = logging.WARNING) -> None:
-        self._reporter.log_once(f"{message} Said once.", level)
+        self._reporter.log_once(f"{message} Logged once.", level)
 
     def _fail(self, error: Exception) -> None:
         self._report(f"Watching failed ({type(error).__name__}: {error}).")

@@ -199,7 +199,7 @@ class StepController:
             return
         self._monitor.lose()
         name = type(error).__name__
-        message = f"{event} failed ({name}: {error}); this step is not monitored. Said once."
+        message = f"{event} failed ({name}: {error}); this step is not monitored. Logged once."
         self._run.reporter.log_once(message, logging.WARNING, f"{event} {name}", error)
 
     def close(self) -> None:
@@ -224,11 +224,11 @@ class StepController:
         is_allowed, closest = self._overhead.allows(step), self._overhead.closest
         left_out = f"max_overhead={self._run.options.max_overhead}: "
         if not is_allowed and self._monitor.is_step_monitored(step):
-            message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is said once."
+            message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is logged once."
             self._run.reporter.log_once(message, once="left out")
         if not is_allowed and self._monitor.planner.is_captured(step) and is_first_process():
             apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
-            message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is said once."
+            message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is logged once."
             self._run.reporter.log_once(message, logging.WARNING, "left out capture")
         try:
             return is_allowed and self._monitor.begin_step(step)
