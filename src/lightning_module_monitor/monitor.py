@@ -121,7 +121,7 @@ class ModuleMonitor(Described, StepEngine):
             exclude=excluded,
             format_name=format_module_name_fn,
             prefix=prefix,
-            log=reporter.log_once,
+            reporter=reporter,
         )
         super().__init__(reporter, planner, StorageManager(history), distributed)
 

@@ -18,7 +18,7 @@ from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSche
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.base import LogOnce, SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
 from lightning_module_monitor.probes.planned import (
     Plan,
@@ -29,6 +29,7 @@ from lightning_module_monitor.probes.planned import (
     is_picked,
     matching,
 )
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     KINDS,
@@ -67,7 +68,7 @@ class Planner:
         exclude: Names that are never observed, with what is inside.
         format_name: Makes a name of what ``named_modules`` gives.
         prefix: Put before every key.
-        log: Logs rules that match nothing, each once.
+        reporter: Logs rules that match nothing.
 
     Raises:
         ConfigError: If an option is wrong; with what was expected, and the nearest right name.
@@ -84,7 +85,7 @@ class Planner:
         exclude: Sequence[re.Pattern[str]],
         format_name: NameFormat,
         prefix: str,
-        log: LogOnce,
+        reporter: ErrorReporter,
     ) -> None:
         self._schedule = schedule
         self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
@@ -95,7 +96,7 @@ class Planner:
         if not {*prefix.split("/")}.isdisjoint(STAGES):
             expected = f"expected none of {', '.join(STAGES)}, which keys have already"
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
-        self._log = log
+        self._reporter = reporter
         self._has_ranks = False
         """Whether values are those of several ranks together."""
         self._shares_input = False
@@ -407,9 +408,9 @@ class Planner:
             check_tensor_parallel(rule)
         check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):
-            self._log(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+            self._reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         for pattern in () if rule.is_optional else idle_patterns(rule, index):
-            self._log(f"{rule.label}.sites {pattern}", logging.WARNING)
+            self._reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
         if rcc_layers.OUTPUT not in rule.kinds:
             return
         unchecked = rcc_layers.unchecked_modules(index.within)
@@ -417,7 +418,9 @@ class Planner:
         left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
         if left_out:
             shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
-            self._log(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
+            self._reporter.log_once(
+                f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type."
+            )
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
@@ -427,7 +430,7 @@ class Planner:
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._log(f"{differ}: {', '.join(changed[:3])}. {fit}.")
+            self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
 
 def _path(spec: MetricSpec) -> str:

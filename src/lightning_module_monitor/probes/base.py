@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +42,6 @@ WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
-
-
-class LogOnce(Protocol):
-    """Logs a message for the user, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
-        """Log it; ``once`` is the part that is logged once, by default the whole message."""
 
 
 class failing_alone:  # noqa: N801  # used like a function

@@ -166,7 +166,7 @@ class RunController:
                         f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
                     )
         if self.is_fit:
-            checks.check_monitored_keys(trainer, {*keys}, self.options.metric_patterns, self.reporter.log_once)
+            checks.check_monitored_keys(trainer, {*keys}, self.options.metric_patterns, self.reporter)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
