@@ -188,12 +188,12 @@ class FiniteStep:
 class NonfiniteProbe:
     """Takes the largest magnitude of every module's input and output, and of the gradients that arrive at them.
 
-    An input that is the very tensor that was the last output is not read again. ``report`` gets an error in a hook; from then on nothing
-    of this micro-batch counts.
+    An input that is the very tensor that was the last output is not read again. An error in a hook is raised, or given to
+    ``report``; from then on nothing of this micro-batch counts.
     """
 
-    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
-        self.report = report
+    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None] | None = None) -> None:
+        self._report = report
         self._sites = [site for site in sites if site.name != ROOT]
         self._hooks, self._tensor_hooks = HookSet(), HookSet()
         self._numbers = Magnitudes()
@@ -227,7 +227,7 @@ class NonfiniteProbe:
                     observe(number, args, kwargs, output)
                 except Exception as error:
                     self.is_open = False
-                    self.report(error)
+                    self._fail(error)
 
         return UncopiedHook(hook)
 
@@ -338,7 +338,12 @@ class NonfiniteProbe:
                 self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(_part_here(gradient))))
             except Exception as error:
                 self._is_in_backward = False
-                self.report(error)
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._report is None:
+            raise error
+        self._report(error)
 
     def _place(self, value: Tensor | None) -> tuple[int, bool]:
         """The place of an input or output, and whether it is not the last output, unchanged."""
