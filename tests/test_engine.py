@@ -69,7 +69,7 @@ def test_every_statistic_of_every_tensor(name: str, sizes: tuple[int, ...], capl
             record = run_step(model, monitor, batches(*sizes))
     assert_record_equals(record, raw)
     assert record.values["monitor/errors"] == 0
-    logged = [message for message in caplog.messages if "are not watched" in message]
+    logged = [message for message in caplog.messages if "are not recorded" in message]
     assert len(logged) == (3 if name == "outputs" else 0)  # int64, bool, complex
 
 

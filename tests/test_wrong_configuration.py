@@ -479,7 +479,7 @@ def test_what_parts_of_tensors_do_not_tell_is_refused(record_property: Callable[
         ({"rules": []}, "rules is empty"),
         ({"rules": [Rule(kinds="activation", statistics=[["rms"]])]}, "rules[0].statistics ['rms'] is not a statistic"),  # type: ignore[list-item]
         ({"stages": [["train"]]}, "stages ['train'] is not a stage"),
-        ({"stages": []}, "stages is empty, and nothing would be watched; expected one or several of train, validate"),
+        ({"stages": []}, "stages is empty, and nothing would be recorded; expected one or several of train, validate"),
     ],
 )
 def test_empty_and_nested_lists_are_refused(options: Options, message: str, tmp_path: Path) -> None:

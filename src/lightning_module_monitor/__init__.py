@@ -84,7 +84,7 @@ _HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """A public name, from its home: torch and Lightning take seconds to import, and who reads a store needs neither."""
+    """A public name, from its home: torch and Lightning take seconds to import, and a program that reads a store needs neither."""
     if name == "__version__":
         return importlib.import_module(f"{__name__}.errors").package_version()
     if name not in _HOME_BY_NAME:

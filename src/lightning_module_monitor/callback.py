@@ -58,7 +58,7 @@ class ModuleMonitorCallback(Described, Callback):
         reference: What activations and parameters are compared with: ``init``, a copy of the model at the start of the run; the path of a
             checkpoint; or, in Python, a module of the same structure. In monitored steps the reference runs its own ``training_step`` on
             the batch before the model does; with ``module`` it is called whenever that submodule is, with copies of its arguments. If no
-            rule asks for a difference, ``ratio`` of both kinds of differences is recorded.
+            rule records a difference, ``ratio`` of both kinds of differences is recorded.
         rcc: Whether to run the refined coordinate check. Its reference is ``init`` unless another one is given.
         save_reference: Whether checkpoints hold the reference (one more set of weights), so that a resumed run compares with the same one.
         attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest

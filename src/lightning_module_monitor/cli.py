@@ -402,7 +402,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 _PAGE = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
 _PAGES = "write one HTML page about several runs, side by side and with their differences; or check them for differences"
-_VERDICT = "say what is healthy in a run and what is not, with the evidence, as a table"
+_VERDICT = "show what is healthy in a run and what is not, with the evidence, as a table"
 _PLAIN = "make the store of a run that was killed readable for every HDF5 program"
 _AGAIN = "run the module that made the first NaN or infinity again, with what it was called with"
 

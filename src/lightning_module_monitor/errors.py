@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 
 class MonitorError(RuntimeError):
-    """Something could not be measured, and the user asked for an error (``on_error: raise``)."""
+    """Something could not be measured, and errors are raised (``on_error: raise``)."""
 
 
 class NonfiniteError(MonitorError):

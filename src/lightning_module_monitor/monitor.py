@@ -121,7 +121,7 @@ class ModuleMonitor(Described, StepEngine):
             exclude=excluded,
             format_name=format_module_name_fn,
             prefix=prefix,
-            say=reporter.log_once,
+            reporter=reporter,
         )
         super().__init__(reporter, planner, StorageManager(history), distributed)
 
@@ -153,7 +153,7 @@ class ModuleMonitor(Described, StepEngine):
         """The module that it is compared with; ``None`` if there is none."""
         return None if self._reference is None else self._reference.module
 
-    # What is watched
+    # What is recorded
 
     def set_module(self, module: nn.Module) -> None:
         """Set the module to monitor.
@@ -432,8 +432,8 @@ class ModuleMonitor(Described, StepEngine):
     ) -> None:
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
-        asked: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
-        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **asked)
+        recorded: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
+        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **recorded)
         self.add_rules(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
 

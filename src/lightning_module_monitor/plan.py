@@ -18,7 +18,7 @@ from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSche
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.base import LogOnce, SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
 from lightning_module_monitor.probes.planned import (
     Plan,
@@ -29,6 +29,7 @@ from lightning_module_monitor.probes.planned import (
     is_picked,
     matching,
 )
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     KINDS,
@@ -63,11 +64,11 @@ class Planner:
         rules: What to record.
         gradient_flow: Blocks between which the gain of the gradient is recorded.
         capture: Which raw tensors the records of which steps hold.
-        within: Name of the submodule outside of which nothing is watched; ``None`` for all.
-        exclude: Names that are never watched, with what is inside.
+        within: Name of the submodule outside of which nothing is observed; ``None`` for all.
+        exclude: Names that are never observed, with what is inside.
         format_name: Makes a name of what ``named_modules`` gives.
         prefix: Put before every key.
-        say: Reports a rule that matches nothing.
+        reporter: Logs rules that match nothing.
 
     Raises:
         ConfigError: If an option is wrong; with what was expected, and the nearest right name.
@@ -84,7 +85,7 @@ class Planner:
         exclude: Sequence[re.Pattern[str]],
         format_name: NameFormat,
         prefix: str,
-        say: LogOnce,
+        reporter: ErrorReporter,
     ) -> None:
         self._schedule = schedule
         self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
@@ -95,13 +96,13 @@ class Planner:
         if not {*prefix.split("/")}.isdisjoint(STAGES):
             expected = f"expected none of {', '.join(STAGES)}, which keys have already"
             raise ConfigError(f"prefix {prefix!r} has the name of a stage in it; {expected}.")
-        self._say = say
+        self._reporter = reporter
         self._has_ranks = False
         """Whether values are those of several ranks together."""
         self._shares_input = False
         """Whether other ranks have the same input as this one."""
         self._left_out: frozenset[str] = frozenset()
-        """Kinds that nothing is recorded of, whatever rules ask for."""
+        """Kinds that nothing is recorded of, whatever rules name."""
         self._index: ModelIndex | None = None
         self._chain: Chain | None = None
         self._plans: dict[object, Plan] = {}
@@ -120,7 +121,7 @@ class Planner:
             shares_input: Whether other ranks have the same input as this one, as in tensor parallel training.
 
         Raises:
-            ConfigError: If a rule matches nothing in it, or asks for what parts of tensors do not show, or it has no such blocks
+            ConfigError: If a rule matches nothing in it, or needs what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
         self._has_ranks, self._shares_input = has_ranks, shares_input
@@ -166,10 +167,10 @@ class Planner:
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer in the model, and what was planned with them; returns their names."""
-        gone = self.index.forget_removed_modules()
-        if gone:
+        removed = self.index.forget_removed_modules()
+        if removed:
             self._forget_plans()
-        return gone
+        return removed
 
     @property
     def index(self) -> ModelIndex:
@@ -217,8 +218,8 @@ class Planner:
         """Record nothing of some kinds, in place of those of an earlier call; returns the ones that a rule or a capture has."""
         self._left_out = frozenset(kinds)
         self._forget_plans()
-        asked = {kind for one in (*self.rules, *self._captures) for kind in one.kinds}
-        return [kind for kind in kinds if kind in asked]
+        named = {kind for one in (*self.rules, *self._captures) for kind in one.kinds}
+        return [kind for kind in kinds if kind in named]
 
     def has_any(self) -> bool:
         """Whether anything is recorded."""
@@ -245,12 +246,12 @@ class Planner:
 
     def one_by_one(self) -> list[str]:
         """All that is recorded of the model, and when: what has to be the same on all ranks that monitor it together."""
-        asked = [f"gradient_flow {self._schedule}"]
+        recorded = [f"gradient_flow {self._schedule}"]
         for rule in (*self.rules, *self._captures):
             steps = rule.schedule.value
             when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
-            asked += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
-        return asked + [_path(spec) for spec in (self._chain.specs if self._chain is not None else ())]
+            recorded += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
+        return recorded + [_path(spec) for spec in (self._chain.specs if self._chain is not None else ())]
 
     # When
 
@@ -270,7 +271,7 @@ class Planner:
         clock = self._schedule.by_clock
         return clock if clock is not None and clock(step) else None
 
-    def asks_for_attention(self, due: ActiveRules) -> bool:
+    def has_attention_rule(self, due: ActiveRules) -> bool:
         """Whether a rule that is due, other than an optional one, is about attention."""
         return any(KINDS[kind].of_heads for i in due.rules if not self.rules[i].is_optional for kind in self.rules[i].kinds)
 
@@ -317,19 +318,19 @@ class Planner:
 
     def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
-        asked: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
+        by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
             for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
                 for site in matching(rule, kind, self.index):
-                    asked[site.name][kind].append(rule)
+                    by_site[site.name][kind].append(rule)
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            return Watched(site, {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in asked[site.name].items()})
+            return Watched(site, {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()})
 
         return Plan(
-            [watched(site) for site in self.index.modules if site.name in asked],
-            [watched(site) for site in self.index.parameters if site.name in asked],
+            [watched(site) for site in self.index.modules if site.name in by_site],
+            [watched(site) for site in self.index.parameters if site.name in by_site],
             chain,
         )
 
@@ -407,9 +408,9 @@ class Planner:
             check_tensor_parallel(rule)
         check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):
-            self._say(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
+            self._reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
         for pattern in () if rule.is_optional else idle_patterns(rule, index):
-            self._say(f"{rule.label}.sites {pattern}", logging.WARNING)
+            self._reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
         if rcc_layers.OUTPUT not in rule.kinds:
             return
         unchecked = rcc_layers.unchecked_modules(index.within)
@@ -417,7 +418,9 @@ class Planner:
         left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
         if left_out:
             shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
-            self._say(f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type.")
+            self._reporter.log_once(
+                f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type."
+            )
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
@@ -427,7 +430,7 @@ class Planner:
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
             fit = "Loggers take letters, digits, '_', '-' and '.', and names must differ"
-            self._say(f"{differ}: {', '.join(changed[:3])}. {fit}.")
+            self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
 
 def _path(spec: MetricSpec) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import Histogram
 
-if TYPE_CHECKING:  # who writes numbers only does without torch
+if TYPE_CHECKING:  # a program that only writes numbers needs no torch
     from torch import Tensor
 
 TRAIN = "train"
@@ -27,7 +27,7 @@ OWN_KIND = "monitor"
 """The kind of the monitor's own figures; its keys have no site: ``monitor/errors``."""
 
 CONTEXT_KIND = "context"
-"""The kind of what a step is to be seen in the context of: its loss, what was logged, learning rates; its keys have no site."""
+"""The kind of a step's context: its loss, logged values and learning rates; its keys have no site."""
 
 LOSS = "loss"
 """The name of the training loss under :data:`CONTEXT_KIND`."""
@@ -202,7 +202,7 @@ _NO_NUMBERS: NDArray[np.float64] = np.empty(0)
 
 
 UNDEFINED_BITS = 0x7FF8_756E_6465_662E
-"""A quiet NaN that spells "undef.": a statistic that finite tensors do not have, as the ratio of zero to zero. Any other NaN tells of
+"""A quiet NaN that spells "undef.": a statistic that finite tensors do not have, as the ratio of zero to zero. Any other NaN shows
 elements that are not finite."""
 
 UNDEFINED: float = float(np.uint64(UNDEFINED_BITS).view(np.float64))

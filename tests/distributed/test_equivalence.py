@@ -409,7 +409,7 @@ def test_rules_that_differ_from_rank_to_rank_are_refused(
     for result in run_scenarios(num_ranks, "other_rules"):
         rules = result["errors"][0]
         assert rules == (
-            f"ranks 0 and {num_ranks - 1} do not watch the same: rank 0 alone has 'activation/_root_/train/norm every step'; "
+            f"ranks 0 and {num_ranks - 1} do not record the same: rank 0 alone has 'activation/_root_/train/norm every step'; "
             "expected the same rules, steps and modules on every rank."
         )
         assert [error.partition(": ")[2].partition(";")[0] for error in result["errors"]] == [

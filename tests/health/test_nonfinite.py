@@ -307,13 +307,15 @@ def test_a_flag_keeps_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
             context.setattr(magnitudes, "is_on_host", lambda _tensor: False)
             context.setattr(Tensor, "item", refuse)
             context.setattr(Tensor, "__bool__", refuse)
-            flag.observe_lightly(torch.tensor(loss), with_gradients=True)
+            flag.observe_loss(torch.tensor(loss))
+            flag.observe_gradients(lightly=True)
             flag.mark(step)
     found = flag.steps_since(10)
     assert found is not None
     assert found.item() == 8.0
     assert flag.steps_since(11) is None
-    flag.observe_lightly(torch.tensor(1.0), with_gradients=True)
+    flag.observe_loss(torch.tensor(1.0))
+    flag.observe_gradients(lightly=True)
     flag.mark(11)
     later = flag.steps_since(12)
     assert later is not None

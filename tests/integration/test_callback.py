@@ -187,7 +187,7 @@ def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pyt
         "  activation: 7 sites x 2 (mean, std)",
         "  gradient: 4 sites x 2 (mean, std)",
         "  update: 4 sites x 1 (ratio)",
-        "  a copy of the parameters whose update is watched: 652 B during the step",
+        "  a copy of the parameters whose update is recorded: 652 B during the step",
         "  27 keys; a table of 1.64 KiB to copy to the host, once",
         "  3 monitored steps in max_steps=9: at most 648 B of store",
     ]

@@ -267,7 +267,7 @@ def test_what_was_made_under_inference_mode(implementation: Implementation, dtyp
         kernel.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
         kernel.add_all([0], [x.clone()], [Need.EVERYTHING | Need.HISTOGRAM])
     kernel.add((0,), x.clone().requires_grad_().detach(), Need.EVERYTHING | Need.HISTOGRAM)
-    kernel.add_difference((0,), x.clone(), None, None, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
     assert_textbook(collected(kernel), x.repeat(4, 1), implementation.rtol)
     assert float(kernel.counts([0]).sum()) == 4 * x.numel()
 
@@ -285,7 +285,7 @@ def test_a_tensor_may_be_overwritten_after_it_was_added(implementation: Implemen
     other = torch.ones(1, dtype=dtype)
     x.zero_()
     x.copy_(kept)
-    kernel.add_difference((2,), x, None, other, Need.EVERYTHING)
+    kernel.add((2,), x, Need.EVERYTHING, None, other)
     x.zero_()
     other.zero_()
     moments = collected(kernel, 3)

@@ -74,8 +74,8 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     difference = forms(torch.float32)["of two"]
     observation = StepAccumulator(lambda *_trouble: None)
     added: list[object] = []
-    original = observation._table.add_difference
-    monkeypatch.setattr(observation._table, "add_difference", lambda *args: (added.append(args), original(*args))[1])
+    original = observation._table.add
+    monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
     first, same, relative, more = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio"), watch("d", "mean")
     more.functions["total"] = UserFunction("total", torch.sum, "sum")
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
@@ -119,7 +119,7 @@ def test_a_kernel_measures_a_difference_as_float32_has_it(implementation: Implem
     kernel = implementation.make()
     kernel.add((2,), written, Need.EVERYTHING)
     for rows in ((0,), (1, 2)):
-        kernel.add_difference(rows, difference.tensor, difference.other, difference.shift, Need.EVERYTHING)
+        kernel.add(rows, difference.tensor, Need.EVERYTHING, difference.other, difference.shift)
     moments = collected(kernel, 3)
     for row, expected in enumerate([written, written, torch.cat([written, written])]):
         assert_textbook(moments, expected, implementation.rtol, PLAIN, row)

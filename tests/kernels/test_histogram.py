@@ -172,7 +172,7 @@ def test_the_counts_of_a_difference(implementation: Implementation) -> None:
     """Of the difference as float32 has it."""
     a, b, shift = torch.randn(30, 7), torch.randn(30, 7), torch.randn(7)
     kernel = implementation.make()
-    kernel.add_difference((1,), a, b, shift, Need.HISTOGRAM | Need.MEAN)
+    kernel.add((1,), a, Need.HISTOGRAM | Need.MEAN, b, shift)
     np.testing.assert_array_equal(kernel.counts([1])[0].long().numpy(), histogram(a - b - shift).row)
 
 

@@ -58,7 +58,7 @@ def test_any_view_is_read_right(name: str, dtype: torch.dtype) -> None:
     table = MomentTable()
     table.add((0, 2), tensor, Need.EVERYTHING | Need.HISTOGRAM)
     assert not table.add_all([1, 1], [tensor, tensor], [Need.EVERYTHING | Need.HISTOGRAM] * 2)
-    table.add_difference((3,), tensor, tensor.neg(), None, Need.EVERYTHING)
+    table.add((3,), tensor, Need.EVERYTHING, tensor.neg())
     moments = collected(table, 4)
     for row, expected in enumerate([plain, torch.stack([plain, plain]), plain, plain.float() * 2]):
         assert_textbook(moments, expected, 1e-12, row=row)
@@ -74,7 +74,7 @@ def test_a_graph_is_left_as_it_is(dtype: torch.dtype) -> None:
     table, node = MomentTable(), output.grad_fn
     table.add((0,), output, Need.EVERYTHING | Need.HISTOGRAM)
     table.add_all([1, 2], [output, parameter], [Need.EVERYTHING] * 2)
-    table.add_difference((3,), output, parameter, None, Need.EVERYTHING)
+    table.add((3,), output, Need.EVERYTHING, parameter)
     assert output.grad_fn is node
     moments = collected(table, 4)
     assert not any(field.requires_grad for field in moments)
@@ -104,7 +104,7 @@ def test_an_empty_tensor_changes_nothing() -> None:
     table.add((0,), empty, Need.EVERYTHING | Need.HISTOGRAM)
     table.add((0,), x, Need.EVERYTHING | Need.HISTOGRAM)
     assert not table.add_all([0, 0], [empty, torch.empty(3, 0)], [Need.EVERYTHING | Need.HISTOGRAM] * 2)
-    table.add_difference((0,), empty, empty, None, Need.EVERYTHING | Need.HISTOGRAM)
+    table.add((0,), empty, Need.EVERYTHING | Need.HISTOGRAM, empty)
     assert all(torch.equal(*pair) for pair in zip(collected(table), collected(alone), strict=True))
     assert counted(table) == counted(alone)
     assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.of_nothing(1), strict=True))
@@ -192,8 +192,8 @@ def test_memory_that_was_given_back_is_not_read() -> None:
         table = MomentTable()
         for add in (
             lambda one, table=table: table.add((0,), one, Need.EVERYTHING),
-            lambda one, table=table: table.add_difference((0,), one, None, torch.ones(1), Need.EVERYTHING),
-            lambda one, table=table: table.add_difference((0,), torch.ones(one.shape), one, None, Need.EVERYTHING),
+            lambda one, table=table: table.add((0,), one, Need.EVERYTHING, None, torch.ones(1)),
+            lambda one, table=table: table.add((0,), torch.ones(one.shape), Need.EVERYTHING, one),
             in_memory,
             Magnitudes().add,
             lambda one: unscaled(one, torch.tensor(2.0)),

@@ -64,7 +64,7 @@ def test_measuring_reads_nothing_on_the_host(wide: torch.dtype) -> None:
     with Dtypes() as found:
         kernel.add((0, 1), x, Need.EVERYTHING)
         kernel.add_all([2, 3, 4], [x, x, x.bfloat16()], [Need.EVERYTHING] * 3)
-        kernel.add_difference((5,), x, x + 1, x[0], Need.EVERYTHING)
+        kernel.add((5,), x, Need.EVERYTHING, x + 1, x[0])
     assert not found.names & HOST_READS
     assert (torch.float64 in found.dtypes) == (wide == torch.float64)
 

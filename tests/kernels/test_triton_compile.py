@@ -42,7 +42,7 @@ LAUNCHES: dict[str, Callable[[TritonKernel], Any]] = {
     "tokens of one element": lambda kernel: kernel.add((0,), zeros(2000, 1), Need.TOKENS),
     "everything": lambda kernel: kernel.add((0,), zeros(64, 256), EVERYTHING),
     "everything of float64": lambda kernel: kernel.add((0,), zeros(64, 96, dtype=F64), EVERYTHING),
-    "difference": lambda kernel: kernel.add_difference((0,), zeros(64, 96, dtype=BF16), zeros(64, 96, dtype=BF16), zeros(96), EVERYTHING),
+    "difference": lambda kernel: kernel.add((0,), zeros(64, 96, dtype=BF16), EVERYTHING, zeros(64, 96, dtype=BF16), zeros(96)),
     "parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96), zeros(64)], [Need.SQUARES] * 2),
     "everything of parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96, dtype=BF16), zeros(64, dtype=BF16)], [EVERYTHING] * 2),
     "collect": lambda kernel: kernel.collect(3),

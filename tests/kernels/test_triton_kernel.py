@@ -192,7 +192,7 @@ def test_a_dense_tensor_is_read_where_it_lies(form: str, monkeypatch: pytest.Mon
     )
     kernel, x, other = TritonKernel(DEVICE), strided(form), strided(form)
     kernel.add((0,), x, Need.EVERYTHING & ~Need.TOKENS)
-    kernel.add_difference((0,), x, other, None, Need.SQUARES)
+    kernel.add((0,), x, Need.SQUARES, other)
     assert read == [x.data_ptr(), x.data_ptr(), other.data_ptr()]
 
 
@@ -218,7 +218,7 @@ def test_differences(shift: str, has_other: bool, dtype: torch.dtype, needs: int
     for one in (other, taken):
         expected = expected if one is None else expected - one
     kernel = TritonKernel(DEVICE)
-    kernel.add_difference((0,), x, other, taken, needs)
+    kernel.add((0,), x, needs, other, taken)
     assert_moments(kernel.collect(1)[:, 0], [expected], needs)
     if needs & Need.HISTOGRAM:
         assert row_of_counts(kernel) == histogram(expected.cpu())
@@ -230,16 +230,16 @@ def test_differences_over_several_programs() -> None:
     x, other = random(90, 70), random(90, 70, seed=1)
     for shift in (random(70, seed=2), random(90, 1, seed=2)):
         expected = x - other - shift
-        assert_moments(measured(lambda kernel, shift=shift: kernel.add_difference((0,), x, other, shift, Need.EVERYTHING)), [expected])
+        assert_moments(measured(lambda kernel, shift=shift: kernel.add((0,), x, Need.EVERYTHING, other, shift)), [expected])
 
 
 def test_the_difference_of_tensors_in_different_orders() -> None:
     """Elements are compared with those at the same index."""
     x, other = strided("channels last"), random(4, 6, 5, 8, seed=1)
     for tensor, taken in ((x, other), (other, x), (strided("slice"), other[:, 1:4])):
-        add = lambda kernel, tensor=tensor, taken=taken: kernel.add_difference((0,), tensor, taken, None, Need.EVERYTHING)  # noqa: E731
+        add = lambda kernel, tensor=tensor, taken=taken: kernel.add((0,), tensor, Need.EVERYTHING, taken)  # noqa: E731
         assert_moments(measured(add), [tensor - taken])
-    zero = Moments(*measured(lambda kernel: kernel.add_difference((0,), x, x.clone(), None, Need.EVERYTHING)))
+    zero = Moments(*measured(lambda kernel: kernel.add((0,), x, Need.EVERYTHING, x.clone())))
     assert (zero.squares, zero.maximum, zero.zeros) == (0, 0, x.numel())
 
 

@@ -43,7 +43,7 @@ def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with launches:
         kernel.add((0,), random(3, 1 << 19), needs)
         assert launches.launched == 1
-        kernel.add_difference((1,), random(40, 70), random(40, 70), random(70), needs)
+        kernel.add((1,), random(40, 70), needs, random(40, 70), random(70))
         assert launches.launched == 2
         tensors = [random(n, dtype=dtype) for n in (5, 1000, 4) for dtype in (torch.float32, torch.bfloat16)]
         kernel.add_all(range(6), tensors, [needs] * 6)
@@ -99,7 +99,7 @@ def test_nothing_waits_for_the_device() -> None:
     def step() -> tuple[Tensor, Tensor]:
         kernel = TritonKernel(DEVICE)
         kernel.add((0,), x, needs)
-        kernel.add_difference((1,), x, y, y[0], needs)
+        kernel.add((1,), x, needs, y, y[0])
         kernel.add_all([2, 3], [x, y], [needs] * 2)
         return kernel.collect(4), kernel.counts([0, 1, 2, 3])
 

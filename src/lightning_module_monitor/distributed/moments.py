@@ -126,7 +126,7 @@ def reduce_moments(
     """
     has_any = moments.elements > 0
     extremes = torch.stack([moments.maximum, -moments.minimum])
-    # Whether a maximum keeps NaN depends on who reduces it: NaN travels as a flag.
+    # Whether a maximum keeps NaN depends on the backend: NaN travels as a flag.
     own_center = torch.where(has_any & moments.mean.isfinite(), moments.mean, -torch.inf)
     is_nan = extremes.isnan()
     of_rows = torch.cat([extremes.masked_fill(is_nan, -torch.inf), is_nan.double(), own_center.unsqueeze(0)])

@@ -1,4 +1,4 @@
-"""The processes that train together, by ``torch.distributed``, and whether all of them watch the same."""
+"""The processes that train together, by ``torch.distributed``, and whether all of them record the same."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ def share_values_of_first(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(values)
 
 
-def disagreement(asked: Sequence[str], ranks: Ranks) -> str:
+def disagreement(recorded: Sequence[str], ranks: Ranks) -> str:
     """A sentence about what ranks record differently, the same on each; empty if they all record the same.
 
-    ``asked`` is what this rank records, item by item, in an order that is to be the same everywhere. One collective, or two.
+    ``recorded`` is what this rank records, item by item, in an order that is to be the same everywhere. One collective, or two.
     """
-    digest = hashlib.sha256("\n".join(asked).encode()).digest()
+    digest = hashlib.sha256("\n".join(recorded).encode()).digest()
     if len(set(ranks.gather(digest))) == 1:
         return ""
-    first, *others = ranks.gather(list(asked))
+    first, *others = ranks.gather(list(recorded))
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     only = [(0, one) for one in first if one not in other] + [(rank, one) for one in other if one not in first]
     what = f"rank {only[0][0]} alone has {only[0][1]!r}" if only else "they are in another order"
-    return f"ranks 0 and {rank} do not watch the same: {what}; expected the same rules, steps and modules on every rank."
+    return f"ranks 0 and {rank} do not record the same: {what}; expected the same rules, steps and modules on every rank."

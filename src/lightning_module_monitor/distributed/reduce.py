@@ -47,8 +47,6 @@ class DistributedReducer:
 
     def __init__(self, ranks: Ranks, specs: Iterable[MetricSpec]) -> None:
         self.ranks = ranks
-        self.group = ranks.group
-        self.is_first_sharing = ranks.place == 0
         self.specs: dict[Identity, MetricSpec] = {}
         """The reduced specifications, in an order that every rank has alike; each has its rows in this order."""
         self._first_rows: dict[Identity, int] = {}
@@ -91,10 +89,6 @@ class DistributedReducer:
             else:
                 return result
 
-    def gather(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The results of all ranks, for an aggregate of the user's."""
-        return self.ranks.gather(results)
-
     def learn(self, messages: Sequence[bytes], own: Iterable[MetricSpec]) -> None:
         """Add the specifications that all ranks have sent by :func:`message_of`, in their order; ``own`` are those of this rank."""
         # Where this rank has the specification, or the rule, it has what cannot be sent: the functions themselves.
@@ -128,7 +122,7 @@ class DistributedReducer:
                 of_spec[: len(own.units[spec.identity])] = own.units[spec.identity]
         results = self._results(own)
         largest = {
-            "seen": self._tensor([spec.identity in own.rows for spec in specs]),
+            "observed": self._tensor([spec.identity in own.rows for spec in specs]),
             "failed": self._tensor(
                 [not own.failed.isdisjoint((*spec.statistic_keys, *spec.histogram_keys, *map(spec.key, spec.units))) for spec in specs]
             ),
@@ -154,7 +148,7 @@ class DistributedReducer:
         if largest["more"]:
             return None
         specs = list(self.specs.values())
-        rows = [(spec, self._first_rows[spec.identity]) for spec in itertools.compress(specs, largest["seen"].tolist())]
+        rows = [(spec, self._first_rows[spec.identity]) for spec in itertools.compress(specs, largest["observed"].tolist())]
         measured = {spec.identity for spec, _first in rows}
         called, raised = largest["called"].tolist(), largest["raised"].tolist()
         finished = {

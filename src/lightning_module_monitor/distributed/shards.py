@@ -44,7 +44,7 @@ def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Mod
     """The parameters that FSDP1 has laid out over ranks, by name.
 
     Args:
-        parameters: By name; ``None``: it is gone.
+        parameters: By name; ``None``: it was removed.
         wrapper: A module that has FSDP1's wrappers in it, or is one.
 
     Raises:

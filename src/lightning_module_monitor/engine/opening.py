@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import defaultdict
 
@@ -14,14 +13,13 @@ from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
+from lightning_module_monitor.probes.activations import ActivationProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors
-from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.step_context import StepContext
@@ -83,44 +81,37 @@ class StepOpener:
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)
-        accumulator = StepAccumulator(reporter.of_spec, state)
+        tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter)
         captured = self._planner.capture_plan(step) if stage == TRAIN else None
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         flat = flat_shards_by_name(parameters, model)
         expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
-
-        def not_captured(what: str, error: Exception) -> None:
-            reporter.count(f"{what} could not be captured", "capture", error, accumulator)
-
-        whole_tensors = WholeTensors(expected, ranks, not_captured)
+        whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
+        calls = None if reference is None else ReferenceProbe(reference, tools)
         probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, accumulator, whole_tensors, reporter.log_once, access, flat, reference),
-            ActivationProbe(plan.outputs, accumulator, sites.further_name, reporter.log_once),
+            ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference),
+            ActivationProbe(plan.outputs, tools, calls),
         ]
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
             probes.append(shapes)
         if plan.chain is not None:
-            probes.append(GradientFlowProbe(plan.chain, accumulator))
+            probes.append(GradientFlowProbe(plan.chain, tools))
         if captured is not None:
-            probes.append(
-                CaptureProbe(captured.modules, captured.parameters, sites.further_name, not_captured, whole_tensors, access=access)
-            )
-        if reference is not None:
-            probes += self._reference_probes(plan, accumulator, reference)
-        is_asked_for = self._planner.asks_for_attention(due)
-        attention = AttentionProbe(
-            plan.modules, plan.modules_with_heads, accumulator, sites.head_name, reporter.log_once, is_asked_for=is_asked_for
-        )
-        return StepContext(
-            step, stage, accumulator, reducer, whole_tensors=whole_tensors, reporter=reporter, attention=attention, probes=probes
-        )
+            probes.append(CaptureProbe(captured.modules, captured.parameters, tools, whole_tensors, access))
+        if calls is not None:
+            probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
+            # The last to be attached: by now it is known which tensors of the reference the others need.
+            probes += [calls] if calls.is_needed() else []
+        is_requested = self._planner.has_attention_rule(due)
+        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
+        return StepContext(step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes)
 
     def _forget_removed_modules(self) -> None:
         removed = self._planner.forget_removed_modules()
         if removed:
             self.forget_plans()
-            why = "what took its place is not watched, and there are no more values of it before the next fit"
+            why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
     def _lasting(self, due: ActiveRules, stage: str, ranks: Ranks | None) -> tuple[SeriesState, DistributedReducer | None]:
@@ -133,16 +124,3 @@ class StepOpener:
                 specs += [self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS).with_function(function), *alignment_specs(plan.modules)]
             self._states[stage, due] = SeriesState(self._units), None if ranks is None else DistributedReducer(ranks, specs)
         return self._states[stage, due]
-
-    def _reference_probes(self, plan: Plan, accumulator: StepAccumulator, reference: Reference) -> list[Probe]:
-        """Those that compare with the reference, and, if any of them will, the one that keeps what it gives."""
-        name, say = self._planner.index.further_name, self._reporter.log_once
-        failed = functools.partial(self._reporter.count, "The reference could not run", "reference", accumulator=accumulator)
-        calls = ReferenceProbe(reference, failed, say)
-        skipped = self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)
-        probes: list[Probe] = [
-            DifferenceProbe(plan.modules, accumulator, calls, name),
-            CoordinateCheckProbe(plan.modules, accumulator, calls, skipped, name, say),
-        ]
-        # The last to be attached: by then it is known what is wanted of it.
-        return [*probes, calls] if calls.is_needed() else []

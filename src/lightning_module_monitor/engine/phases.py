@@ -67,7 +67,7 @@ class StepEngine:
         """Values that no probe observes."""
         self._opener = StepOpener(self.planner, self._reporter, self.logged)
         self._has_agreed = False
-        """Whether all ranks are known to watch the same."""
+        """Whether all ranks are known to record the same."""
         self.ranks: Ranks | None = None
         """The processes that train together, once they have met; ``None`` where this is the only one."""
         self._replicas = ReplicaAlert()
@@ -152,7 +152,7 @@ class StepEngine:
         Args:
             before_clip: Whether they are about to be clipped; they get keys of their own then.
             parameters: Of which parameters, where several optimizers have their own; all without it.
-            scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has seen to that; see :meth:`begin_backward`.
+            scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has divided by it; see :meth:`begin_backward`.
         """
         kind = "gradient_before_clip" if before_clip else "gradient"
         among, factor = _identities(parameters), _as_scale(scale)
@@ -211,7 +211,7 @@ class StepEngine:
             step: The step that its record gets.
 
         Returns:
-            Whether any rule asks for activations.
+            Whether any rule records activations.
         """
         if self._context is not None and self.is_in_stage():
             self._context.lose()
@@ -275,7 +275,7 @@ class StepEngine:
     # Inside
 
     def agree(self) -> None:
-        """Make sure that all ranks watch the same: one collective, of every rank. Without it the first step that is monitored begins so.
+        """Make sure that all ranks record the same: one collective, of every rank. Without it the first step that is monitored begins so.
 
         Raises:
             ConfigError: On every rank, if rules, schedules or modules differ.
@@ -384,7 +384,7 @@ class StepEngine:
             values = context.with_derived(collected)
         if context.accumulator.is_lost:
             return None
-        if self._awaits_attention and context.attention is not None and context.attention.is_asked_for:
+        if self._awaits_attention and context.attention is not None and context.attention.is_requested:
             self._awaits_attention = False
             if not context.attention.has_observed and self._speaks_for_all():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING)

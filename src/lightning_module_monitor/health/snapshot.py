@@ -123,7 +123,7 @@ def replay(snapshot: Snapshot) -> int:
     assert module is not None
     inputs = [one.requires_grad_() for _path, one in named_tensors((snapshot.args, snapshot.kwargs)) if one.is_floating_point()]
     inside = nn.ModuleDict({"module": module})  # under a root: the probe observes all but the root
-    probe = NonfiniteProbe([site for site in Namer().module_sites(inside) if site.name != "_root_"], _raise)
+    probe = NonfiniteProbe(Namer().module_sites(inside))
     probe.attach()
     try:
         is_mixed = snapshot.autocast is not None
@@ -165,7 +165,3 @@ def _print_tensors(label: str, value: object) -> int:
             found |= int(num_nan + num_infinite > 0)
         print(printable(line.rstrip()))
     return found
-
-
-def _raise(error: Exception) -> None:
-    raise error

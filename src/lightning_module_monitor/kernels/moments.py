@@ -7,6 +7,7 @@ second order these are the formulas of Chan, Golub and LeVeque, 1979.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,11 @@ class Moments(NamedTuple):
         zeros = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
         return cls(*[zeros] * len(cls._fields))._replace(maximum=zeros - torch.inf, minimum=zeros + torch.inf)
 
+    @classmethod
+    def joined(cls, parts: Iterable[Moments]) -> Moments:
+        """The rows of several, one after the other."""
+        return cls(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
     def to(self, device: torch.device) -> Moments:
         """The same on a device."""
         return Moments(*(field.to(device) for field in self))
@@ -154,8 +160,7 @@ def merged(shares: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     if len(shares) == 1:
         return shares[0]
     parts = [*(Moments(*share) for share in shares), Moments.of_nothing(num_rows).to(device)]
-    together = Moments(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
-    return torch.stack(together.merge(torch.arange(num_rows, device=device).repeat(len(parts)), num_rows))
+    return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device=device).repeat(len(parts)), num_rows))
 
 
 def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:

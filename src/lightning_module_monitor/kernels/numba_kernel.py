@@ -113,8 +113,11 @@ class NumbaKernel:
         """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[int, NDArray[np.int64]] = {}
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows."""
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
+        """Measure ``tensor - other - shift`` once, in float32, and merge it into rows."""
+        if other is not None or shift is not None:
+            self._add_difference(rows, tensor, needs, other, shift)
+            return
         array = array_of(tensor)
         is_float32 = array.dtype == np.float32
         if needs & _MOMENTS:
@@ -132,20 +135,6 @@ class NumbaKernel:
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             self.add((row,), tensor, need)
 
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
-        """:meth:`add` of ``tensor - other - shift``, in float32."""
-        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other)]
-        is_repeated = shift is None or shift.shape == tensor.shape[-1:]
-        if not is_repeated or needs & Need.HISTOGRAM:
-            difference = tensor.float() if other is None else tensor.float() - other.float()
-            self.add(rows, difference if shift is None else difference - shift.float(), needs)
-            return
-        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
-        arrays.append(_EMPTY if shift is None else array_of(shift.float()))
-        target = _NOTHING.copy()
-        _compiled().add_difference(*arrays, features, needs, target)
-        self._merge(target, rows)
-
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
         self._grow(num_rows)
@@ -155,6 +144,18 @@ class NumbaKernel:
         """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
         nothing = np.zeros(NUM_COUNTS, np.int64)
         return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
+
+    def _add_difference(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None, shift: Tensor | None) -> None:
+        is_repeated = shift is None or shift.shape == tensor.shape[-1:]
+        if not is_repeated or needs & Need.HISTOGRAM:
+            difference = tensor.float() if other is None else tensor.float() - other.float()
+            self.add(rows, difference if shift is None else difference - shift.float(), needs)
+            return
+        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        target = _NOTHING.copy()
+        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other, shift)]
+        _compiled().add_difference(*arrays, features, needs, target)
+        self._merge(target, rows)
 
     def _row(self, row: int) -> NDArray[np.float64]:
         if row >= len(self._table):

@@ -20,7 +20,7 @@ _HOST = torch.device("cpu")
 
 
 class Kernel(Protocol):
-    """Rows of moments, and where a histogram is asked for rows of counts, of the tensors of one device.
+    """Rows of moments, and where a histogram is needed rows of counts, of the tensors of one device.
 
     A tensor may change as soon as a method returns. No method reads a value on the host before :meth:`collect`, and on an
     accelerator not even that does. ``needs`` are bits of :class:`~lightning_module_monitor.kernels.moments.Need`, always the same
@@ -32,20 +32,19 @@ class Kernel(Protocol):
 
     def __init__(self, device: torch.device) -> None: ...
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows.
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
+        """Measure ``tensor - other - shift`` once and merge it into rows; of half-precision tensors in float32, without another rounding.
 
         Args:
             rows: Numbers of the rows.
             tensor: Any shape with at least one element, any real floating dtype of this kernel, strided, detached.
             needs: What the rows need.
+            other: Of the same shape; ``None`` is zero.
+            shift: Of a shape that is broadcast to that; ``None`` is zero.
         """
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors that exist at the same time, each into one row."""
-
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
-        """:meth:`add` of ``tensor - other - shift``: ``other`` has the same shape, that of ``shift`` is broadcast; ``None`` is zero."""
 
     def collect(self, num_rows: int) -> Tensor:
         """The moments of the rows from 0 to ``num_rows``, float64, shape ``(NUM_FIELDS, num_rows)``, on the kernel's device.
@@ -58,7 +57,7 @@ class Kernel(Protocol):
 
 
 class MomentTable:
-    """Moments, and where they are asked for histograms, of numbered rows, on the devices that the tensors are on.
+    """Moments, and where they are needed histograms, of numbered rows, on the devices that the tensors are on.
 
     A row may get tensors of several precisions and devices. Methods and arguments are those of :class:`Kernel`, but for tensors of any
     layout, which may be part of a graph; an empty tensor changes nothing.
@@ -70,15 +69,20 @@ class MomentTable:
         """Counts of tensors of which not every element counts."""
         self._merged: list[tuple[list[int], Tensor]] = []
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows.
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
+        """Measure ``tensor - other - shift`` once and merge it into rows.
 
         Raises:
-            ValueError: If the tensor has no elements of its own.
+            ValueError: If a tensor has no elements of its own.
         """
-        kernel, readable = self._kernel_of(tensor)
-        if readable.numel():
-            self._add(kernel, rows, readable, needs)
+        kernel, tensor, other, shift = self._kernel_of(tensor, other, shift)
+        if not tensor.numel():
+            return
+        try:
+            kernel.add(rows, tensor, needs, other, shift)
+        except Exception as error:
+            others = (None if one is None else one.detach() for one in (other, shift))
+            self._instead_of(kernel, tensor.device, error).add(rows, tensor.detach(), needs, *others)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
         """:meth:`add` of many tensors that exist at the same time, each into one row.
@@ -90,11 +94,14 @@ class MomentTable:
         waiting: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             try:
-                kernel, readable = self._kernel_of(tensor)
+                kernel, readable, *_nothing = self._kernel_of(tensor)
                 if not readable.numel():
                     continue
                 if type(kernel) is NumbaKernel:  # which gains nothing from several at once
-                    self._add(kernel, (rows[place],), readable, needs[place])
+                    try:
+                        kernel.add((rows[place],), readable, needs[place])
+                    except Exception as error:
+                        self._instead_of(kernel, readable.device, error).add((rows[place],), readable.detach(), needs[place])
                 else:
                     waiting[kernel].append((rows[place], readable, needs[place]))
             except Exception as error:
@@ -105,22 +112,6 @@ class MomentTable:
             except Exception as error:
                 self._instead_of(kernel, members[0][1].device, error).add_all(*zip(*members, strict=True))
         return failed
-
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
-        """:meth:`add` of ``tensor - other - shift``; of half-precision tensors in float32, which does not round it again."""
-        if not tensor.numel():
-            return
-        if all(one is None or numba_kernel.takes(one) for one in (tensor, other, shift)):
-            kernel = self._kernel(NumbaKernel, _HOST)
-        else:
-            tensor = strided(tensor).detach()
-            other, shift = (None if one is None else strided(one).detach() for one in (other, shift))
-            kinds = [triton_kernel.takes(one) for one in (tensor, other, shift) if one is not None]
-            kernel = self._kernel(TritonKernel if all(kinds) else TorchKernel, tensor.device)
-        try:
-            kernel.add_difference(rows, tensor, other, shift, needs)
-        except Exception as error:
-            self._instead_of(kernel, tensor.device, error).add_difference(rows, tensor, other, shift, needs)
 
     def add_moments(self, rows: list[int], moments: Moments) -> None:
         """Merge moments that were taken elsewhere, float64, shape ``(rows,)``."""
@@ -148,18 +139,17 @@ class MomentTable:
             self._masked[tensor.device] = TorchKernel(tensor.device)
         self._masked[tensor.device].add_counted(row, tensor, counting)
 
-    def _add(self, kernel: Kernel, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        try:
-            kernel.add(rows, tensor, needs)
-        except Exception as error:
-            self._instead_of(kernel, tensor.device, error).add(rows, tensor.detach(), needs)
-
-    def _kernel_of(self, tensor: Tensor) -> tuple[Kernel, Tensor]:
-        """The kernel that measures a tensor, and the tensor as that kernel reads it."""
-        if numba_kernel.takes(tensor):
-            return self._kernel(NumbaKernel, _HOST), tensor
-        readable = strided(tensor).detach()
-        return self._kernel(TritonKernel if triton_kernel.takes(readable) else TorchKernel, readable.device), readable
+    def _kernel_of(
+        self, tensor: Tensor, other: Tensor | None = None, shift: Tensor | None = None
+    ) -> tuple[Kernel, Tensor, Tensor | None, Tensor | None]:
+        """The kernel that measures a difference, and its tensors as that kernel reads them."""
+        takes = numba_kernel.takes
+        if takes(tensor) and (other is None or takes(other)) and (shift is None or takes(shift)):
+            return self._kernel(NumbaKernel, _HOST), tensor, other, shift
+        tensor = strided(tensor).detach()
+        other, shift = (None if one is None else strided(one).detach() for one in (other, shift))
+        is_for_triton = all(one is None or triton_kernel.takes(one) for one in (tensor, other, shift))
+        return self._kernel(TritonKernel if is_for_triton else TorchKernel, tensor.device), tensor, other, shift
 
     def _kernel(self, kind: type[Kernel], device: torch.device) -> Kernel:
         kernel = self._kernels.get((kind, device))

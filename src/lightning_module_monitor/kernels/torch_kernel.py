@@ -69,8 +69,11 @@ class TorchKernel:
         """By needs."""
         self._counts: dict[int, Tensor] = {}
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor once and merge it into rows."""
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
+        """Measure ``tensor - other - shift`` once, as float32 or float64 has it, and merge it into rows."""
+        for one in (other, shift):
+            if one is not None:
+                tensor = _widened(tensor) - _widened(one)
         if needs & Need.HISTOGRAM:
             self._add_counts(rows, unwrapped(counts_of(tensor)))
         if not needs & Need.EVERYTHING:
@@ -105,14 +108,6 @@ class TorchKernel:
                     pieces = torch.stack([tensor for _row, tensor in part]).reshape(len(part), -1)
                     self._measure([row for row, _tensor in part], pieces, features, need, is_row_a_piece=True)
 
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
-        """:meth:`add` of ``tensor - other - shift``, in float32 or float64."""
-        difference = tensor if tensor.dtype == torch.float64 else tensor.float()
-        for one in (other, shift):
-            if one is not None:
-                difference = difference - (one if one.dtype == torch.float64 else one.float())
-        self.add(rows, difference, needs)
-
     def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
         """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
         counts = counts_of(torch.where(counting, tensor, torch.nan))
@@ -139,8 +134,7 @@ class TorchKernel:
                         index += [row] * len(pieces)
                 start += len(pieces)
             merged.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
-        together = Moments(*(torch.cat(fields) for fields in zip(*merged, strict=True)))
-        return torch.stack(together.merge(torch.tensor(index, device=device), num_rows))
+        return torch.stack(Moments.joined(merged).merge(torch.tensor(index, device=device), num_rows))
 
     def counts(self, rows: Sequence[int]) -> Tensor:
         """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
@@ -171,6 +165,10 @@ class TorchKernel:
         # Within a transform of torch.func what an operation returns is wrapped, and would not outlive it.
         stacked = unwrapped(torch.stack(list(figures.values()))).view(len(figures), -1)
         self._parts[needs & Need.EVERYTHING].append(_Part(tuple(figures), stacked, rows, is_row_a_piece, pieces.shape[-1], features))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _moments(parts: Sequence[_Part], device: torch.device) -> Moments:

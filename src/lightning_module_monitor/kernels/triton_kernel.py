@@ -94,11 +94,7 @@ class TritonKernel:
         self._counted: defaultdict[int, list[int]] = defaultdict(list)
         """Numbers of the slots of each row."""
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int) -> None:
-        """Measure a tensor by one launch."""
-        self.add_difference(rows, tensor, None, None, needs)
-
-    def add_difference(self, rows: Sequence[int], tensor: Tensor, other: Tensor | None, shift: Tensor | None, needs: int) -> None:
+    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
         has_rows = bool(needs & Need.TOKENS) or shift is not None
         features = tensor.shape[-1] if tensor.dim() else 1
@@ -290,7 +286,7 @@ def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
 
 
 def _readable(tensor: Tensor, in_order: bool) -> Tensor:
-    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if asked for; else a copy."""
+    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if required; else a copy."""
     tensor = tensor.resolve_neg()
     return tensor if tensor.is_contiguous() or (not in_order and _is_dense(tensor)) else tensor.contiguous()
 

@@ -86,13 +86,13 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
     A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
     """
     memo: dict[int, Any] = {}
-    seen: dict[int, object] = {}
+    visited: dict[int, object] = {}
     waiting: list[object] = [module]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or issubclass(type(one), _NEVER_COPIED):
+        if id(one) in visited or issubclass(type(one), _NEVER_COPIED):
             continue
-        seen[id(one)] = one  # kept, because its id could be reused
+        visited[id(one)] = one  # kept, because its id could be reused
         if issubclass(type(one), nn.Module):
             waiting.append(_state(one))  # type: ignore[arg-type]
         elif isinstance(one, Tensor):

@@ -56,7 +56,7 @@ class ParameterSite:
     attribute: str
 
     def tensor(self) -> Tensor | None:
-        """The parameter as it is now; ``None`` if it is gone or has no shape yet (lazy modules before the first batch)."""
+        """The parameter as it is now; ``None`` if it was removed or has no shape yet (lazy modules before the first batch)."""
         parameter = self.owner._parameters.get(self.attribute)
         if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
             return parameter
@@ -164,8 +164,8 @@ class ModelIndex:
 
     Args:
         root: The model; names are from here.
-        within: Name of the submodule outside of which nothing is watched; ``None`` for all.
-        exclude: Names that are never watched, with what is inside of such a module.
+        within: Name of the submodule outside of which nothing is observed; ``None`` for all.
+        exclude: Names that are never observed, with what is inside of such a module.
         format_name: Makes a name of what ``named_modules`` gives.
 
     Raises:
@@ -181,7 +181,7 @@ class ModelIndex:
             near = nearest(str(within), [site.name for site in modules])
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
         self.within = outermost
-        """Outside of this nothing is watched."""
+        """Outside of this nothing is observed."""
         self.modules = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
         self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
         if modules and not self.modules:
@@ -205,11 +205,11 @@ class ModelIndex:
         if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
             return []
         there = set(self._root.modules())
-        gone = [site.name for site in self.modules if site.module not in there]
+        removed = [site.name for site in self.modules if site.module not in there]
         self.modules = [site for site in self.modules if site.module in there]
         self.parameters = [site for site in self.parameters if site.owner in there]
         self._note_parts()
-        return gone
+        return removed
 
     def _note_parts(self) -> None:
         """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
@@ -236,7 +236,7 @@ class ModelIndex:
         return self._names_of_parts[key]
 
     def module_site(self, module: nn.Module | str) -> ModuleSite | None:
-        """The site of a module, which may be given by any of its names; ``None`` if it is not watched."""
+        """The site of a module, which may be given by any of its names; ``None`` if it is not observed."""
         return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
 
 
@@ -294,7 +294,7 @@ def _matching(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list
 
 
 def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
-    """The names of the watched children of a container."""
+    """The names of the observed children of a container."""
     module = by_name[name]
     if not isinstance(module, _HOLDS_BLOCKS):
         containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,70 +12,82 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite
-from lightning_module_monitor.model.outputs import Path, in_graph, is_first, named_tensors, of_all_samples
+from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors, of_all_samples
 from lightning_module_monitor.probes.base import (
     GradientHook,
     GradientProbe,
     ModuleProbe,
+    StepTools,
     WatchedModule,
     elements_of,
     failing_alone,
-    log_unsupported,
 )
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
-KINDS = ("activation", "activation_gradient")
+DIFFERENCE = "activation_difference"
+
+KINDS = ("activation", "activation_gradient", DIFFERENCE)
 """The kinds of this probe."""
 
-_Target = tuple[str, MetricSpec | None, MetricSpec | None]
-"""Name of a module, and what is recorded of its output and of the gradient."""
+_Compared = tuple[MetricSpec, nn.Module]
+"""What is recorded of the difference of a module's output, and the module's sibling in the reference."""
+
+_Target = tuple[str, MetricSpec | None, MetricSpec | None, _Compared | None]
+"""Name of a module, and what is recorded of its output, of the gradient, and of the difference."""
 
 
 class ActivationProbe(GradientProbe[_Target]):
-    """Observes outputs and their gradients. It keeps no tensor, and reads no value on the host."""
+    """Observes outputs, their gradients, and their differences from the outputs of the reference at the same call.
 
-    def __init__(
-        self,
-        watched: Sequence[WatchedModule],
-        accumulator: StepAccumulator,
-        further_name: Callable[[str, Path], str],
-        log: Callable[[str], None],
-    ) -> None:
-        super().__init__(
-            [(one.site.module, (one.site.name, one.specs.get("activation"), one.specs.get("activation_gradient"))) for one in watched]
-        )
-        self._accumulator = accumulator
-        self._further_name = further_name
-        self._log = log
+    It keeps no tensor, and reads no value on the host. ``reference`` is ``None`` where there is nothing to compare with.
+    """
+
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe | None) -> None:
+        targets: list[tuple[nn.Module, _Target]] = []
+        for one in watched:
+            activation, gradient, difference = map(one.specs.get, KINDS)
+            compared = None
+            if difference is not None and reference is not None and (sibling := reference.reference.sibling(one.site.module)) is not None:
+                reference.want(sibling, DIFFERENCE, _floating_outputs)
+                compared = difference, sibling
+            if activation or gradient or compared:
+                targets.append((one.site.module, (one.site.name, activation, gradient, compared)))
+        super().__init__(targets)
+        self._tools = tools
+        self._accumulator = tools.accumulator
+        self._reference = reference
         self._unsupported: defaultdict[torch.dtype, list[str]] = defaultdict(list)
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
-        site, activation, gradient = target
+        site, activation, gradient, compared = target
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
             if not tensor.is_floating_point():
                 self._unsupported[tensor.dtype].append(site)
                 continue
             of_output, of_gradient = activation, gradient
             if path and not is_first(path):
-                name = self._further_name(site, path)
+                name = self._tools.names.further_name(site, path)
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
             if of_output is not None and not is_in_backward():
                 self._accumulator.observe(of_output, elements_of(tensor))
             # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
             if of_gradient is not None and (differentiated := in_graph(tensor)).requires_grad:
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
+        if compared is not None and not is_in_backward():
+            with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
+                self._compare(*compared, output)
 
     def finish(self) -> None:
-        """Log which outputs are not watched."""
-        log_unsupported("outputs", self._unsupported, self._log)
+        """Log which outputs are not recorded."""
+        self._tools.log_unsupported("outputs", self._unsupported)
 
     def fail(self, target: _Target, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        for spec in target[1:]:
+        _site, activation, gradient, compared = target
+        for spec in (activation, gradient, compared and compared[0]):
             if spec is not None:
                 self._accumulator.fail(spec, output, error)
 
@@ -87,41 +99,9 @@ class ActivationProbe(GradientProbe[_Target]):
         """Record NaN for a gradient that cannot be read."""
         self._accumulator.fail(spec, gradient, error)
 
-
-DIFFERENCE = "activation_difference"
-
-
-def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
-    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
-
-
-_Pair = tuple[MetricSpec, nn.Module]
-"""What is recorded of a module, and its sibling in the reference."""
-
-
-class DifferenceProbe(ModuleProbe[_Pair]):
-    """Compares every output of a module with the output of its sibling in the reference at the same call."""
-
-    def __init__(
-        self,
-        watched: Sequence[WatchedModule],
-        accumulator: StepAccumulator,
-        reference: ReferenceProbe,
-        further_name: Callable[[str, Path], str],
-    ) -> None:
-        self._accumulator = accumulator
-        self._reference = reference
-        self._further_name = further_name
-        siblings = [(one, reference.reference.sibling(one.site.module)) for one in watched if DIFFERENCE in one.specs]
-        super().__init__((one.site.module, (one.specs[DIFFERENCE], sibling)) for one, sibling in siblings if sibling is not None)
-        for _module, (_spec, sibling) in self._targets:
-            reference.want(sibling, DIFFERENCE, _floating_outputs)
-
-    def observe_call(self, target: _Pair, _args: object, output: object) -> None:
-        """Compare every output."""
-        if is_in_backward():
-            return  # a recomputation, which was compared
-        spec, sibling = target
+    def _compare(self, spec: MetricSpec, sibling: nn.Module, output: object) -> None:
+        """Compare every output of a call with the same output of the sibling."""
+        assert self._reference is not None
         references = dict(self._reference.take(sibling, DIFFERENCE) or ())
         for path, tensor in named_tensors(output):
             if path not in references or not tensor.is_floating_point():
@@ -130,13 +110,13 @@ class DifferenceProbe(ModuleProbe[_Pair]):
             if elements.shape != references[path].shape:  # as of routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
-            own = spec if is_first(path) else spec.at(self._further_name(spec.site, path))
+            own = spec if is_first(path) else spec.at(self._tools.names.further_name(spec.site, path))
             with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
                 self._accumulator.observe_pair(own, elements, references[path])
 
-    def fail(self, target: _Pair, output: object, error: Exception) -> None:
-        """Record NaN for an output that cannot be taken apart."""
-        self._accumulator.fail(target[0], output, error)
+
+def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
+    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
 class ModuleTable:

@@ -1,4 +1,4 @@
-"""Attention of the watched modules, head by head, without a change to the model."""
+"""Attention of the recorded modules, head by head, without a change to the model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, Watched, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule, failing_alone
 from lightning_module_monitor.record import KINDS
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, attention_figures, stride_of
 
 FIGURES = {f"attention_{figure}": figure for figure in ("entropy", "relative_entropy", "max_logit", "sink")}
@@ -45,7 +44,7 @@ READERS: Mapping[Callable[..., Any], Reader] = {
 
 
 class _HookedModule:
-    """A watched module, and how attention within it is observed."""
+    """A recorded module, and how attention within it is observed."""
 
     def __init__(self, watched: WatchedModule) -> None:
         self.watched = watched
@@ -61,19 +60,16 @@ class _HookedModule:
 
 
 class AttentionProbe(Probe):
-    """Observes every call of attention within the watched modules, head by head.
+    """Observes every call of attention within the recorded modules, head by head.
 
-    A call belongs to the innermost watched module that is running, which hooks before and after each module's forward find. While a
+    A call belongs to the innermost recorded module that is running, which hooks before and after each module's forward find. While a
     module runs that is not torch's own, a ``TorchFunctionMode`` is on, which gets the calls of ``F.scaled_dot_product_attention`` and
-    ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no watched module runs.
+    ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no recorded module runs.
 
     Args:
         watched: The modules.
         with_heads: Those of them of which a kind of heads is recorded.
-        accumulator: Takes figures and tensors.
-        head_name: Names heads and their tensors, from the module's site and a suffix.
-        log: Logs a message once.
-        is_asked_for: Whether a rule of the user's is about attention, and not only a built-in one.
+        is_requested: Whether a rule of the user's is about attention, and not only a built-in one.
 
     Attributes:
         has_observed: Whether there was any call of attention.
@@ -83,25 +79,22 @@ class AttentionProbe(Probe):
         self,
         watched: Sequence[WatchedModule],
         with_heads: Sequence[WatchedModule],
-        accumulator: StepAccumulator,
-        head_name: Callable[[str, str], str],
-        log: Callable[[str], None],
+        tools: StepTools,
         *,
-        is_asked_for: bool,
+        is_requested: bool,
     ) -> None:
-        self.is_asked_for = is_asked_for
+        self.is_requested = is_requested
         self.has_observed = False
         self._all = watched
         hooked = map(_HookedModule, with_heads)
         # A layer of torch's own without children has no attention within it.
         self._hooked = [one for one in hooked if one.is_attention or not one.is_of_torch or next(one.module.children(), None) is not None]
-        self._accumulator = accumulator
-        self._head_name = head_name
-        self._log = log
+        self._tools = tools
+        self._accumulator = tools.accumulator
         self._hooks = HookSet()
         self._mode = _AttentionMode(self)
         self._running: list[_HookedModule] = []
-        """The watched modules whose forward is running, outermost first."""
+        """The recorded modules whose forward is running, outermost first."""
         self._is_on = False
         self._num_above = 0
         """The number of modes above ours in torch's stack of modes when ours was removed."""
@@ -165,7 +158,7 @@ class AttentionProbe(Probe):
             self._of_reference[watched.site.name].append(kept)
 
     def observe_innermost(self, read: Reader, call: RawCall) -> None:
-        """Observe a call within the innermost watched module that is running."""
+        """Observe a call within the innermost recorded module that is running."""
         if self._running:
             self.observe(self._running[-1].watched, read, call)
 
@@ -199,11 +192,11 @@ class AttentionProbe(Probe):
         if query.is_meta:
             raise ValueError("it is on the meta device, and has no data")
         if stride_of(query.shape[2]) > 1:
-            self._log(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
+            self._tools.reporter.log_once(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _spec in wanted])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _spec in wanted])
-        names = [self._head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
+        names = [self._tools.names.head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         specs = [spec.at(name) for _kind, spec in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
         rows, counting = (one.transpose(1, 2).reshape(len(specs), -1) for one in (values, counts))
@@ -226,10 +219,10 @@ class AttentionProbe(Probe):
         tensors = {"query": call.query, "key": call.key, "value": call.value, "activation": call.output}
         for name, tensor in tensors.items():
             for head, of_head in enumerate(() if tensor is None else tensor.detach().unbind(1)):
-                yield self._head_name(watched.site.name, f"head_{head}.{name}"), of_head
+                yield self._tools.names.head_name(watched.site.name, f"head_{head}.{name}"), of_head
 
     def _enter(self, one: _HookedModule, *_call: object) -> None:
-        """The forward of a watched module begins."""
+        """The forward of a recorded module begins."""
         if not self.is_open:
             return
         if not self._running:
@@ -238,7 +231,7 @@ class AttentionProbe(Probe):
         self._switch()
 
     def _leave(self, one: _HookedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """The forward of a watched module is over; its output is ``None`` after an exception."""
+        """The forward of a recorded module is over; its output is ``None`` after an exception."""
         # Modules above it in the list were ended by Ctrl-C, and did not get here.
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
-from lightning_module_monitor.model.names import ModuleSite, ParameterSite
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph, of_all_samples
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -43,13 +44,6 @@ Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
 
-class LogOnce(Protocol):
-    """Logs a message for the user, once."""
-
-    def __call__(self, message: str, level: int = logging.INFO, once: str = "") -> None:
-        """Log it; ``once`` is the part that is logged once, by default the whole message."""
-
-
 class failing_alone:  # noqa: N801  # used like a function
     """Gives an error of its block to ``report`` and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
 
@@ -66,10 +60,22 @@ class failing_alone:  # noqa: N801  # used like a function
         return True
 
 
-def log_unsupported(what: str, names: Mapping[torch.dtype, list[str]], log: Callable[[str], None]) -> None:
-    """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype."""
-    for dtype, of_dtype in names.items():
-        log(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not watched; only real floating ones are.")
+class StepTools(NamedTuple):
+    """What the probes of a step have in common."""
+
+    accumulator: StepAccumulator
+    names: ModelIndex
+    """Names further outputs, inputs and heads."""
+    reporter: ErrorReporter
+
+    def log_unsupported(self, what: str, names: Mapping[torch.dtype, list[str]]) -> None:
+        """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype."""
+        for dtype, of_dtype in names.items():
+            self.reporter.log_once(f"{shortened(of_dtype)}: {what} of dtype {dtype} are not recorded; only real floating ones are.")
+
+    def report_not_captured(self, what: str, error: Exception) -> None:
+        """Report and count a raw tensor that could not be captured."""
+        self.reporter.count(f"{what} could not be captured", "capture", error, self.accumulator)
 
 
 class Probe:

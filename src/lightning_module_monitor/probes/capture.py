@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.kernels.elements import in_memory, own_elements, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.model.outputs import Path, is_first, named_tensors
-from lightning_module_monitor.probes.base import Among, GradientProbe, WatchedModule, WatchedParameter, failing_alone
+from lightning_module_monitor.model.outputs import is_first, named_tensors
+from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.parameters import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
@@ -28,23 +28,21 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     """Copies tensors of a step as they are: on their own device, of any dtype.
 
     Calls of a module are numbered over the whole step, in the order of its forward passes; a gradient has the number of its output's
-    call. A recomputation by checkpointing is no further call. ``report`` gets a description of a tensor that could not be copied.
+    call. A recomputation by checkpointing is no further call.
     """
 
     def __init__(
         self,
         modules: Sequence[WatchedModule],
         parameters: Sequence[WatchedParameter],
-        further_name: Callable[[str, Path], str],
-        report: Callable[[str, Exception], None],
+        tools: StepTools,
         whole_tensors: WholeTensors,
-        *,
         access: ParameterAccess,
     ) -> None:
         super().__init__((one.site.module, one) for one in modules)
         self._parameters = parameters
-        self._further_name = further_name
-        self._report = report
+        self._further_name = tools.names.further_name
+        self._report = tools.report_not_captured
         self._whole_tensors = whole_tensors
         self._access = access
         self._num_calls: Counter[str] = Counter()  # by name of the output

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
-from lightning_module_monitor.model.outputs import Path, named_tensors
-from lightning_module_monitor.probes.base import CallHook, LogOnce, ModuleProbe, WatchedModule, failing_alone
+from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.probes.base import CallHook, ModuleProbe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -47,7 +47,6 @@ from lightning_module_monitor.probes.rcc_layers import (
 )
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
@@ -143,20 +142,11 @@ def alignment_specs(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
 class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
     """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
-    def __init__(  # noqa: PLR0917  # called by the monitor, once
-        self,
-        watched: Sequence[WatchedModule],
-        accumulator: StepAccumulator,
-        reference: ReferenceProbe,
-        skipped_calls: MetricSpec,
-        further_name: Callable[[str, Path, str], str],
-        log: LogOnce,
-    ) -> None:
-        self._accumulator = accumulator
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: MetricSpec) -> None:
+        self._tools = tools
+        self._accumulator = tools.accumulator
         self._reference = reference
         self._skipped_calls = skipped_calls
-        self._further_name = further_name
-        self._log = log
         self._device = reference.reference.device()
         self._layers = [layer for one in watched for layer in checked_layers(one, reference.reference.sibling(one.site.module))]
         self._num_skipped = 0
@@ -206,7 +196,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             tensors = None if inputs is None else _tensors(layer, inputs, output, call)
             if tensors is None:
                 self._num_skipped += 1
-                self._log(SKIPPED)
+                self._tools.reporter.log_once(SKIPPED)
                 return
             with _full_precision(self._device):
                 self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
@@ -227,7 +217,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         if layer.type.has_tensor_input:
             yield from _terms_of_input(layer, own, reference, layer.alignments, layer.specs, layer.of_weight)
         for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
-            site = self._further_name(layer.site, (index,), "input")
+            site = self._tools.names.further_name(layer.site, (index,), "input")
             yield from _terms_of_input(layer, one, other, {}, {kind: spec.at(site) for kind, spec in layer.specs.items()})
 
     def _observe_operator_norms(self) -> None:

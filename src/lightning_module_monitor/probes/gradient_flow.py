@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.outputs import main_tensor
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, elements_of
+from lightning_module_monitor.probes.base import GradientHook, GradientProbe, StepTools, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -100,10 +99,10 @@ class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
 class GradientFlowProbe(BlockGradientProbe):
     """Observes the blocks of a chain for one step; all of its micro-batches count, as one."""
 
-    def __init__(self, chain: Chain, accumulator: StepAccumulator) -> None:
+    def __init__(self, chain: Chain, tools: StepTools) -> None:
         super().__init__(chain.blocks)
         self._chain = chain
-        self._accumulator = accumulator
+        self._accumulator = tools.accumulator
 
     def observe_gradient(self, place: int, gradient: Tensor) -> None:
         """Observe the gradient at a block."""

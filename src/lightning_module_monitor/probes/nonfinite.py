@@ -119,10 +119,17 @@ class FiniteStep:
             self._note()
 
     @torch.no_grad()
-    def observe_gradients(self) -> None:
-        """Observe the gradients of a backward pass."""
+    def observe_gradients(self, *, lightly: bool = False) -> None:
+        """Observe the gradients of a backward pass; ``lightly`` those of some biases and gains alone, at the cost of a few operations."""
         if is_tracing():
             return
+        if not lightly or self._vectors is None:
+            self._observe_all_gradients()
+        else:
+            self._observe_vectors(self._vectors)
+        self._note()
+
+    def _observe_all_gradients(self) -> None:
         vectors = []
         for owner in self._owners:
             own = owner._parameters
@@ -141,20 +148,6 @@ class FiniteStep:
             groups[type(parameter), parameter.device, parameter.dtype].append(parameter)
         self._vectors = [members[:: -(-len(members) // MAX_VECTORS)] for members in groups.values()]
         self._observe_vectors(groups.values())
-        self._note()
-
-    @torch.no_grad()
-    def observe_lightly(self, loss: Tensor | None, *, with_gradients: bool) -> None:
-        """Observe a loss and the gradients of some biases and gains, after a backward pass, at the cost of a few operations."""
-        if is_tracing():
-            return
-        if loss is not None:
-            self._numbers.add(loss)
-        if with_gradients and self._vectors is None:
-            self.observe_gradients()
-        elif with_gradients:
-            self._observe_vectors(self._vectors or ())
-        self._note()
 
     def _observe_vectors(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
         for members in groups:
@@ -195,12 +188,12 @@ class FiniteStep:
 class NonfiniteProbe:
     """Takes the largest magnitude of every module's input and output, and of the gradients that arrive at them.
 
-    An input that is the very tensor that was the last output is not read again. ``report`` gets an error in a hook; from then on nothing
-    of this micro-batch counts.
+    An input that is the very tensor that was the last output is not read again. An error in a hook is raised, or given to
+    ``report``; from then on nothing of this micro-batch counts.
     """
 
-    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
-        self.report = report
+    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None] | None = None) -> None:
+        self._report = report
         self._sites = [site for site in sites if site.name != ROOT]
         self._hooks, self._tensor_hooks = HookSet(), HookSet()
         self._numbers = Magnitudes()
@@ -234,7 +227,7 @@ class NonfiniteProbe:
                     observe(number, args, kwargs, output)
                 except Exception as error:
                     self.is_open = False
-                    self.report(error)
+                    self._fail(error)
 
         return UncopiedHook(hook)
 
@@ -313,7 +306,7 @@ class NonfiniteProbe:
 
     def _observe_call(self, number: int, args: Args, kwargs: Kwargs, output: object) -> None:
         """A module without submodules was called, and has returned."""
-        # An input that the module wrote into is gone; it was observed if it was an output.
+        # An input that the module wrote into no longer exists; it was observed if it was an output.
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         place, is_new = self._place(value)
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
@@ -345,31 +338,30 @@ class NonfiniteProbe:
                 self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(_part_here(gradient))))
             except Exception as error:
                 self._is_in_backward = False
-                self.report(error)
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._report is None:
+            raise error
+        self._report(error)
 
     def _place(self, value: Tensor | None) -> tuple[int, bool]:
-        """The place of an input, and whether it is no output."""
+        """The place of an input or output, and whether it is not the last output, unchanged."""
         if value is None or not value.is_floating_point():
             return UNKNOWN, False
         tensor, version, place = self._last
         if value is tensor and value._version == version:
             return place, False
-        return self._add(value), True
+        place = self._numbers.add(_part_here(value))
+        if not value.is_inference():
+            self._last = value, value._version, place
+        return place, True
 
     def _places(self, output: object) -> Iterator[tuple[Tensor, int]]:
         """The tensors of an output, each with its place."""
-        if isinstance(output, Tensor) and output is self._last[0] and output._version == self._last[1]:
-            yield output, self._last[2]  # a container returned the output of its last part
-            return
         for tensor in (output,) if isinstance(output, Tensor) else (tensor for _path, tensor in named_tensors(output)):
             if tensor.is_floating_point():
-                yield tensor, self._add(tensor)
-
-    def _add(self, tensor: Tensor) -> int:
-        place = self._numbers.add(_part_here(tensor))
-        if not tensor.is_inference():
-            self._last = tensor, tensor._version, place
-        return place
+                yield tensor, self._place(tensor)[0]  # a container may return the output of its last part
 
     # Afterwards
 

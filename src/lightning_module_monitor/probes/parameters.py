@@ -25,9 +25,8 @@ from lightning_module_monitor.distributed.shards import (
 from lightning_module_monitor.kernels.elements import PLAIN, in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.base import Among, Probe, WatchedParameter, failing_alone, log_unsupported
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -78,7 +77,7 @@ class Copies:
 
 
 def update(site: ParameterSite, before: Tensor, access: ParameterAccess, *, is_skipped: bool = False) -> Tensor | None:
-    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter is gone.
+    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter was removed.
 
     Args:
         site: The parameter.
@@ -177,12 +176,10 @@ def expected_tensors(
 class ParameterProbe(Probe):
     """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
 
-    watched: Mapping[str, Mapping[ParameterSite, MetricSpec]]
+    specs: Mapping[str, Mapping[ParameterSite, MetricSpec]]
     """What is recorded of each parameter, by kind."""
-    accumulator: StepAccumulator
+    tools: StepTools
     whole_tensors: WholeTensors
-    log: Callable[[str], None]
-    """Logs a message once."""
     access: ParameterAccess
     flat: Mapping[str, FlatShard]
     """The parameters of FSDP1 that are laid out over ranks, by site."""
@@ -190,6 +187,9 @@ class ParameterProbe(Probe):
     _before: Copies = field(default_factory=Copies)
     _unsupported: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of parameters that are not real floating ones."""
+
+    def __post_init__(self) -> None:
+        self._accumulator = self.tools.accumulator
 
     def observe_parameters(self, among: Among = None) -> None:
         """Observe parameters, and keep a copy of those whose update is recorded."""
@@ -215,8 +215,8 @@ class ParameterProbe(Probe):
         before = self._before.take(among)
         if not before:
             return
-        specs = self.watched["update"]
-        self.accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
+        specs = self.specs["update"]
+        self._accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
         updates: list[tuple[MetricSpec, Tensor]] = []
         for site, copy in before:
             with self._failing(specs[site], copy):
@@ -225,15 +225,15 @@ class ParameterProbe(Probe):
         self._observe(updates)
 
     def finish(self) -> None:
-        """Log which parameters are not watched."""
-        log_unsupported("parameters", self._unsupported, self.log)
+        """Log which parameters are not recorded."""
+        self.tools.log_unsupported("parameters", self._unsupported)
 
     def close(self) -> None:
         """Release the copies."""
         self._before.take()
 
     def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
-        """Observe what is read of each parameter that is watched for a kind, where there is anything."""
+        """Observe what is read of each parameter that a kind is recorded of, where there is anything."""
         present = self._present(kind, among)
         if not (makes_copies or self.access.makes_copies):
             self._observe([(spec, tensor) for _site, spec, one in present if (tensor := read(one)) is not None])
@@ -248,13 +248,13 @@ class ParameterProbe(Probe):
         """Measure tensors, and call the user's functions with them."""
         real = [(spec, tensor) for spec, tensor in pairs if self._is_supported(spec.site, tensor)]
         if real:
-            self.accumulator.measure_all(self._own(real))
+            self._accumulator.measure_all(self._own(real))
         for spec, tensor in real:
             if spec.functions:
                 self._call_functions(spec, tensor)
 
     def _call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
-        call = functools.partial(self.accumulator.call_functions, spec)
+        call = functools.partial(self._accumulator.call_functions, spec)
         self.whole_tensors.give(name_of(spec.kind, spec.site), tensors, call)
 
     def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
@@ -266,10 +266,10 @@ class ParameterProbe(Probe):
                 continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
                 if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
-                    self.accumulator.whole_tokens.add(spec)
+                    self._accumulator.whole_tokens.add(spec)
                 else:
                     why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
-                    self.accumulator.fail(spec, tensor, ValueError(why))
+                    self._accumulator.fail(spec, tensor, ValueError(why))
                     continue
             part = self._own_part(spec, tensor)
             if part is not None:
@@ -285,25 +285,25 @@ class ParameterProbe(Probe):
         else:
             return tensor
         if part is not None:
-            self.accumulator.parts.add(spec)
+            self._accumulator.parts.add(spec)
         return part
 
     def _observe_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
         own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
         if own is not None and of_reference is not None:
-            self.accumulator.measure_pair(spec, own, of_reference.to(own.device))
+            self._accumulator.measure_pair(spec, own, of_reference.to(own.device))
         if spec.functions:
             self._call_functions(spec, parameter, reference.to(parameter.device))
 
     def _failing(self, spec: MetricSpec, tensor: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self.accumulator.fail, spec, tensor))
+        return failing_alone(functools.partial(self._accumulator.fail, spec, tensor))
 
     def _supported(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
         return (one for one in self._present(kind, among) if self._is_supported(one[0].name, one[2]))
 
     def _present(self, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
-        """The parameters of a kind, as they are now, without those that are gone or not among the given ones."""
-        specs = self.watched.get(kind, {})
+        """The parameters of a kind, as they are now, without those that were removed or are not among the given ones."""
+        specs = self.specs.get(kind, {})
         pairs = zip(specs.items(), tensors_of(specs), strict=True)
         return [(site, spec, one) for (site, spec), one in pairs if one is not None and (among is None or id(one) in among)]
 

@@ -27,16 +27,16 @@ class Plan:
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
     chain: Chain | None
-    """The blocks whose gradient flow is watched."""
+    """The blocks whose gradient flow is recorded."""
 
     @functools.cached_property
     def outputs(self) -> list[WatchedModule]:
-        """The modules of which an output, or the gradient that arrives at one, is watched."""
+        """The modules of which outputs, gradients that arrive at them, or differences from the reference's are recorded."""
         return [one for one in self.modules if not one.specs.keys().isdisjoint(activations.KINDS)]
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules of which heads of attention are watched."""
+        """The modules of which heads of attention are recorded."""
         return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
 
     @functools.cached_property
@@ -69,11 +69,11 @@ class Plan:
         return all(len(spec.planned_keys()) == len(spec.keys()) for spec in self.specs() if kind in ("", spec.kind))
 
     def has_coordinate_check(self) -> bool:
-        """Whether anything of the refined coordinate check is watched."""
+        """Whether anything of the refined coordinate check is recorded."""
         return any(spec.kind in rcc_layers.KINDS for spec in self.specs())
 
     def has_heads(self) -> bool:
-        """Whether heads of attention are watched, whose number is not known before they run, nor are their keys."""
+        """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
         return any(KINDS[spec.kind].of_heads for spec in self.specs())
 
     def keys(self) -> list[str]:

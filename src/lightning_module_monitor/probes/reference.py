@@ -29,7 +29,7 @@ from lightning_module_monitor.model.unchanged import (
     unchanged_buffers,
     unchanged_random_states,
 )
-from lightning_module_monitor.probes.base import LogOnce, Probe
+from lightning_module_monitor.probes.base import Probe, StepTools
 
 NamedTensors = list[tuple[Path, Tensor]]
 
@@ -131,13 +131,13 @@ LEFT = "The reference ran modules more often than the model did, which are not c
 class ReferenceProbe(Probe):
     """Keeps the tensors of the reference's modules that :meth:`want` names until the model's own modules come to the same call.
 
-    ``failed`` gets an error of the reference if the monitor itself has called it; ``log`` logs a message once.
+    An error of the reference is reported if the monitor itself has called it.
     """
 
-    def __init__(self, reference: Reference, failed: Callable[[Exception], None], log: LogOnce) -> None:
+    def __init__(self, reference: Reference, tools: StepTools) -> None:
         self.reference = reference
-        self._failed = failed
-        self._log = log
+        self._tools = tools
+        self._log = tools.reporter.log_once
         self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
         self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
@@ -202,7 +202,7 @@ class ReferenceProbe(Probe):
             raise
         except Exception as error:
             self._is_explained = True
-            self._failed(error)
+            self._tools.reporter.count("The reference could not run", "reference", error, self._tools.accumulator)
 
     def end_micro_batch(self) -> None:
         """Report calls of one of both only, once for each cause, and forget them."""
@@ -314,7 +314,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     try:
         return torch._lazy_clone(tensor)
     except Exception:
-        return tensor.clone()  # private to torch: it may refuse, or be gone
+        return tensor.clone()  # private to torch: it may refuse, or be removed
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:

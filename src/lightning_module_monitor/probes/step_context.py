@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.parameters import WholeTensors
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
+from lightning_module_monitor.probes.reporting import unchanged_grad_mode
 from lightning_module_monitor.record import RawTensor, Values
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
 
 class StepContext:
@@ -22,10 +21,9 @@ class StepContext:
     Args:
         step: The step of its record.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
-        accumulator: Receives what its probes observe.
+        tools: The accumulator and the reporter of its probes.
         reducer: Reduces over all ranks; ``None`` for a single process.
         whole_tensors: Assembles tensors that are laid out over ranks.
-        reporter: Reports errors.
         attention: The probe that the model can report attention to by hand.
         probes: All others.
     """
@@ -34,20 +32,19 @@ class StepContext:
         self,
         step: int,
         stage: str,
-        accumulator: StepAccumulator,
+        tools: StepTools,
         reducer: DistributedReducer | None,
         *,
         whole_tensors: WholeTensors,
-        reporter: ErrorReporter,
         attention: AttentionProbe,
         probes: Sequence[Probe],
     ) -> None:
         self.step = step
         self.stage = stage
-        self.accumulator = accumulator
+        self.accumulator = tools.accumulator
         self.reducer = reducer
         self.whole_tensors = whole_tensors
-        self._reporter = reporter
+        self._reporter = tools.reporter
         self.attention: AttentionProbe | None = attention
         """``None`` in a step that was lost."""
         self.probes: Sequence[Probe] = (*probes, attention)

@@ -238,12 +238,12 @@ def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return checked
 
 
-def _warn(seen: str, error: Exception, consequence: str) -> None:
-    warnings.warn(f"{seen}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
+def _warn(observed: str, error: Exception, consequence: str) -> None:
+    warnings.warn(f"{observed}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
 
 
-def _warn_of_gradient(spec: MetricSpec, _name: str, seen: str, error: Exception) -> None:
-    _warn(f"Gradient at {spec.site}, {seen}", error, "Its norm is NaN.")
+def _warn_of_gradient(spec: MetricSpec, _name: str, observed: str, error: Exception) -> None:
+    _warn(f"Gradient at {spec.site}, {observed}", error, "Its norm is NaN.")
 
 
 def _report(norms: Sequence[float | None], found: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:

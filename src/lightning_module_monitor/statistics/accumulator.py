@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided
@@ -23,7 +24,7 @@ from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
-from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, Reducer, SeriesState
+from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, SeriesState
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
@@ -101,7 +102,7 @@ class StepAccumulator:
                 if spec.functions and part == OWN:
                     self.call_functions(spec, strided(term.written()))
             for needs, of_needs in rows.items():
-                self._add(of_needs, term, needs)
+                self._table.add(of_needs, term.tensor, needs, term.other, term.shift)
 
     def observe_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
         """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
@@ -119,7 +120,7 @@ class StepAccumulator:
         if spec.statistics or spec.histograms:
             row = self._row(spec)
             if spec.needs:
-                self._add([row + OWN], difference, spec.needs)
+                self._table.add((row + OWN,), difference.tensor, spec.needs, difference.other)
             if spec.base_needs:
                 self._table.add((row + BASE,), reference, spec.base_needs)
             if spec.is_paired:
@@ -222,7 +223,7 @@ class StepAccumulator:
 
     # The end of the step
 
-    def collect(self, reducer: Reducer | None = None) -> Values:
+    def collect(self, reducer: DistributedReducer | None = None) -> Values:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
@@ -277,7 +278,7 @@ class StepAccumulator:
             of_counts = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0)
         return merged(shares, num_rows, torch.device("cpu")), of_counts, of_units, of_scalars
 
-    def _reduced(self, reducer: Reducer) -> GlobalResult:
+    def _reduced(self, reducer: DistributedReducer) -> GlobalResult:
         """What all ranks have observed."""
         try:
             result = reducer.reduce(self._local, self._cannot_send)
@@ -302,7 +303,7 @@ class StepAccumulator:
         return LocalResult(
             specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
             rows={spec.identity: row for spec, row in self._rows.items()},
-            moments=Moments(*(torch.cat(fields) for fields in zip(moments, Moments.of_nothing(1), strict=True))),
+            moments=Moments.joined([Moments(*moments), Moments.of_nothing(1)]),
             counted={identity: place for place, identity in enumerate(counted)},
             counts=nn.functional.pad(counts.view(-1, NUM_COUNTS), (0, 0, 0, 1)),
             results={key: results for key, (_spec, _name, results) in self._results.items()},
@@ -320,12 +321,6 @@ class StepAccumulator:
         if row is None:
             row = self._rows[spec] = self._state.first_row(spec)
         return row
-
-    def _add(self, rows: Sequence[int], term: Difference, needs: int) -> None:
-        if term.other is None and term.shift is None:
-            self._table.add(rows, term.tensor, needs)
-        else:
-            self._table.add_difference(rows, term.tensor, term.other, term.shift, needs)
 
     def _update_metric(self, spec: MetricSpec, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
         key = spec.key(name)
@@ -346,16 +341,16 @@ class StepAccumulator:
             parts += self._parts(spec, name, functools.partial(_computed, name, metric))
         return parts
 
-    def _reduced_parts(self, result: GlobalResult, reducer: Reducer) -> list[tuple[str, Results]]:
+    def _reduced_parts(self, result: GlobalResult, reducer: DistributedReducer) -> list[tuple[str, Results]]:
         """As :meth:`_finished_parts`, of what all ranks have; on every rank, in the same order, whatever this one has."""
         is_gathered = any(not isinstance(function.function, Metric) for _spec, function in result.unfinished)
-        gathered = reducer.gather(self._own_results(() if reducer.is_first_sharing else result.copied)) if is_gathered else []
+        gathered = reducer.ranks.gather(self._own_results(() if reducer.ranks.place == 0 else result.copied)) if is_gathered else []
         parts: list[tuple[str, Results]] = []
         for spec, function in result.unfinished:
             name, key = function.name, spec.key(function.name)
             if isinstance(function.function, Metric):
                 metric = self._metrics[key][2] if key in self._metrics else function.function.clone()
-                metric.process_group = reducer.group  # where its collectives meet none of training's
+                metric.process_group = reducer.ranks.group  # where its collectives meet none of training's
                 metric.to("cpu")  # the group is one of the host
                 parts += self._parts(spec, name, functools.partial(_computed, name, metric))
             else:

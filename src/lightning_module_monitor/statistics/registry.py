@@ -185,7 +185,7 @@ your own under a name that a rule can give: a function ``Tensor -> Tensor``, or 
 # Units that are zero throughout the last monitored steps, and outputs where a squashing function is flat
 
 MAX_UNITS = 1024
-"""Of more units, as many evenly spaced ones are watched."""
+"""Of more units, as many evenly spaced ones are observed."""
 
 Recent: TypeAlias = deque[NDArray[np.bool_]]
 """Which units were alive in each of the last steps."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.histogram import NUM_COUNTS
@@ -200,18 +200,3 @@ class GlobalResult:
     """Keys of functions that failed."""
     num_errors: int = 0
     is_lost: bool = False
-
-
-class Reducer(Protocol):
-    """Reduces what each rank has observed; see :class:`~lightning_module_monitor.distributed.reduce.DistributedReducer`."""
-
-    group: distributed.ProcessGroup | None
-    """The process group in which the ranks meet; ``None``: the default one."""
-    is_first_sharing: bool
-    """Whether this is the first of the ranks that share their input."""
-
-    def reduce(self, local: Callable[[], LocalResult], on_error: Callable[[MetricSpec, Exception], None]) -> GlobalResult:
-        """What all ranks have together; every rank calls it. ``local`` makes this rank's part, and may fail."""
-
-    def gather(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The results of all ranks, for an aggregate of the user's."""

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.plan import Planner
-from lightning_module_monitor.probes.base import LogOnce
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 
 
@@ -49,11 +49,11 @@ def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, r
         raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
 
 
-def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], log: LogOnce) -> None:
+def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
     """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
 
     Raises:
-        ConfigError: If EarlyStopping would end the run by an error; ``log`` reports other callbacks.
+        ConfigError: If EarlyStopping would end the run by an error; other callbacks are logged.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
@@ -63,7 +63,7 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
         message = f"{wrong}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
         if isinstance(callback, EarlyStopping) and callback.strict:
             raise ConfigError(message)
-        log(message, logging.WARNING)
+        reporter.log_once(message, logging.WARNING)
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:

@@ -50,8 +50,8 @@ class _Search(enum.Enum):
     """As ``LIGHT``, but the flag stays on the device, and the next record has the first step of it."""
 
 
-_FLAGGED = (_Search.RERUN, _Search.PROBE)
 _LIGHT = (_Search.LIGHT, _Search.DEFERRED)
+_FLAGGED = (_Search.RERUN, _Search.PROBE, *_LIGHT)
 _PROBED = (_Search.PROBE, _Search.RECORD)
 
 
@@ -89,8 +89,6 @@ class NonfiniteController:
         """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
         self._steps_since: Tensor | None = None
         """The flag of the steps before a monitored one."""
-        self._loss: Tensor | None = None
-        """The loss of the running backward pass."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -112,21 +110,16 @@ class NonfiniteController:
 
     def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
         """The loss of a backward pass exists. Gradients of a scaled one may overflow, which the scaler handles."""
-        self._loss = loss
         if self._search in _FLAGGED:
             self._flag.observe_loss(loss)
-        if self._search in _PROBED:
-            self._probe.begin_backward(loss)
-            if is_scaled:
-                self._probe.end_backward()
+        self._probe.begin_backward(loss)
+        if is_scaled:
+            self._probe.end_backward()
 
     def end_backward(self, *, is_scaled: bool) -> None:
         """The gradients exist."""
-        loss, self._loss = self._loss, None
-        if self._search in _LIGHT:
-            self._flag.observe_lightly(loss, with_gradients=not is_scaled)
-        elif self._search in _FLAGGED and not is_scaled:
-            self._flag.observe_gradients()
+        if self._search in _FLAGGED and not is_scaled:
+            self._flag.observe_gradients(lightly=self._search in _LIGHT)
         self._probe.end_backward()
 
     def before_update(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
@@ -183,7 +176,7 @@ class NonfiniteController:
     def forget_step(self) -> None:
         """Nothing more is searched in this step."""
         self._search = _Search.NONE
-        self._was_finite = self._steps_since = self._loss = None
+        self._was_finite = self._steps_since = None
         self._rerun.forget()
         self._probe.forget()
         self._flag.forget()

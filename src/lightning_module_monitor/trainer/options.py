@@ -68,7 +68,7 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false.")
         if self.stages is not None and not as_tuple(self.stages):
-            raise ConfigError(f"stages is empty, and nothing would be watched; expected one or several of {', '.join(STAGES)}.")
+            raise ConfigError(f"stages is empty, and nothing would be recorded; expected one or several of {', '.join(STAGES)}.")
         for stage in as_tuple(self.stages):
             check_choice(stage, STAGES, f"stages {stage!r} is not a stage")
         source, limit, _schedule = self.source, self.max_overhead, self.schedule

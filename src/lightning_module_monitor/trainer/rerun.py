@@ -130,7 +130,7 @@ class StepRerun:
     ) -> Observed | None:
         """The probe's observation of a second run of a micro-batch; ``None`` if all is finite."""
         sibling, same_sites = self._sibling(pl_module, sites)
-        probe = NonfiniteProbe(same_sites, _raise)
+        probe = NonfiniteProbe(same_sites)
         probe.attach()
         try:
             probe.begin_micro_batch()
@@ -270,7 +270,3 @@ def _on_host(module: nn.Module) -> nn.Module:
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()
     return own
-
-
-def _raise(error: Exception) -> None:
-    raise error

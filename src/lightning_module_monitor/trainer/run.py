@@ -137,7 +137,7 @@ class RunController:
         if trainer.strategy.root_device.type == "cpu":
             numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.planner.has_any():
-            raise ConfigError("rules is empty, and nothing would be watched; expected at least one rule. Leave rules out for the default.")
+            raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         modules = self.monitor.planner.index.modules
         if self.options.rcc and not any(layer_parts(site.module) for site in modules):
             what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
@@ -166,7 +166,7 @@ class RunController:
                         f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own."
                     )
         if self.is_fit:
-            checks.check_monitored_keys(trainer, {*keys}, self.options.metric_patterns, self.reporter.log_once)
+            checks.check_monitored_keys(trainer, {*keys}, self.options.metric_patterns, self.reporter)
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""

@@ -136,6 +136,6 @@ def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
         return f"{name} clips gradients within its step, and has no copy of the model: {what}. gradient_before_clip is there."
     if is_known(trainer):
         return f"{name} with use_orig_params=False makes flat parameters without names: {what}. use_orig_params=True gives all kinds."
-    whose = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
+    of_first = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
     works = "DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds"
-    return f"{name} keeps parameters in a way that is not known: {what}{whose}. {works}."
+    return f"{name} keeps parameters in a way that is not known: {what}{of_first}. {works}."

@@ -42,7 +42,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
     copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.specs)
     if copies:
-        lines.append(f"  a copy of the parameters whose update is watched: {_in_bytes(copies)} during the step")
+        lines.append(f"  a copy of the parameters whose update is recorded: {_in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
     num_rows = sum(1 for spec in specs if not KINDS[spec.kind].of_heads) + num_blocks
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts

@@ -99,7 +99,7 @@ class Layer(_Facts):
 def find_units(root: nn.Module) -> dict[str, nn.Module]:
     """The layers of a network by name: modules that own weights. MultiheadAttention is one layer, with its projections."""
     found: set[nn.Module] = set()
-    waiting, seen = [root], {root}
+    waiting, visited = [root], {root}
     while waiting:
         module = waiting.pop()
         if isinstance(module, UNWATCHED):
@@ -107,9 +107,9 @@ def find_units(root: nn.Module) -> dict[str, nn.Module]:
         is_whole = bool(layer_parts(module)) or is_parametrized(module)
         if is_whole or has_own_weights(module):
             found.add(module)
-        children = [] if is_whole else [child for child in module.children() if child not in seen]
+        children = [] if is_whole else [child for child in module.children() if child not in visited]
         waiting += children
-        seen.update(children)
+        visited.update(children)
     return {site.name: site.module for site in Namer().module_sites(root) if site.module in found}
 
 
@@ -254,7 +254,7 @@ class Topology:
         names: set[str] = set()
         is_homogeneous = True
         pending = [tensor.grad_fn for _path, tensor in named_tensors(inputs) if tensor.grad_fn is not None]
-        seen = set(pending)
+        visited = set(pending)
         while pending:
             node = pending.pop()
             if node in self._source:
@@ -266,8 +266,8 @@ class Topology:
             # A product of two learned tensors scales with the square.
             is_product = node.name().startswith(("Mul", "Div")) and len(before) > 1
             is_homogeneous &= not is_product and _HOMOGENEOUS.fullmatch(node.name()) is not None
-            pending += [one for one in before if one not in seen]
-            seen.update(before)
+            pending += [one for one in before if one not in visited]
+            visited.update(before)
         return Upstream(frozenset(names), is_homogeneous)
 
 

@@ -139,7 +139,7 @@ def _check_content(file: h5py.File, path: Path) -> None:
             raise ConfigError(message)
     for name, item in found:
         name.encode()  # fails for a name that is no text
-        if isinstance(item, h5py.Dataset):  # memory is asked for by its shape
+        if isinstance(item, h5py.Dataset):  # memory is allocated by its shape
             size = math.prod(item.shape or ()) * item.dtype.itemsize
             if size > num_bytes * (_MAX_COMPRESSION if item.compression else 1):
                 raise ValueError(f"{name!r} has the shape {item.shape}, of {size} bytes; the file has {num_bytes}")

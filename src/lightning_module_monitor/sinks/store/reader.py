@@ -54,7 +54,7 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 class StoreReader(Described):
     """The content of a store. Each call opens the file anew and closes it again, so that it has the newest records.
 
-    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is gone or damaged by then, and ``KeyError``
+    Get one from :func:`load_store`. All methods raise what ``load_store`` raises, if the file is missing or damaged, and ``KeyError``
     for a key, a kind or a tensor that was not recorded; the message names the nearest.
     It is a mapping from :meth:`keys` to :meth:`series`: ``store["loss"]``, ``"loss" in store``, ``len(store)``, ``for key in store``.
     ``with load_store(path) as store`` works, too; there is nothing to close.
@@ -75,7 +75,7 @@ class StoreReader(Described):
             recorded = {**self._recorded(of_histograms=False), **self._recorded(of_histograms=True)}
             with open_store(self.path) as file:
                 rows = [_cells(file, group, columns) for group, columns in recorded.items()]
-        except (OSError, ValueError) as error:  # for example, the file is gone: a display is no place for an error
+        except (OSError, ValueError) as error:  # for example, the file is missing: a display is no place for an error
             return Description(f"{str(self.path)!r}, which cannot be read: {error}", (), ())
         return Description(f"{str(self.path)!r}: {counted(len(rows), 'table')}", ("kind", "sites", "statistics", "records", "steps"), rows)
 

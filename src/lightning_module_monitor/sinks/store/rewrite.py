@@ -94,7 +94,7 @@ def free(path: Path) -> Path:
 
 @contextmanager
 def changes(path: Path) -> Iterator[h5py.File]:
-    """A closed file, open for changes within ``space.room``; afterwards it is closed and on the disk, or gone after an error."""
+    """A closed file, open for changes within ``space.room``; afterwards it is closed and on the disk, or removed after an error."""
     file = h5py.File(path, "r+", libver=_LIBVER, locking=False)
     try:
         yield file

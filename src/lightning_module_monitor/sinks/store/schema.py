@@ -130,20 +130,20 @@ def is_findings(name: str) -> bool:
 # ------------------------------------------------------------------ reading
 
 
-def walk(group: h5py.Group, path: str = "", seen: set[h5py.Group] | None = None) -> Iterator[tuple[str, object]]:
+def walk(group: h5py.Group, path: str = "", visited: set[h5py.Group] | None = None) -> Iterator[tuple[str, object]]:
     """Every path below a group, in the order of names, with the object there; ``None`` where it is no hard link.
 
     Each group is entered once: a link can lead back to it. The visitors of h5py would replace whatever their callback raises, also a
     ``KeyboardInterrupt``, by a ``SystemError``.
     """
-    seen = {group} if seen is None else seen
+    visited = {group} if visited is None else visited
     for name in group:
         is_inside = group.id.links.get_info(name.encode(errors="surrogateescape")).type == h5py.h5l.TYPE_HARD
         item = group[name] if is_inside else None
         yield path + name, item
-        if isinstance(item, h5py.Group) and item not in seen:
-            seen.add(item)
-            yield from walk(item, f"{path}{name}/", seen)
+        if isinstance(item, h5py.Group) and item not in visited:
+            visited.add(item)
+            yield from walk(item, f"{path}{name}/", visited)
 
 
 def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -246,7 +246,7 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
         if is_findings(name):
             # Not compressed: a chunk that is compressed again as it fills would move while others read it.
             findings = file.create_dataset(name, (0,), _FINDING, maxshape=(None,), chunks=(_FINDINGS_PER_CHUNK,))
-            findings.make_scale(FINDINGS)  # a dimension of its own, as below: xarray asks for one
+            findings.make_scale(FINDINGS)  # a dimension of its own, as below: xarray requires one
         else:
             # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
             _create_table(file.require_group(name), columns, has_histograms(name))

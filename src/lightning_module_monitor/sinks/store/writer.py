@@ -42,7 +42,7 @@ class Writer(ABC):
         resumed: The file of the run that is resumed, or whose next loop this is. If it is the one at ``path``, this run goes on in it.
             Otherwise this run begins its own file with a copy of the other one, which is only read.
         resume_from: The first step of this run, if it resumes another. What the other one recorded of this step and later ones moves to the
-            group ``superseded`` of a file that is gone on in, and is left out of a copy.
+            group ``superseded`` of a file that is continued, and is left out of a copy.
         logger: Gets a warning when another name is taken and when records are lost, and a line when a run is resumed.
     """
 
@@ -289,7 +289,7 @@ class Store(Writer):
         return bool(record.values or record.histograms or record.findings)
 
     def _reason_taken(self, path: Path) -> str:
-        # The tensors of a run whose store is gone would be read as those of the new one.
+        # The tensors of a run whose store was deleted would be read as those of the new one.
         beside = rewrite.tensors_path(path)
         return super()._reason_taken(path) or (f"{beside.name} exists" if rewrite.is_there(beside) else "")
 
@@ -437,7 +437,7 @@ def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
 
 
 def is_name_of(path: Path, wanted: Path) -> bool:
-    """Whether a run that asks for a file at ``wanted`` may have got this one: the same, or a numbered one beside it."""
+    """Whether a path is one that a run with a store at ``wanted`` may have: the same, or a numbered one beside it."""
     names = re.escape(wanted.stem) + r"(-\d+)?" + re.escape(wanted.suffix)
     return path.parent == wanted.parent and re.fullmatch(names, path.name) is not None
 
