@@ -48,9 +48,9 @@ from lightning_module_monitor import Capture, GradientFlow, Health, ModuleMonito
 from lightning_module_monitor.config import schedule
 from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
+from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock

@@ -33,7 +33,7 @@ from lightning_module_monitor.sinks.store.tensors import RunFiles
 
 PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (
-    "probes/step_context.py",
+    "engine/step_context.py",
     "engine/phases.py",
     "probes/reporting.py",
     "model/hooks.py",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_module_monitor.probes.step_context import StepContext
+from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.spec import MetricSpec

@@ -11,6 +11,7 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.logged import LoggedValues
+from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe, ModuleTable
@@ -22,7 +23,6 @@ from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction

@@ -15,6 +15,7 @@ from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_first_process, process_ranks
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.opening import StepOpener
+from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.histogram import Histogram
@@ -24,7 +25,6 @@ from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.probes.step_context import StepContext
 from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record, Values
 from lightning_module_monitor.sinks.history import StorageManager
 
