@@ -126,6 +126,25 @@ def test_what_has_faded_is_told_from_what_has_no_gradient() -> None:
     assert alarms("vanishing", [record] * 4) == [(2, "b.weight")]
 
 
+def test_the_order_of_a_record_does_not_matter() -> None:
+    """A record groups keys by what is recorded of them; what is before a weight is so in the model."""
+    sites = [f"blocks.{block}.{name}.weight" for block in range(4) for name in ("q", "k", "v", "o")]
+    sizes = {f"gradient/{site}/rms": 1e-9 if site.endswith(("q.weight", "k.weight")) else 1.0 for site in sites}
+    grouped = dict(sorted(sizes.items(), key=lambda item: item[1]))
+    assert [*grouped] != [*sizes]
+    found = []
+    for record in (sizes, grouped):
+        alerts = Alerts([BUILT_IN["vanishing"].alert(("warn",))], sites)
+        [alarm] = [alarm for step in range(3) for alarm in alerts.alarms(Record(step, record))]
+        found.append((alarm.finding.site, alarm.finding.words))
+    assert found[0] == found[1]
+    weights = [
+        f"gradient/blocks.0.{name}.weight/rms: 1e-09" for name in ("q", "k")
+    ]  # those of further blocks are behind weights that learn
+    assert found[0][0] == "blocks.0.q.weight"
+    assert found[0][1].startswith(f"{weights[0]}; {weights[1]}, in 3 records")
+
+
 def test_all_gradients_together_explode() -> None:
     """By the root of the sum of squares, against the largest of three records; one layer alone may grow."""
     quiet, loud = ({"gradient/a/norm": a, "gradient/b/norm": b} for a, b in ((3.0, 4.0), (400.0, 301.0)))

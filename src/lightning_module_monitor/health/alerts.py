@@ -270,21 +270,25 @@ class Alarm(NamedTuple):
 
 
 class Alerts:
-    """Judges records by rules."""
+    """Judges records by rules.
 
-    def __init__(self, rules: Sequence[AlertRule]) -> None:
+    Args:
+        rules: The rules.
+        sites: The names of all sites in the order of the model, in which rules get their values. A record groups keys by what is recorded.
+    """
+
+    def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = ()) -> None:
         self._states = [RuleState(rule) for rule in rules]
+        self._places = {site: place for place, site in enumerate(sites)}
+        self._place_of_key: dict[str, int] = {}
         self._concerned: dict[str, list[int]] = {}
         self._first_loss: float | None = None
         self._parameters: Mapping[str, Training] = {}
-        self._places: dict[str, int] = {}
-        """Place of each parameter in the model."""
 
     def set_parameters(self, parameters: Mapping[str, Training]) -> None:
-        """Set the states of parameters, by the names of their sites in the order of the model."""
+        """Set the states of parameters, by the names of their sites."""
         if parameters != self._parameters:
             self._parameters = parameters
-            self._places = {site: place for place, site in enumerate(parameters)}
             self._concerned.clear()
 
     def alarms(self, record: Record) -> list[Alarm]:
@@ -296,6 +300,7 @@ class Alerts:
         for key, value in record.values.items():
             if key not in self._concerned:
                 self._concerned[key] = self._rules_of(key)
+                self._place_of_key[key] = self._places.get(Key.parse(key).site, -1)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
         loss = next((value for key, value in record.values.items() if key.endswith(f"{CONTEXT_KIND}/{LOSS}") and is_context(key)), math.nan)
@@ -307,9 +312,8 @@ class Alerts:
             rule = state.rule
             is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
             if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
-                fired = state.observe(record.step, tuple(values), np.array(list(values.values()), dtype=float))
-                # A record groups keys by what is recorded; findings name them in the order of the model.
-                fired.sort(key=lambda one: self._places.get(Key.parse(one.key).site, -1))
+                keys = tuple(sorted(values, key=self._place_of_key.__getitem__))
+                fired = state.observe(record.step, keys, np.array([values[key] for key in keys], dtype=float))
                 if fired:
                     since, key = min(one.since for one in fired), fired[0].key
                     words = f"{_named(fired)}{when(rule, since, record.step)}. {rule.words or _condition(rule)}"

@@ -98,7 +98,8 @@ class HealthController:
         if not getattr(self._monitor.module, "automatic_optimization", True):
             # Several losses, which work against each other as those of a GAN, need not fall.
             rules = tuple(rule for rule in rules if rule.name != DIVERGING)
-        self._alerts = Alerts(rules)
+        index = planner.index
+        self._alerts = Alerts(rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         if self.options.nonfinite != IGNORE:
             self.nonfinite = NonfiniteController(
                 self.options,
