@@ -206,11 +206,13 @@ def test_a_wrong_check_of_two_runs_is_a_line(arguments: tuple[str, ...], message
 
 
 def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The medians of the last quarter, the largest factor first, for each run against the first."""
+    """The medians of the last quarter, the largest factor first, for each run against the first; of twins one."""
     runs = {"one.h5": (1.0, 2.0, 1.0), "two.h5": (1.0, 2.5, 4.0), "three.h5": (1.0, 2.0, 0.0)}
     for name, (same, other, most) in runs.items():
         values = {"same": same, "other": other, "most": most}
-        write_store(tmp_path / name, {f"gradient/{site}/norm": [9.0, 9.0, 9.0, value] for site, value in values.items()})
+        kinds = ("gradient_before_clip", "gradient")
+        twins = {f"{kind}/{site}/norm": [9.0, 9.0, 9.0, value] for kind in kinds for site, value in values.items()}
+        write_store(tmp_path / name, twins)
     out = printed(capsys, "compare", *(str(tmp_path / name) for name in runs), "-o", str(tmp_path / "all.html")).splitlines()[1:]
     first, second, third = (tmp_path / name for name in runs)
     assert out == [

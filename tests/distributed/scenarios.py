@@ -905,6 +905,28 @@ def sharded_in_half_precision(network: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(network, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
+class Logarithm(nn.Module):
+    """Of what is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x - 1e6)
+
+
+def sick_and_sharded(network: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 of a network with a module that makes NaN."""
+    network.squash = Logarithm()
+    fully_sharded(network, mesh)
+
+
+def sick_with_parts(folder: Path) -> dict[str, Any]:
+    """What is found where no copy of the model can be made."""
+    rules = [Rule(kinds="parameter", statistics="norm")]
+    callback = ModuleMonitorCallback(50, rules=rules, health=Health(nonfinite="always"), on_error="raise")
+    options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1), "max_steps": 2, "limit_val_batches": 0}
+    result = fit(folder, Laid(sick_and_sharded), callback, even_data(RANK, WORLD), **options)
+    return result | {"findings": [(one.name, one.site, one.step) for one in callback.findings]}
+
+
 def reference_in_half_precision(folder: Path) -> dict[str, Any]:
     """The coordinate check of a submodule, with weights that are computed with in another precision than they have."""
     rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics="norm")]
@@ -1216,6 +1238,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "own_reference": own_reference,
     "fully_sharded": laid(fully_sharded, 1),
     "reference_in_half_precision": reference_in_half_precision,
+    "sick_with_parts": sick_with_parts,
     "tensor_parallel": laid(tensor_parallel, 2),
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
@@ -1225,6 +1248,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 
 OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
 OF_TWO = [
+    "sick_with_parts",
     "reference_in_half_precision",
     "tensor_parallel",
     "laid_out_activations",

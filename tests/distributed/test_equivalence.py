@@ -114,6 +114,12 @@ def test_parameters_that_are_laid_out_over_ranks(
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_the_module_that_made_nan_is_found_where_no_copy_can_be_made(run_scenarios: RunScenarios) -> None:
+    """FSDP2 lets no copy of a model be made: every step is observed as it runs."""
+    for result in run_scenarios(2, "sick_with_parts"):
+        assert result["findings"] == [("nonfinite", "network.squash", 0)]
+
+
 def test_a_reference_that_computes_in_half_precision(run_scenarios: RunScenarios) -> None:
     """It has FSDP2's policy of precision as the model has: nothing differs in step 0, and later the weights have moved."""
     for result in run_scenarios(2, "reference_in_half_precision"):

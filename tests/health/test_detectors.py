@@ -115,3 +115,11 @@ def test_any_records_give_the_same_in_both_places() -> None:
         first = {(name, site): step for name, site, step in reversed(live)}
         assert {(name, site): step for name, site, step in stored}.items() >= first.items()
     assert num_found > 20
+
+
+def test_a_further_output_is_no_layer_that_grows() -> None:
+    """T5 returns the mask of its attention, with the lowest number that there is."""
+    rows = {"activation/a/rms": [1.0] * 4, "activation/a.output_1/rms": [9.8e37] * 4, "activation/b/rms": [2.0] * 4}
+    assert while_training(["growing_over_depth"], rows) == []
+    rows["activation/c/rms"] = [3e4] * 4
+    assert while_training(["growing_over_depth"], rows) == [("growing_over_depth", "c", 20)]

@@ -524,3 +524,10 @@ def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monke
         assert schema.read_findings(file["superseded/1"]) == plain[2:]
     store(tmp_path / "new.h5", Record(2, {RMS: 1.0}, findings=later[:2]))
     assert load_store(tmp_path / "new.h5").findings() == later[:2]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc on this system")
+def test_where_no_file_can_be_made_there_is_no_lock() -> None:
+    """At once: the lock's own package tries for ever where a folder is there and a file in it is not to be had."""
+    with pytest.raises(OSError, match="No such file"):
+        lock.acquire(Path("/proc/monitor.h5"))

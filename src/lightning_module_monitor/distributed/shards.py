@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
@@ -100,13 +100,16 @@ def own_part(tensor: DTensor) -> Tensor | None:
     return None if is_elsewhere else part
 
 
+def fsdp2_units(module: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` was applied to."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+
+
 def reshard(module: nn.Module) -> None:
     """Free the whole parameters that FSDP2 keeps after a forward pass, for the backward pass that follows it in training."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is not None:
-        for part in module.modules():
-            if isinstance(part, kind):
-                part.reshard()
+    for unit in fsdp2_units(module):
+        unit.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

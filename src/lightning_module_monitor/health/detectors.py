@@ -146,9 +146,17 @@ def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Fi
     return Figures(named, values[places], named, is_there, is_idle=own < 0)
 
 
+@functools.lru_cache(maxsize=64)
+def _is_further_output(keys: tuple[str, ...]) -> NDArray[np.bool_]:
+    return np.array(["output_" in Key.parse(key).site.rpartition(".")[2] for key in keys])
+
+
 def over_the_first(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every size over that of the first module, or over 1 where that is smaller; zero and non-finite sizes are left out."""
-    is_size = np.isfinite(values) & (values > 0)
+    """Every size over that of the first module, or over 1 where that is smaller; zero and non-finite sizes are left out.
+
+    Further outputs of modules are left out, too: masks are among them, with the lowest number that there is.
+    """
+    is_size = ~_is_further_output(keys) & np.isfinite(values) & (values > 0)
     first = max(values[is_size][0], 1.0) if is_size.any() else 1.0
     return Figures(keys, values / first, keys, is_there=is_size)
 
@@ -273,7 +281,7 @@ DETECTORS = {
         Detector(
             "growing_over_depth",
             [(["activation"], ["rms"])],
-            formula="the rms of a module's output, over that of the first module or over 1, whichever is larger",
+            formula="the rms of a module's first output, over that of the first module or over 1, whichever is larger",
             limit="Outputs grow more than 10,000 times from the first module on, in 3 records: magnitudes multiply from layer to layer.",
             source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
             "the limit is a heuristic",

@@ -71,7 +71,8 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
     """The series of both runs with the largest factors between them: one statistic for each kind and site.
 
     At most ``most`` series whose late medians differ, the largest factors first; they are infinite where one is zero. A series that is
-    negligible beside other sites in both runs is left out: noise of a layer that does nothing has the largest factors.
+    negligible beside other sites in both runs is left out: noise of a layer that does nothing has the largest factors. So is a
+    kind with the same values as another, as gradients before clipping where nothing is clipped.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
     changes: dict[tuple[str, str], Change] = {}
@@ -91,7 +92,10 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
                 known = changes.setdefault((table.kind, site), change)
                 if change.distance > known.distance:
                     changes[table.kind, site] = change
-    return sorted(changes.values(), key=lambda change: change.distance, reverse=True)[:most]
+    different: dict[tuple[object, ...], Change] = {}
+    for change in changes.values():
+        different.setdefault((change.site, change.statistic, change.before, change.after), change)
+    return sorted(different.values(), key=lambda change: change.distance, reverse=True)[:most]
 
 
 def differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:

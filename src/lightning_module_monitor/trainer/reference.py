@@ -150,8 +150,8 @@ class ReferenceController:
         shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
         if model is None or shares_input:
             needed_by = self._monitor.planner.first_of_reference(running=True)
-            expected = "expected FSDP2 alone, applied by configure_model in this fit, or no kind but parameter_difference"
-            raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}.")
+            expected = "expected a model that configure_model lays out by FSDP2 alone, and not before this fit"
+            raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
         configure(model, trainer, pl_module)
         silence(model)
         reference = model.get_submodule(self._within or "").requires_grad_(False)

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
+from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.kernels.moments import Need
@@ -77,8 +78,9 @@ def ranks_of(trainer: Trainer) -> bool | DeviceMesh:
 
 
 def can_run_again(trainer: Trainer) -> bool:
-    """Whether all ranks together can run a part of a step again: FSDP1 and DeepSpeed run a model only as a whole."""
-    return is_known(trainer) and not isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy)
+    """Whether all ranks together can run a part of a step again, by a copy of the model: FSDP and DeepSpeed have no copies."""
+    has_copies = not isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) and not fsdp2_units(trainer.lightning_module)
+    return is_known(trainer) and has_copies
 
 
 def can_copy(trainer: Trainer) -> bool:

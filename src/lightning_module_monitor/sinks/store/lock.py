@@ -12,8 +12,13 @@ def acquire(path: Path) -> BaseFileLock | None:
     """The right to write to ``path``, or ``None`` if another store, in this or another process, has it.
 
     HDF5's own lock is dropped in SWMR mode, so this one is on a hidden file beside the store.
+
+    Raises:
+        OSError: If there cannot be such a file.
     """
-    lock = FileLock(_file_of(path), timeout=0, thread_local=False)
+    file = _file_of(path)
+    file.touch()  # raises an OSError where no file can be made: filelock would try again for ever on some file systems
+    lock = FileLock(file, timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
