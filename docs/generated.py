@@ -1,7 +1,8 @@
 """The parts of the site that are made from code, from the tutorials and from other files of the repository; a hook of MkDocs.
 
-A page asks for a part by a comment of its own line, ``<!-- generated: statistics -->``. Links to files of the repository that are not on
-the site lead to the repository; links to notebooks lead to their pages.
+A page asks for a part by a line that ends with a comment, ``<!-- generated: statistics -->``. The text before the comment is for readers of
+the repository, where the part is not: it names the source. Links to files of the repository that are not on the site lead to the
+repository; links to notebooks lead to their pages.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Fill in the generated parts, and let links to what is not on the site lead to the repository."""
-    markdown = re.sub(r"<!-- generated: (\w+) -->", lambda found: PARTS[found[1]](), markdown)
+    markdown = re.sub(r"^.*<!-- generated: (\w+) -->$", lambda found: PARTS[found[1]](), markdown, flags=re.MULTILINE)
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def link(found: re.Match[str]) -> str:
