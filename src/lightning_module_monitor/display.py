@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -20,11 +21,12 @@ class Description(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-class Described:
+class Described(ABC):
     """An object that a notebook shows as a table, and the prompt as one line."""
 
+    @abstractmethod
     def _describe(self) -> Description:
-        raise NotImplementedError
+        """The title and the table."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe().title})"

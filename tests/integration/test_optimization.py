@@ -481,7 +481,7 @@ class Replaces(Callback):
 
 
 def test_a_module_that_is_replaced_has_no_more_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The parameters that nobody trains any more are not passed off as those in their place; it is logged once, and the others go on."""
+    """Values of removed parameters are not recorded for their replacements; one message is logged, and all other values are recorded."""
     layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], reference="init", rcc=True)
     records = KeepRecords(callback)

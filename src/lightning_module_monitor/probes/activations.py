@@ -63,6 +63,10 @@ class ActivationProbe(GradientProbe[_Target]):
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
         site, activation, gradient, compared = target
+        # First: an error below must not leave the reference's tensors of this call for the next one.
+        if compared is not None and not is_in_backward():
+            with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
+                self._compare(*compared, output)
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
             if not tensor.is_floating_point():
                 self._unsupported[tensor.dtype].append(site)
@@ -76,9 +80,6 @@ class ActivationProbe(GradientProbe[_Target]):
             # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
             if of_gradient is not None and (differentiated := in_graph(tensor)).requires_grad:
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
-        if compared is not None and not is_in_backward():
-            with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
-                self._compare(*compared, output)
 
     def finish(self) -> None:
         """Log which outputs are not recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class Probe:
         """After the step, on the host: replace values that are only parts of others by those others."""
 
 
-class ModuleProbe(Probe, Generic[TargetT]):
+class ModuleProbe(Probe, Generic[TargetT], ABC):
     """Calls :meth:`observe_call` after each forward of a module, with the target that was given with the module."""
 
     def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
@@ -144,16 +145,16 @@ class ModuleProbe(Probe, Generic[TargetT]):
         for module, target in self._targets:
             self._module_hooks.add_forward(module, CallHook(self, target))
 
+    @abstractmethod
     def observe_call(self, target: TargetT, *args: Any, **kwargs: Any) -> None:
         """Observe a call of a module, from its target, arguments (keyword ones if the hook has them) and output.
 
         An error goes to :meth:`fail`. ``kwargs`` is empty: with it a subclass may name its parameters.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self, target: TargetT, output: object, error: Exception) -> None:
         """Report a call that cannot be observed, e.g. because its output contains itself."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -215,9 +216,9 @@ class GradientProbe(ModuleProbe[TargetT]):
         """Gradients that arrive from now on do not count."""
         self.counts_gradients = False
 
+    @abstractmethod
     def observe_gradient(self, call: Any, gradient: Tensor) -> None:  # noqa: ANN401  # as it was given to `watch_gradient`
         """Observe a gradient of a call that was given to :meth:`follow`. It may be part of a graph, and is valid in this method only."""
-        raise NotImplementedError
 
     def fail_gradient(self, call: Any, gradient: Tensor, error: Exception) -> None:  # noqa: ANN401  # as above
         """Report a gradient that cannot be observed. Without a report of its own a probe lets the backward pass fail."""

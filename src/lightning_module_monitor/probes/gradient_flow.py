@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
         if not is_in_backward():
             self.fail_block(places[(self._num_calls[places] - 1) % len(places)], output, error)
 
+    @abstractmethod
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Report that the output of the block at a place cannot be taken apart."""
-        raise NotImplementedError
 
     def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
         """Register a hook on an output."""

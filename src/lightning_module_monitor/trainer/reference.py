@@ -49,8 +49,8 @@ class ReferenceController:
         self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the module: a second set of weights."""
-        return {**self.__dict__, "_module": None}
+        """Without the modules: further sets of weights."""
+        return {**self.__dict__, "_module": None, "_unconfigured": None}
 
     def begin(self) -> None:
         """Forget the run before, except its module."""
@@ -123,7 +123,7 @@ class ReferenceController:
             self._monitor.set_reference_module(reference, follows=self._within is not None)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
-        self._module, self._initial = reference, None
+        self._module, self._initial, self._unconfigured = reference, None, None
 
     def run(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""
@@ -146,7 +146,7 @@ class ReferenceController:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
         if not self._has_to_run():
             return copies.parameter_copy(live)
-        model, self._unconfigured = self._unconfigured, None
+        model = self._unconfigured
         shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
         if model is None or shares_input:
             needed_by = self._monitor.planner.first_of_reference(running=True)

@@ -89,7 +89,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 def free(path: Path) -> Path:
     """The first of :func:`numbered` that does not exist."""
-    return next(one for one in numbered(path) if not one.exists())
+    return next(one for one in numbered(path) if not os.path.exists(one))  # noqa: PTH110  # Path.exists raises in a folder that is not ours
 
 
 @contextmanager
