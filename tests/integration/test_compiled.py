@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict
     plain = run(how, tmp_path, monitored=False)
     assert 1 <= compiled.num_graphs <= plain.num_graphs + 2
     assert all(torch.equal(one, other) for one, other in zip(plain.losses, compiled.losses, strict=True))
+
+
+@pytest.mark.parametrize(("how", "name"), [("whole", "The model"), ("part", "model.stem"), ("eager", None)])
+def test_what_a_monitored_step_takes_is_announced(how: str, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model may fit on a device where the uncompiled one does not; one that is not compiled has nothing to announce."""
+    with caplog.at_level(logging.INFO):
+        run(how, tmp_path)
+    announced = [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()]
+    expected = f"{name} is compiled: monitored steps run it uncompiled, with the time and the memory that this takes."
+    assert [message.split(" If")[0] for message in announced] == ([] if name is None else [expected])
 
 
 @pytest.mark.shows("torch.compile, in place", *TENSORS)

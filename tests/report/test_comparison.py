@@ -73,6 +73,13 @@ def test_noise_of_what_is_negligible_is_no_change(tmp_path: Path) -> None:
     assert [(one.site, one.before, one.after) for one in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
 
 
+def test_means_near_zero_have_no_factor(tmp_path: Path) -> None:
+    """Of a statistic of both signs a site counts from the median magnitude on, in one of the runs."""
+    means = {"a": (0.5, 0.6), "b": (-0.4, -0.5), "c": (0.3, 0.3), "near zero": (0.0001, 0.01), "appears": (0.001, 0.9)}
+    a, b = (run(tmp_path / f"{n}.h5", {f"activation/{site}/mean": [both[n]] for site, both in means.items()}) for n in (0, 1))
+    assert [one.site for one in largest_changes(a, b)] == ["appears", "b", "a"]
+
+
 def test_options_that_differ(tmp_path: Path) -> None:
     """Those of the newest configurations, as text."""
     a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0]}, every_n_steps=5, prefix="", rules=[{"kinds": "update"}])

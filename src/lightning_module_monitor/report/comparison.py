@@ -16,7 +16,7 @@ from lightning_module_monitor.report.run import Run, late, typical
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 NEGLIGIBLE = 1e-3
-"""Fraction of the median magnitude of a kind's statistic over the sites of both runs."""
+"""Fraction of the median magnitude of a kind's statistic over the sites of both runs, where no value is negative."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
     """The series of both runs with the largest factors between them: one statistic for each kind and site.
 
     At most ``most`` series whose late medians differ, the largest factors first; they are infinite where one is zero. A series that is
-    negligible beside other sites in both runs is left out: noise of a layer that does nothing has the largest factors. So is a
-    kind with the same values as another, as gradients before clipping where nothing is clipped.
+    negligible beside other sites in both runs is left out: noise of a layer that does nothing has the largest factors. So is one of
+    a statistic of both signs, such as a mean, that is below the median magnitude in both runs: near zero every factor occurs. And
+    so is a kind with the same values as another, as gradients before clipping where nothing is clipped.
     """
     others = {(table.kind, table.statistic): table for table in after.tables}
     changes: dict[tuple[str, str], Change] = {}
@@ -81,13 +82,14 @@ def largest_changes(before: Run, after: Run, most: int = 20) -> list[Change]:
         if other is None:
             continue
         own, others_sizes = typical(late(table.values)), typical(late(other.values))
-        magnitudes = np.abs(np.concatenate([own, others_sizes]))
-        magnitudes = magnitudes[np.isfinite(magnitudes) & (magnitudes != 0)]
-        least = NEGLIGIBLE * float(np.median(magnitudes)) if magnitudes.size else 0.0
+        levels = np.concatenate([own, others_sizes])
+        levels = levels[np.isfinite(levels) & (levels != 0)]
+        negligible = 1.0 if (levels < 0).any() else NEGLIGIBLE
+        least = negligible * float(np.median(np.abs(levels))) if levels.size else 0.0
         sizes = dict(zip(other.sites, others_sizes.tolist(), strict=True))
         for site, size in zip(table.sites, own.tolist(), strict=True):
             both = size, sizes.get(site, np.nan)
-            if np.isfinite(both).all() and size != both[1] and max(map(abs, both)) > least:
+            if np.isfinite(both).all() and size != both[1] and max(map(abs, both)) >= least:
                 change = Change(table.kind, site, table.statistic, *both)
                 known = changes.setdefault((table.kind, site), change)
                 if change.distance > known.distance:

@@ -20,8 +20,17 @@ from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 
 
-def check_compiled(pl_module: LightningModule, *, at_every_step: bool) -> None:
-    """Refuse a compiled model whose values would be wrong; ``at_every_step`` non-finite values are searched for."""
+def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
+    """Refuse a compiled model whose values would be wrong, and log that monitored steps run it uncompiled.
+
+    Args:
+        pl_module: The model.
+        reporter: Logs it.
+        at_every_step: Whether non-finite values are searched for at every step.
+
+    Raises:
+        ConfigError: If the model is compiled, and hooks are needed at every step, or torch cannot run it uncompiled.
+    """
     compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
     if compiled and at_every_step:
         expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
@@ -33,6 +42,9 @@ def check_compiled(pl_module: LightningModule, *, at_every_step: bool) -> None:
         raise ConfigError(
             f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. Leave the callback out of this run, or do not compile it."
         )
+    if compiled:
+        how = "monitored steps run it uncompiled, with the time and the memory that this takes"
+        reporter.log_once(f"{compiled[0]} is compiled: {how}. If that does not fit on the device, leave the callback out of this run.")
 
 
 def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, runs_training_step: bool) -> None:

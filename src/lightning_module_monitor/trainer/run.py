@@ -99,7 +99,7 @@ class RunController:
         runs_training_step = self.reference is not None and self.options.module is None
         checks.check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
         strategy.check_strategy(trainer, self.health.options, self.monitor.planner)
-        checks.check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)
+        checks.check_compiled(pl_module, self.reporter, at_every_step=self.health.options.is_at_every_step)
         if not checks.makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
         if self.is_fit and self.reference is not None and strategy.can_copy(trainer):
@@ -110,7 +110,9 @@ class RunController:
         if not self.options.observes_run("fit"):
             return
         if self.monitor.module is None:
-            checks.check_compiled(pl_module, at_every_step=self.health.options.is_at_every_step)  # layers made since may be compiled
+            checks.check_compiled(
+                pl_module, self.reporter, at_every_step=self.health.options.is_at_every_step
+            )  # layers made since may be compiled
             self.set_module(trainer, pl_module)
         self.monitor.wrapper = trainer.strategy.model
         if self.reference is not None and strategy.can_copy(trainer):
