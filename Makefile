@@ -28,8 +28,8 @@ test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: inter
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_compile.py
 
-test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one process and in two: five minutes, of which its import takes most
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/distributed/test_deepspeed.py
+test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one to four processes: six minutes, of which its import takes most
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/distributed/test_deepspeed.py
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
 	$(PY) -m ruff format --check .

@@ -1,7 +1,8 @@
-"""A run under DeepSpeed on CPUs, which Lightning starts: ``deepspeed_run.py FOLDER STAGE DEVICES ACCUMULATED [CLIPPED]``."""
+"""A run under DeepSpeed on CPUs, which Lightning starts."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -70,17 +71,46 @@ class Frozen(LightningModule):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
 
 
-def main(folder: Path, stage: int, devices: int, accumulated: int, clipped: float | None = None) -> None:
+def main() -> None:
     """Train for three steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--accumulated", type=int, default=1)
+    parser.add_argument("--clipped", type=float)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--scale-power", type=int, default=8)
+    parser.add_argument("--offload", nargs="*", default=[], choices=["optimizer", "parameters"])
+    options = parser.parse_args()
     importlib.import_module("deepspeed.comm.torch")
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles for a minute
-    strategy = OnCPU(stage=stage, process_group_backend="gloo", zero_allow_untested_optimizer=True)
+    cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
+    cpu.CPU_Accelerator.is_fp16_supported = lambda _self: True  # by torch it is, slowly
+    strategy = OnCPU(
+        stage=options.stage,
+        offload_optimizer="optimizer" in options.offload,
+        offload_parameters="parameters" in options.offload,
+        initial_scale_power=options.scale_power,
+        process_group_backend="gloo",
+        zero_allow_untested_optimizer=True,
+    )
+    strategy.config["zero_force_ds_cpu_optimizer"] = False  # type: ignore[index]  # its own one has to be compiled
     capture = Capture(steps=[1], sites=".*", kinds=["gradient_before_clip", "update"])
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics=STATISTICS)], capture=capture)
-    more = {} if clipped is None else {"gradient_clip_val": clipped}
-    run = trainer(folder, [callback], devices=devices, strategy=strategy, max_steps=STEPS, accumulate_grad_batches=accumulated, **more)
-    run.fit(Frozen(accumulated))
+    more = {} if options.clipped is None else {"gradient_clip_val": options.clipped}
+    run = trainer(
+        options.folder,
+        [callback],
+        devices=options.devices,
+        strategy=strategy,
+        max_steps=STEPS,
+        accumulate_grad_batches=options.accumulated,
+        precision=options.precision,
+        **more,
+    )
+    run.fit(Frozen(options.accumulated))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *map(float, sys.argv[5:]))
+    main()

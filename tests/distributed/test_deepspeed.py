@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -64,23 +65,47 @@ def truth(devices: int, accumulated: int, clipped: float | None) -> list[dict[tu
 
 
 @pytest.mark.parametrize(
-    ("stage", "devices", "accumulated", "clipped"),
-    [(1, 1, 1, None), (2, 2, 1, None), (3, 2, 1, None), (3, 1, 1, 0.05), (1, 2, 2, None), (3, 2, 2, None)],
+    ("options", "devices", "accumulated", "clipped"),
+    [
+        ("--stage 1", 1, 1, None),
+        ("--stage 2", 4, 1, None),
+        ("--stage 3", 2, 1, None),
+        ("--stage 3", 4, 1, None),
+        ("--stage 3", 1, 1, 0.05),
+        ("--stage 1", 2, 2, None),
+        ("--stage 3", 2, 2, None),
+        ("--stage 2 --offload optimizer", 2, 1, None),
+        ("--stage 3 --offload optimizer parameters", 2, 1, None),
+        ("--stage 2 --precision 16-mixed", 2, 1, None),
+        ("--stage 3 --precision 16-mixed", 2, 1, None),
+        ("--stage 2 --precision bf16-mixed", 2, 1, None),
+    ],
 )
-def test_values_are_those_of_one_process(stage: int, devices: int, accumulated: int, clipped: float | None, tmp_path: Path) -> None:
+def test_values_are_those_of_one_process(options: str, devices: int, accumulated: int, clipped: float | None, tmp_path: Path) -> None:
     """All kinds and sites, in every step; what the engine clips within its step is left out by name."""
-    logged = launch(tmp_path, stage, devices, accumulated, *([] if clipped is None else [clipped]))
+    clipping = [] if clipped is None else ["--clipped", clipped]
+    logged = launch(tmp_path, *options.split(), "--devices", devices, "--accumulated", accumulated, *clipping)
     assert ("gradient is left out" in logged) == (clipped is not None)
     store = load_store(tmp_path / "monitor.h5")
     sites = set()
+    rel, abs_ = (0.03, 1e-4) if "precision" in options else (1e-4, 1e-7)
     for step, found in enumerate(truth(devices, accumulated, clipped)):
         for (kind, site), tensor in found.items():
             for statistic in STATISTICS:
                 steps, values = store.series(f"{kind}/{site}/{statistic}")
                 expected = textbook(statistic, tensor)
-                assert values[steps.tolist().index(step)] == pytest.approx(expected, rel=1e-4, abs=1e-7), (step, kind, site, statistic)
+                assert values[steps.tolist().index(step)] == pytest.approx(expected, rel=rel, abs=abs_), (step, kind, site, statistic)
             sites.add((kind, site))
     assert {kind for kind, _site in sites} == set(KINDS) - ({"gradient"} if clipped is not None else set())
     recorded = {(key.split("/")[0], key.split("/")[1]) for key in store.keys() if key.split("/")[0] in KINDS}  # noqa: SIM118
     still = {("update", "net.0.bias"), ("activation", "_root_"), ("activation", "net")}
     assert {one for one in recorded - sites if one not in still and one[1] not in ("_root_", "net")} == set()
+
+
+def test_a_step_that_overflows_is_skipped(tmp_path: Path) -> None:
+    """A loss of 2**24 times the size overflows in float16: the engine leaves the parameters where they are, and lowers the scale."""
+    launch(tmp_path, "--stage", 2, "--precision", "16-mixed", "--scale-power", 24)
+    store = load_store(tmp_path / "monitor.h5")
+    assert store.series("monitor/step_skipped")[1][0] == 1.0
+    assert store.series("update/net.0.weight/norm")[1][0] == 0.0
+    assert not math.isfinite(store.series("gradient/net.0.weight/norm")[1][0])

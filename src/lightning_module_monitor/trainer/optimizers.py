@@ -218,7 +218,7 @@ class EngineTracker:
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""
         if self._engine.fp16_enabled():
-            self.scale = torch.tensor(float(self._engine.optimizer.cur_scale), device=loss.device)
+            self.scale = torch.tensor(float(self._engine.optimizer.loss_scale), device=loss.device)
         self._monitor.begin_backward(self.scale)
 
     def before_clipping(self, _optimizer: Optimizer) -> None:
