@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, default_rules, parse_patterns
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.hooks import is_tracing
@@ -175,7 +176,7 @@ class ModuleMonitor(Described, StepEngine):
         self._opener.modules = ModuleTable(sites.modules)
         _monitors.append(weakref.ref(self, _monitors.remove))
 
-    def set_reference_module(self, module: nn.Module, *, follows: bool = False) -> None:
+    def set_reference_module(self, module: nn.Module, *, follows: bool = False, wrapper: nn.Module | None = None) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
 
         It is never trained, and stays as it is. In a monitored step run it first, then the model, with the same input::
@@ -194,6 +195,8 @@ class ModuleMonitor(Described, StepEngine):
             module: A module of the same structure as the monitored one; for example a copy made at its initialization.
                 Where the monitor has a ``module``, one of that submodule's structure will do.
             follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
+            wrapper: For a module in a unit of FSDP1 that can only run within another module's forward pass: that other module, which
+                calls its first argument with all others.
 
         Raises:
             ValueError: If no module was set, or if names or shapes of modules or parameters differ; lists them.
@@ -203,7 +206,9 @@ class ModuleMonitor(Described, StepEngine):
         self.remove_reference_module()
         is_of_whole = self._within is not None and not structural_differences(self._module, module)
         live = self._module if is_of_whole else self.planner.index.within
-        self._reference = Reference(live, module, follows=follows, cpu_offload=self._cpu_offload, name=self._within or ROOT)
+        units = fsdp1_units(self.wrapper or self._module) | fsdp1_units(wrapper or module)
+        name, offload = self._within or ROOT, self._cpu_offload
+        self._reference = Reference(live, module, follows=follows, cpu_offload=offload, name=name, wrapper=wrapper, units=units)
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""

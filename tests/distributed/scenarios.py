@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
     fully_sharded_data_parallel,
 )
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -1059,8 +1059,11 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
         ]
+        is_running = precision == "32-true" and options.get("use_orig_params", True)
+        if is_running:
+            rules.append(Rule(kinds="activation_difference", statistics=["norm", "ratio", "cosine"]))
         capture = Capture(sites="model.*", kinds=["activation", *kinds], steps=[1])
-        callback = ModuleMonitorCallback(every_n_steps=1, reference="init", rules=rules, capture=capture, on_error="raise")
+        callback = ModuleMonitorCallback(every_n_steps=1, reference="init", rcc=is_running, rules=rules, capture=capture, on_error="raise")
         module, truth, counts = Flat(), WholeParameters(), collectives_of_steps(callback)
         settings: dict[str, Any] = {"limit_val_batches": 0, "strategy": "auto", "precision": precision} | (training or {})
         num_batches = 3 * settings.get("accumulate_grad_batches", 1)
@@ -1074,6 +1077,36 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
         return {name: result[name] for name in ("folder", "records", "said", "files")} | {"truth": truth.truth, "collectives": counts}
 
     return scenario
+
+
+class FlatLate(Flat):
+    """Wraps some of its layers itself, when the strategy asks for it."""
+
+    def configure_model(self) -> None:
+        network = self.model
+        for name in ("first", "up"):
+            setattr(network, name, wrap(getattr(network, name)))
+        self.model = wrap(network)
+
+
+def flat_references(folder: Path) -> dict[str, Any]:
+    """FSDP1: a reference of a submodule in another precision, one of a model in a single unit, and one of a model that wraps itself."""
+    found = {}
+    rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio"])]
+    ways: dict[str, tuple[type[Flat], dict[str, Any], dict[str, Any]]] = {
+        "beside": (Flat, {"module": "model"}, {"precision": "bf16-mixed"}),
+        "one unit": (Flat, {}, {}),
+        "by hand": (FlatLate, {}, {}),
+    }
+    for name, (kind, options, settings) in ways.items():
+        module = kind()
+        callback = ModuleMonitorCallback(1, rules=rules, reference="init", rcc=True, on_error="raise", **options)
+        if WORLD > 1:
+            wrapped = wrapping(module) if name == "beside" else {"ignored_modules": [module.ignored]}
+            settings["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapped)
+        with fsdp_on_a_cpu():
+            found[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
+    return found
 
 
 class WholeWeights(Callback):
@@ -1092,9 +1125,9 @@ def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
     for monitored in (False, True):
         rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
         rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
-        rules.append(Rule(kinds="parameter_difference", statistics="norm"))
+        rules.append(Rule(kinds=["activation_difference", "parameter_difference"], statistics="norm"))
         capture = Capture(sites="model.*", kinds=["parameter", "update"], steps=[1])
-        callback = ModuleMonitorCallback(1, rules=rules, reference="init", capture=capture, on_error="raise")
+        callback = ModuleMonitorCallback(1, rules=rules, reference="init", rcc=True, capture=capture, on_error="raise")
         module, end = Flat(), WholeWeights()
         options: dict[str, Any] = {"devices": WORLD, "use_distributed_sampler": False, "limit_val_batches": 0, "accumulate_grad_batches": 2}
         options["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapping(module))
@@ -1209,6 +1242,7 @@ FLAT = {
     "flat_hybrid": flat("HYBRID_SHARD"),
     "flat_without_names": flat("FULL_SHARD", use_orig_params=False),
     "flat_loop": flat_loop,
+    "flat_references": flat_references,
 }
 """FSDP1."""
 

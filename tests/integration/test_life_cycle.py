@@ -460,15 +460,7 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
 
 
 @pytest.mark.refuses("{row}", "RCC")
-@pytest.mark.parametrize(
-    "row",
-    [
-        "tensor parallel, 2 ranks",
-        "tensor parallel and FSDP2, 4 ranks",
-        "FSDP1, FULL_SHARD",
-        "FSDP1, HYBRID_SHARD, 4 ranks",
-    ],
-)
+@pytest.mark.parametrize("row", ["tensor parallel, 2 ranks", "tensor parallel and FSDP2, 4 ranks"])
 def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import Parameter
 
 from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.model.names import is_fsdp_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -104,6 +106,22 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
     """The modules that ``fully_shard`` was applied to."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+
+
+def fsdp1_units(root: nn.Module) -> dict[nn.Module, Any]:
+    """The innermost unit of FSDP1 around each module that is in one."""
+    if not any(is_fsdp_wrapper(module) for module in root.modules()):
+        return {}
+    kind = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+    # This also decides which units are the outermost ones: the first that is gathered would take itself for one.
+    kind.fsdp_modules(root, root_only=True)
+    return {module: unit for unit in kind.fsdp_modules(root) for module in unit.modules()}  # an outer unit comes before its inner ones
+
+
+def gathered(unit: Any) -> AbstractContextManager[None]:  # noqa: ANN401  # FSDP1 may never have been imported
+    """Within the block the parameters of a unit of FSDP1 are whole, but not those of units in it: by a collective of all ranks."""
+    block: AbstractContextManager[None] = unit.summon_full_params(unit, recurse=False, writeback=False)
+    return block
 
 
 def reshard(module: nn.Module) -> None:

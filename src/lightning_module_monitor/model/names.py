@@ -95,6 +95,11 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name).rstrip(".") or ROOT
 
 
+def is_fsdp_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper of FSDP1. What it wraps stands for both: its parameters are whole when its forward returns."""
+    return "_fsdp_wrapped_module" in module._modules
+
+
 class Namer:
     """Gives every module and parameter one name: fit for loggers, no two alike."""
 
@@ -121,6 +126,8 @@ class Namer:
         names: dict[nn.Module, list[str]] = {}
         outermost: dict[str, nn.Module] = {}
         for raw, module in root.named_modules(remove_duplicate=False):
+            if is_fsdp_wrapper(module):
+                continue
             # A wrapper and what it wraps are one layer; the wrapper, which comes first, stands for both.
             layer = outermost.setdefault(without_wrappers(raw), module)
             if not isinstance(module, UNWATCHED):

@@ -192,19 +192,22 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
             if call is None:
                 self._num_skipped += 1  # the probe of the reference logs that it has not run as often
                 return
-            inputs = layer.type.bind(layer.module, args, kwargs)
-            tensors = None if inputs is None else _tensors(layer, inputs, output, call)
-            if tensors is None:
-                self._num_skipped += 1
-                self._tools.reporter.log_once(SKIPPED)
-                return
-            with _full_precision(self._device):
-                self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
+            with self._reference.reference.gathered(layer.reference):
+                self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
 
     def fail(self, layer: CheckedLayer, output: object, error: Exception) -> None:
         """Record NaN for a call whose terms cannot be computed."""
         for spec in layer.specs.values():
             self._accumulator.fail(spec, output, error)
+
+    def _observe(self, layer: CheckedLayer, inputs: list[Tensor] | None, output: object, call: NamedTensors) -> None:
+        tensors = None if inputs is None else _tensors(layer, inputs, output, call)
+        if tensors is None:
+            self._num_skipped += 1
+            self._tools.reporter.log_once(SKIPPED)
+            return
+        with _full_precision(self._device):
+            self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
     def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
         """The terms of the inputs, and of the tensor that the weight is applied to."""
@@ -225,7 +228,8 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         # Weights that are laid out over ranks are gathered one layer at a time: all together may not fit.
         groups = [[one] for one in layers] if is_laid_out(self._reference.reference.module) else [layers]
         for group in groups:
-            self._observe_operator_norms_of(group)
+            with self._reference.reference.gathered(*(one for layer, _spec in group for one in (layer.module, layer.reference))):
+                self._observe_operator_norms_of(group)
 
     def _observe_operator_norms_of(self, layers: Sequence[tuple[CheckedLayer, MetricSpec]]) -> None:
         updates: dict[str, Difference] = {}

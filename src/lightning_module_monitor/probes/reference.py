@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.shards import reshard
+from lightning_module_monitor.distributed.shards import gathered, reshard
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
-from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
+from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
@@ -44,12 +44,24 @@ class Reference:
             before the model.
         cpu_offload: Whether its tensors wait for the model's own in the memory of the host.
         name: Name of ``live``, for messages.
+        wrapper: What runs the sibling under FSDP1: it calls a function with arguments.
+        units: The unit of FSDP1 around each module of both.
 
     Raises:
         ValueError: If modules or parameters of the two have different names or shapes; lists them.
     """
 
-    def __init__(self, live: nn.Module, module: nn.Module, *, follows: bool, cpu_offload: bool, name: str = ROOT) -> None:
+    def __init__(
+        self,
+        live: nn.Module,
+        module: nn.Module,
+        *,
+        follows: bool,
+        cpu_offload: bool,
+        name: str = ROOT,
+        wrapper: nn.Module | None = None,
+        units: Mapping[nn.Module, Any] | None = None,
+    ) -> None:
         differing = structural_differences(live, module)
         if differing:
             shown = ", ".join(differing[:10]) + (" ..." if len(differing) > 10 else "")
@@ -60,12 +72,14 @@ class Reference:
         self.follows = follows
         self.cpu_offload = cpu_offload
         self.name = name
+        self.wrapper = wrapper
+        self._units = units or {}
         # The first name of a shared module counts, for both.
         self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
-        # The owner of a parameter may be within a wrapper (FSDP1), and is then at the same place in a copy.
-        places = dict(module.named_modules(remove_duplicate=False))
-        within = {one: places[name] for name, one in live.named_modules(remove_duplicate=False) if name in places}
-        self._owners: dict[nn.Module, nn.Module] = within | self._siblings
+        # The owner of a parameter may be within a wrapper.
+        owners = {without_wrappers(name): one for name, one in module.named_modules(remove_duplicate=False)}
+        within = {one: owners.get(without_wrappers(name)) for name, one in live.named_modules(remove_duplicate=False)}
+        self._owners = {one: owner for one, owner in within.items() if owner is not None}
         self.is_running = False
         self.operator_norms: dict[str, Tensor] = {}
         """Of its weights, by the site of a layer; they are computed once."""
@@ -89,6 +103,18 @@ class Reference:
         """The device of its first tensor."""
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if first is None else first.device
+
+    @contextmanager
+    def gathered(self, *modules: nn.Module) -> Iterator[None]:
+        """Within the block modules of either, which do not run now, have whole parameters under FSDP1, too: all ranks take part."""
+        with ExitStack() as stack:
+            for unit in {self._units[module]: None for module in modules if module in self._units}:
+                stack.enter_context(gathered(unit))
+            yield
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the sibling."""
+        return self.module(*args, **kwargs) if self.wrapper is None else self.wrapper(self.module, *args, **kwargs)
 
     @contextmanager
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
@@ -250,7 +276,7 @@ class ReferenceProbe(Probe):
 
         def call() -> None:
             own_args, own_kwargs = plain_copy((args, kwargs))
-            self.reference.module(*own_args, **own_kwargs)
+            self.reference(*own_args, **own_kwargs)
 
         if self.is_open and not is_in_backward():
             try:
@@ -318,10 +344,10 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name without wrappers, a wrapper in place of the wrapped module; modules that measure are left out."""
+    """Modules by name without wrappers, a wrapper in place of the wrapped module, if not FSDP1's; modules that measure are left out."""
     modules: dict[str, nn.Module] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if not isinstance(module, UNWATCHED):
+        if not isinstance(module, UNWATCHED) and not is_fsdp_wrapper(module):
             modules.setdefault(without_wrappers(name), module)
     return modules
 

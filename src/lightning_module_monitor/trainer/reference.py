@@ -6,11 +6,10 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -19,8 +18,8 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.trainer.laid_out import LaidOutCopy
 from lightning_module_monitor.trainer.options import INIT, messages
 
 MODULE = "module"
@@ -46,11 +45,13 @@ class ReferenceController:
         self._is_saved = is_saved
         self._module: nn.Module | None = None
         """Kept after the run, for a checkpoint that is written then."""
+        self._wrapper: nn.Module | None = None
+        """What runs it under FSDP1."""
         self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the modules: further sets of weights."""
-        return {**self.__dict__, "_module": None, "_unconfigured": None}
+        return {**self.__dict__, "_module": None, "_wrapper": None, "_unconfigured": None}
 
     def begin(self) -> None:
         """Forget the run before, except its module."""
@@ -59,16 +60,16 @@ class ReferenceController:
         """Whether each rank has parts of the reference, as it has of the model."""
         self._saved: Mapping[str, Any] | None = None
         self._initial: Mapping[str, Tensor] | None = None
-        self._unconfigured: LightningModule | None = None
-        """A copy of the model before ``configure_model``, which may lay parameters out over ranks."""
+        self._unconfigured: LaidOutCopy | None = None
+        """A copy of the model from before it was laid out over ranks."""
 
     def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the present values of the model, if they exist: a checkpoint's values may replace them before the first step."""
-        self._module = self._unconfigured = None
+        self._module = self._wrapper = self._unconfigured = None
         if self._source != INIT:
             return
-        if self._has_to_run() and isinstance(trainer.strategy, ModelParallelStrategy) and not is_laid_out(pl_module):
-            self._unconfigured = cast(LightningModule, copies.frozen_copy(pl_module))
+        if self._has_to_run():
+            self._unconfigured = LaidOutCopy.of(trainer, pl_module)
         try:
             live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
         except AttributeError:
@@ -110,7 +111,9 @@ class ReferenceController:
         Raises:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
-        reference = trainer.precision_plugin.convert_module(self._made(trainer, pl_module)).to(pl_module.device)
+        reference = self._made(trainer, pl_module)
+        if not self._is_laid_out:
+            reference = trainer.precision_plugin.convert_module(reference).to(pl_module.device)
         if self._initial is not None and copies.differing_tensors(reference, self._initial):
             self._initial = None  # of layers that were made since
         values = self._values_of_resumed_run()
@@ -120,7 +123,7 @@ class ReferenceController:
             if trainer.world_size > 1 and not self._is_laid_out:
                 # A module of the user's, or a new initialization, may have another seed on each rank.
                 share_values_of_first(copies.tensors_of(reference).values())
-            self._monitor.set_reference_module(reference, follows=self._within is not None)
+            self._monitor.set_reference_module(reference, follows=self._within is not None, wrapper=self._wrapper)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
         self._module, self._initial, self._unconfigured = reference, None, None
@@ -129,7 +132,7 @@ class ReferenceController:
         """Run the reference on the batch that the model is about to get."""
         reference = self._module
         assert isinstance(reference, LightningModule)
-        self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx))
+        self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx, self._wrapper))
 
     def _has_to_run(self) -> bool:
         """Whether activations of the reference are compared, and not only its parameters."""
@@ -146,16 +149,18 @@ class ReferenceController:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
         if not self._has_to_run():
             return copies.parameter_copy(live)
-        model = self._unconfigured
+        laid_out = self._unconfigured
         shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
-        if model is None or shares_input:
+        if laid_out is None or shares_input:
             needed_by = self._monitor.planner.first_of_reference(running=True)
-            expected = "expected a model that configure_model lays out by FSDP2 alone, and not before this fit"
+            expected = "expected a model that FSDP alone lays out, and not before this fit"
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
-        configure(model, trainer, pl_module)
-        silence(model)
-        reference = model.get_submodule(self._within or "").requires_grad_(False)
-        copies.set_tensors(reference, copies.tensors_of(live))
+        laid_out.lay_out(trainer, pl_module, attach)
+        silence(laid_out.module)
+        self._wrapper = laid_out.wrapper
+        reference = laid_out.module.get_submodule(self._within or "")
+        # By its own names: activation checkpointing may have wrapped parts of the model.
+        copies.set_tensors(reference, dict(zip(copies.tensors_of(reference), copies.tensors_of(live).values(), strict=True)))
         return reference
 
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
@@ -247,22 +252,12 @@ def silence(reference: LightningModule) -> None:
             vars(part).update(_SILENT)
 
 
-def configure(copied: LightningModule, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Call ``configure_model`` of a copy as Lightning has called the model's; random states stay as they are."""
-    strategy = trainer.strategy
-    copied._device_mesh = pl_module._device_mesh  # the property device_mesh, which configure_model reads, has no setter
+def attach(copied: LightningModule, trainer: Trainer) -> None:
+    """Attach a copy to the trainer of the model, without its loggers."""
     copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
-    contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
-    try:
-        with unchanged_random_states(pl_module.device), contexts[0], contexts[1], contexts[2]:
-            copied.configure_model()
-    finally:
-        copied.trainer = None
-    if any(one.is_meta for one in copies.tensors_of(copied).values()):
-        copied.to_empty(device=strategy.root_device)
 
 
-def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int) -> Any:  # noqa: ANN401  # as its own
+def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # as its own
     """Run a copy's ``training_step`` as Lightning is about to run the model's.
 
     Args:
@@ -270,16 +265,17 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
         trainer: The copy is attached to this, without its loggers, while it runs.
         batch: On the device and in the precision of the run. The copy gets a copy, because it may write into it.
         batch_idx: Number of the batch.
+        wrapper: What runs it under FSDP1, by calling its first argument with all others.
 
     Returns:
         The result of ``training_step``.
     """
     takes_index = is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
-    reference.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
+    attach(reference, trainer)
     try:
         with trainer.precision_plugin.train_step_context(), _unchanged_attributes(reference):
-            return reference.training_step(*arguments)
+            return reference.training_step(*arguments) if wrapper is None else wrapper(reference.training_step, *arguments)
     finally:
         reference.trainer = None
 

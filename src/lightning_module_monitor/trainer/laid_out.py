@@ -1,0 +1,106 @@
+"""A reference that FSDP lays out over ranks like the model: a copy from before that, which goes through the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from lightning_module_monitor.distributed.shards import is_laid_out
+from lightning_module_monitor.model import copies
+from lightning_module_monitor.model.names import is_fsdp_wrapper
+from lightning_module_monitor.model.unchanged import unchanged_random_states
+
+
+class LaidOutCopy:
+    """A copy of a model that no strategy has laid out yet.
+
+    Args:
+        strategy: The strategy of the run.
+        model: The model, before ``configure_model``.
+    """
+
+    def __init__(self, strategy: FSDPStrategy | ModelParallelStrategy, model: LightningModule) -> None:
+        self._strategy = strategy
+        self.module = cast(LightningModule, copies.frozen_copy(model))
+        """The copy."""
+        self.wrapper: nn.Module | None = None
+        """What runs it under FSDP1: it calls the function that is its first argument with the others."""
+        siblings: dict[object, Any] = dict(zip(model.modules(), self.module.modules(), strict=True))
+        siblings |= dict(zip(model.parameters(), self.module.parameters(), strict=True))
+        self._options = {
+            name: [siblings.get(one, one) for one in value] if name in ("ignored_modules", "ignored_states") and value else value
+            for name, value in getattr(strategy, "kwargs", {}).items()
+        }
+
+    @classmethod
+    def of(cls, trainer: Trainer, model: LightningModule) -> LaidOutCopy | None:
+        """A copy of a model that the strategy of a run is going to lay out over ranks; ``None`` if it does not, or already has."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, FSDPStrategy | ModelParallelStrategy) or is_laid_out(model):
+            return None
+        return cls(strategy, model)
+
+    def lay_out(self, trainer: Trainer, model: LightningModule, attach: Callable[[LightningModule, Trainer], None]) -> None:
+        """Do with the copy what Lightning has done with the model; random states stay as they are.
+
+        Args:
+            trainer: The trainer.
+            model: The model.
+            attach: Gives a copy a trainer.
+        """
+        strategy, copied = self._strategy, self.module
+        copied._device_mesh = model._device_mesh  # the property device_mesh, which configure_model reads, has no setter
+        contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
+        attach(copied, trainer)
+        try:
+            with unchanged_random_states(model.device), contexts[0], contexts[1], contexts[2]:
+                copied.configure_model()
+        finally:
+            copied.trainer = None
+        trainer.precision_plugin.convert_module(copied)
+        if isinstance(strategy, FSDPStrategy):
+            self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)
+            return
+        if any(one.is_meta for one in copies.tensors_of(copied).values()):
+            copied.to_empty(device=strategy.root_device)
+        copied.to(strategy.root_device)
+
+
+class _Call(nn.Module):
+    """In place of a module that FSDP1 wraps: calls a function while the module's parameters are whole.
+
+    Lightning does this with ``training_step``. No hook of the module runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Call the function."""
+        return function(*args, **kwargs)
+
+
+def _wrapped(copied: nn.Module, strategy: FSDPStrategy, options: dict[str, Any]) -> nn.Module:
+    """A copy in FSDP1's wrapper, with the options of the model's."""
+    # No backward pass follows, for which the other strategies keep whole parameters.
+    without_backward = {
+        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
+        ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
+    }
+    common: dict[str, Any] = {
+        "cpu_offload": strategy.cpu_offload,
+        "mixed_precision": strategy.mixed_precision_config,
+        "sharding_strategy": without_backward.get(strategy.sharding_strategy, strategy.sharding_strategy),
+        "device_id": strategy.root_device.index,
+    }
+    unit = FullyShardedDataParallel(copied, **common, **options)
+    unit._fsdp_wrapped_module = _Call(copied)
+    # Only the outermost unit stays whole after a forward pass, and this one has no parameters.
+    of_all = {name: options[name] for name in ("process_group", "device_mesh", "use_orig_params") if name in options}
+    return FullyShardedDataParallel(unit, **common, **of_all)
