@@ -59,8 +59,8 @@ def judge(detector: Detector, tables: Sequence[Table], skipped_steps: Collection
 
 
 def _finding(name: str, table: Table, violation: _Violation) -> Finding:
-    site = table.sites[violation.row]
-    return Finding(violation.step, name, site, table.name._replace(site=site).format(), violation.words, violation.severity)
+    row = violation.row
+    return Finding(violation.step, name, table.sites[row], table.key(row), violation.words, violation.severity)
 
 
 # Record by record
@@ -71,7 +71,7 @@ def _by_record(detector: Detector, tables: Sequence[Table], skipped_steps: Colle
     rule = detector.alert()
     state = RuleState(rule)
     steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
-    keys = tuple(table.name._replace(site=site).format() for table in tables for site in table.sites)
+    keys = tuple(table.key(row) for table in tables for row in range(len(table.sites)))
     values, is_recorded = np.empty((len(steps), len(keys))), np.zeros((len(steps), len(keys)), bool)
     first = 0
     for table in tables:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import package_version, require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
@@ -193,7 +192,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "path": run.path,
-        "extent": _extent(run),
+        "extent": run.extent,
         "verdict": verdict,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": [(level, problem, [(one, _series(one)) for one in findings]) for level, problem, findings in verdict.problems],
@@ -217,13 +216,6 @@ def _series(shown_by: Finding | Change) -> str:
     if not shown_by.statistic:
         return ""
     return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
-
-
-def _extent(run: Run) -> str:
-    steps = run.steps
-    if not steps:
-        return "nothing recorded yet"
-    return f"{counted(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {counted(len(run.sites), 'site')}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -251,5 +243,4 @@ def _figure_row(table: Table) -> tuple[str, ...]:
     values = table.values[0][table.is_recorded[0]]
     finite = values[np.isfinite(values)]
     numbers = [values[0], values[-1], *((finite.min(), finite.max(), finite.mean()) if finite.size else (np.nan,) * 3)]
-    name = table.name._replace(site=table.sites[0])
-    return (name.format(), *(f"{number:.4g}" for number in numbers))
+    return (table.key(0), *(f"{number:.4g}" for number in numbers))
