@@ -136,14 +136,14 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
 
 def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the store, or where it is wanted; where and how large is said."""
-    assert re.fullmatch(r"monitor\.html: \d\.\d MB\n", printed(capsys, "report", "monitor.h5"))
+    assert re.fullmatch(r"monitor\.html: \d\.\d+ MiB\n", printed(capsys, "report", "monitor.h5"))
     assert f"<title>{'/'.join(store.parts[-3:])}</title>" in Path("monitor.html").read_text()
     Path("pages").mkdir()
     printed(capsys, "report", str(store), "-o", "pages/mine.html")
     assert Path("pages/mine.html").exists()
     shutil.copy(store, "other.h5")
     out = printed(capsys, "compare", "monitor.h5", "other.h5").splitlines()
-    assert re.fullmatch(r"compare\.html: \d\.\d MB", out[0])
+    assert re.fullmatch(r"compare\.html: \d\.\d+ MiB", out[0])
     assert [line.endswith("other.h5: no series of both differs") for line in out[1:]] == [True]
     assert "<title>monitor and other</title>" in Path("compare.html").read_text()
     assert error(capsys, "compare", "monitor.h5") == "one STORE is given; expected two or more. For one run there is the command report."

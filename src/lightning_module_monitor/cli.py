@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, nearest_pattern, package_version, printable, require
+from lightning_module_monitor.errors import ConfigError, in_bytes, nearest_pattern, package_version, printable, require
 from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:
@@ -111,11 +111,6 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
-
-
-def _size_of(path: Path) -> str:
-    num_bytes = path.stat().st_size
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 # ------------------------------------------------------------------ pages: report, compare
@@ -224,7 +219,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
 
     with _writing(path):
         write_report(stores, path)
-    print(f"{path}: {_size_of(path)}")
+    print(f"{path}: {in_bytes(path.stat().st_size)}")
     return 0
 
 
@@ -352,7 +347,7 @@ def _export(arguments: argparse.Namespace) -> int:
         else:
             texts = {name: frame[name].map(_no_formula) for name in ("stage", "kind", "site", "statistic")}
             frame.assign(**texts).to_csv(path, index=False)
-    print(f"{path}: {len(frame):,} values, {_size_of(path)}")
+    print(f"{path}: {len(frame):,} values, {in_bytes(path.stat().st_size)}")
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_module_monitor.errors import package_version, require
+from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
@@ -230,7 +230,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("numbers a step", f"{sum(len(table.sites) for table in (*run.tables, *run.figures)):,}"),
     ]
     if Path(run.path).exists():
-        facts.append(("size of the store", f"{Path(run.path).stat().st_size / 1e6:.2f} MB"))
+        facts.append(("size of the store", in_bytes(Path(run.path).stat().st_size)))
     for table in run.figures:
         shares = table.values[np.isfinite(table.values)]
         if (table.name.kind, table.statistic) == (OWN_KIND, OVERHEAD_FRACTION) and shares.size:
