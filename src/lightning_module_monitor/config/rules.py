@@ -200,18 +200,9 @@ def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradien
         expected = "expected a container's name, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks is {flow.blocks!r}; {expected}, e.g. 'model.blocks'.")
     blocks = flow.blocks if isinstance(flow.blocks, str) else names
+    check_choice(flow.norm, NORMS, f"gradient_flow.norm {flow.norm!r} is not a norm")
     thresholds = parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
-    return ParsedGradientFlow(blocks, parse_norm(flow.norm, "gradient_flow.norm"), thresholds)
-
-
-def parse_norm(norm: str, label: str) -> str:
-    """The name of a norm of gradients, if it is one.
-
-    Raises:
-        ConfigError: If it is none.
-    """
-    check_choice(norm, NORMS, f"{label} {norm!r} is not a norm")
-    return norm
+    return ParsedGradientFlow(blocks, flow.norm, thresholds)
 
 
 def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
