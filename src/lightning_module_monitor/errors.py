@@ -138,14 +138,7 @@ def in_bytes(count: int) -> str:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a package that only an extra brings.
-
-    Args:
-        module: Import path, e.g. ``"pandas"``.
-        extra: The extra of this package that installs it.
-
-    Returns:
-        The imported module.
+    """Import a package that only an extra of this one installs.
 
     Raises:
         ImportError: If it is not installed; the message holds the pip command.
