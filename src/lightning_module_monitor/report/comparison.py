@@ -164,5 +164,5 @@ def compare_series(before: Run, after: Run, patterns: Sequence[re.Pattern[str]])
 
 
 def _level(table: Table, row: int) -> Level:
-    last = late(table.values[row, table.is_recorded[row]][np.newaxis])
-    return Level(float(typical(last)[0]), bool(np.isfinite(last).all()))
+    last = late(table.values[row, table.is_recorded[row]])
+    return Level(float(typical(last)), bool(np.isfinite(last).all()))

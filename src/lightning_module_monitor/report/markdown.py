@@ -145,7 +145,7 @@ def _rows_of(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 def _kinds(run: Run) -> str:
     rows = []
     for table in (*run.tables, *run.figures):
-        medians = (f"{typical(typical(part(table.values))[np.newaxis])[0]:.4g}" for part in (early, late))
+        medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))
         rows.append((table.kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
     return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)
 

@@ -113,18 +113,17 @@ def of_training(tables: Iterable[Table], kind: str, statistic: str) -> list[Tabl
 
 
 def early(values: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The first quarter of the records, at least one; ``(sites, steps)`` to ``(sites, some)``."""
-    return values[:, : max(1, values.shape[1] // 4)]
+    """The first quarter of the records, at least one; ``(..., steps)`` to ``(..., some)``."""
+    return values[..., : max(1, values.shape[-1] // 4)]
 
 
 def late(values: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The last quarter of the records, at least one; ``(sites, steps)`` to ``(sites, some)``."""
-    return values[:, -max(1, values.shape[1] // 4) :]
+    """The last quarter of the records, at least one; ``(..., steps)`` to ``(..., some)``."""
+    return values[..., -max(1, values.shape[-1] // 4) :]
 
 
 def typical(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Median of each row's finite values, shape ``(rows,)``; NaN where there is none."""
+    """Median of the finite values along the last dimension, ``(..., steps)`` to ``(...)``; NaN where there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a row without any
-        medians: NDArray[np.float64] = np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=1)
-    return medians
+        return np.asarray(np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=-1))
