@@ -96,7 +96,7 @@ def test_summary_of_histograms_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     """Their sites and steps count."""
     histograms = {f"parameter/{site}/hist": [Histogram(np.ones(NUM_COUNTS, np.int64))] * 3 for site in ("a", "b")}
     write_store(tmp_path / "monitor.h5", {"monitor/errors": [0.0] * 3}, histograms=histograms)
-    assert "monitor.h5: 2 sites, steps 0 to 20\n" in printed(capsys, "summary", "monitor.h5")
+    assert "monitor.h5: 3 monitored steps, 0 to 20; 2 sites\n" in printed(capsys, "summary", "monitor.h5")
 
 
 def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
     """Site and evidence of what is sick, with status 1; what was looked for in vain; what was not recorded; status 0 where all is well."""
     out = printed(capsys, "summary", "monitor.h5", status=1)
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0].endswith("monitor.h5: 2 sites, steps 0 to 20")
+    assert lines[0].endswith("monitor.h5: 3 monitored steps, 0 to 20; 2 sites")
     found = "sick values that are not finite fc (activation) the first: rms inf at step 20, of 1 series at that step and 1 in all"
     assert found in lines
     assert "ok spikes of the gradient none in 1 series" in lines
@@ -136,14 +136,14 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
 
 def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the store, or where it is wanted; where and how large is said."""
-    assert re.fullmatch(r"monitor\.html: \d\.\d MB\n", printed(capsys, "report", "monitor.h5"))
+    assert re.fullmatch(r"monitor\.html: \d\.\d+ MiB\n", printed(capsys, "report", "monitor.h5"))
     assert f"<title>{'/'.join(store.parts[-3:])}</title>" in Path("monitor.html").read_text()
     Path("pages").mkdir()
     printed(capsys, "report", str(store), "-o", "pages/mine.html")
     assert Path("pages/mine.html").exists()
     shutil.copy(store, "other.h5")
     out = printed(capsys, "compare", "monitor.h5", "other.h5").splitlines()
-    assert re.fullmatch(r"compare\.html: \d\.\d MB", out[0])
+    assert re.fullmatch(r"compare\.html: \d\.\d+ MiB", out[0])
     assert [line.endswith("other.h5: no series of both differs") for line in out[1:]] == [True]
     assert "<title>monitor and other</title>" in Path("compare.html").read_text()
     assert error(capsys, "compare", "monitor.h5") == "one STORE is given; expected two or more. For one run there is the command report."

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, nearest_pattern, package_version, printable, require
+from lightning_module_monitor.errors import ConfigError, in_bytes, nearest_pattern, package_version, printable, require
 from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, wo
     parser.add_argument("store", metavar="STORE", type=Path, nargs=num, help=words)
 
 
-def _add_output(parser: argparse.ArgumentParser, words: str, default: Path | None = None) -> None:
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, default=default, help=f"default: {words}")
+def _add_output(parser: argparse.ArgumentParser, words: str) -> None:
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=f"default: {words}")
 
 
 def _open_store(path: Path) -> StoreReader:
@@ -111,11 +111,6 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
-
-
-def _size_of(path: Path) -> str:
-    num_bytes = path.stat().st_size
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 # ------------------------------------------------------------------ pages: report, compare
@@ -198,11 +193,12 @@ def _print_changes(paths: Sequence[Path]) -> int:
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
     """Print the keys that differ by more than a factor between the first run and any other."""
     from lightning_module_monitor.report.comparison import compare_series
+    from lightning_module_monitor.report.run import read_run
 
     ratio = 2.0 if ratio is None else ratio
     if not 1 <= ratio < math.inf:
         raise ConfigError(f"--ratio is {ratio:g}; expected a number >= 1, e.g. 2.")
-    first, *others = map(_open_store, paths)
+    first, *others = [read_run(_open_store(path)) for path in paths]
     num_failures = 0
     for other in others:
         series = compare_series(first, other, patterns)
@@ -223,7 +219,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
 
     with _writing(path):
         write_report(stores, path)
-    print(f"{path}: {_size_of(path)}")
+    print(f"{path}: {in_bytes(path.stat().st_size)}")
     return 0
 
 
@@ -267,13 +263,12 @@ def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.run import read_run
     from lightning_module_monitor.report.verdict import verdict_on
 
-    store = _open_store(arguments.store)
-    run = read_run(store)
+    run = read_run(_open_store(arguments.store))
     verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
     if arguments.markdown or arguments.json:
         from lightning_module_monitor.report.markdown import as_json, as_markdown
 
-        print((as_markdown(run, verdict, store.modules()) if arguments.markdown else as_json(run, verdict)).rstrip())
+        print((as_markdown(run, verdict) if arguments.markdown else as_json(run, verdict)).rstrip())
     else:
         require("rich", "report")
         from lightning_module_monitor.report.terminal import print_verdict
@@ -352,7 +347,7 @@ def _export(arguments: argparse.Namespace) -> int:
         else:
             texts = {name: frame[name].map(_no_formula) for name in ("stage", "kind", "site", "statistic")}
             frame.assign(**texts).to_csv(path, index=False)
-    print(f"{path}: {len(frame):,} values, {_size_of(path)}")
+    print(f"{path}: {len(frame):,} values, {in_bytes(path.stat().st_size)}")
     return 0
 
 

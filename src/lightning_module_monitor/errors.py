@@ -123,15 +123,22 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
+def in_bytes(count: int) -> str:
+    """A number of bytes in a readable unit.
+
+    >>> in_bytes(1536)
+    '1.5 KiB'
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
 def require(module: str, extra: str) -> ModuleType:
-    """Import a package that only an extra brings.
-
-    Args:
-        module: Import path, e.g. ``"pandas"``.
-        extra: The extra of this package that installs it.
-
-    Returns:
-        The imported module.
+    """Import a package that only an extra of this one installs.
 
     Raises:
         ImportError: If it is not installed; the message holds the pip command.

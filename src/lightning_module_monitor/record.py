@@ -152,6 +152,11 @@ class Key(NamedTuple):
         stage = "" if self.stage == TRAIN else self.stage
         return "/".join(part for part in (self.prefix, stage, self.kind, self.site, self.statistic) if part)
 
+    @property
+    def full_kind(self) -> str:
+        """The kind with prefix and stage: ``run1/validation/activation``."""
+        return self._replace(site="", statistic="").format()
+
     @classmethod
     def parse(cls, text: str) -> Key:
         """Take a key apart; the inverse of :meth:`format`.
@@ -180,7 +185,7 @@ class Key(NamedTuple):
         """
         parts = text.split("/")
         if len(parts) > 3 or any(not part or fit_for_loggers(part) != part for part in parts):
-            fit = "/".join(re.sub(r"[^A-Za-z0-9_.-]", "_", part) for part in parts[:3])
+            fit = "/".join(map(fit_for_loggers, parts[:3]))
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
 
@@ -373,12 +378,12 @@ class Finding:
     @property
     def kind(self) -> str:
         """Prefix, stage and kind of the series that shows it."""
-        return Key.parse(self.key)._replace(site="", statistic="").format().rstrip("/") if self.key else ""
+        return Key.parse(self.key).full_kind
 
     @property
     def statistic(self) -> str:
         """Statistic of the series that shows it."""
-        return Key.parse(self.key).statistic if self.key else ""
+        return Key.parse(self.key).statistic
 
     def __repr__(self) -> str:
         return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"

@@ -56,7 +56,7 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     page = printed(capsys, str(path), "--markdown", status=1)
     run = read_run(load_store(path))
     verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
-    assert page == as_markdown(run, verdict, []).rstrip() + "\n"
+    assert page == as_markdown(run, verdict).rstrip() + "\n"
     assert "## Model" not in page
     assert page.startswith("# Verdict: sick\n")
     assert verdict.diagnoses

@@ -153,12 +153,7 @@ def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
 
 
 def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSchedule) -> ParsedRule:
-    """Check a rule.
-
-    Args:
-        rule: The user's rule, or its options.
-        label: Its path, for messages.
-        schedule: The monitor's schedule, for a rule without one of its own.
+    """Check a rule, whose path is ``label``; ``schedule`` is the monitor's, for a rule without one of its own.
 
     Raises:
         ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right name.
@@ -200,18 +195,9 @@ def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradien
         expected = "expected a container's name, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks is {flow.blocks!r}; {expected}, e.g. 'model.blocks'.")
     blocks = flow.blocks if isinstance(flow.blocks, str) else names
+    check_choice(flow.norm, NORMS, f"gradient_flow.norm {flow.norm!r} is not a norm")
     thresholds = parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
-    return ParsedGradientFlow(blocks, parse_norm(flow.norm, "gradient_flow.norm"), thresholds)
-
-
-def parse_norm(norm: str, label: str) -> str:
-    """The name of a norm of gradients, if it is one.
-
-    Raises:
-        ConfigError: If it is none.
-    """
-    check_choice(norm, NORMS, f"{label} {norm!r} is not a norm")
-    return norm
+    return ParsedGradientFlow(blocks, flow.norm, thresholds)
 
 
 def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
@@ -277,12 +263,7 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
     """Options as their dataclass.
 
     LightningCLI makes the dataclass of a mapping itself if nothing is wrong in it, and passes on the mapping otherwise.
-
-    Args:
-        kind: The dataclass.
-        value: An instance of it, or a mapping, as YAML has it.
-        label: Path of the option, for messages.
-        example: What YAML may hold.
+    ``label`` is the path of the option, and ``example`` what YAML may hold.
 
     Raises:
         ConfigError: If it is neither, if there is no such option, or one is missing that has no default.
@@ -305,14 +286,8 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
 def check_choice(value: object, known: Collection[str], wrong: str, expected: str = "") -> None:
     """Check that a value is a known name.
 
-    Args:
-        value: Any value.
-        known: The names.
-        wrong: Begin of the message.
-        expected: The names in the message, if not all of them.
-
     Raises:
-        ConfigError: If it is not. The message names the nearest one.
+        ConfigError: If it is not. The message begins with ``wrong``, has all names or ``expected``, and the nearest one.
     """
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{wrong}; expected {expected or ', '.join(known)}{nearest(str(value), known)}")

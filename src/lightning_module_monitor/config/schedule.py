@@ -95,12 +95,7 @@ class ParsedSchedule:
 
 
 def parse_schedule(value: object, label: str, *, may_be_by_clock: bool = False) -> ParsedSchedule:
-    """Check a schedule.
-
-    Args:
-        value: One of the forms of :data:`Schedule`.
-        label: Path of the option, for messages.
-        may_be_by_clock: Whether it may be ``{minutes: 5}``: one monitor has one clock.
+    """Check a schedule of the option ``label``; one by the clock, ``{minutes: 5}``, is for the monitor alone, which has one clock.
 
     Raises:
         ConfigError: If it has none of the forms.

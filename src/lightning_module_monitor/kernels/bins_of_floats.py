@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +18,8 @@ SPREAD = 64
 """Rows that the counts of a tensor are spread over on an accelerator: elements that are counted at once seldom wait for one another."""
 
 
-class FloatFormat(NamedTuple):
-    """Where a float has its sign, exponent and mantissa (IEEE 754)."""
-
-    integers: torch.dtype
-    exponent_bits: int
-    mantissa_bits: int
-
-
-FORMATS = {torch.float32: FloatFormat(torch.int32, 8, 23), torch.float64: FloatFormat(torch.int64, 11, 52)}
+FORMATS = {torch.float32: (torch.int32, 8, 23), torch.float64: (torch.int64, 11, 52)}
+"""Of a float (IEEE 754): the integer of its size, and how many bits its exponent and its mantissa have."""
 
 
 def places_of_codes(exponent_bits: int) -> NDArray[np.int64]:

@@ -120,13 +120,13 @@ class NumbaKernel:
             return
         array = array_of(tensor)
         is_float32 = array.dtype == np.float32
-        if needs & _MOMENTS:
-            features = tensor.shape[-1] if needs & _TOKENS and tensor.dim() else 1
+        if needs & Need.EVERYTHING:
+            features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
             target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
             (_compiled().add if is_float32 else _compiled().add_bfloat16)(array, features, needs, target)
             if len(rows) > 1:
                 self._merge(target, rows)
-        if needs & _HISTOGRAM:
+        if needs & Need.HISTOGRAM:
             # A bfloat16 is the upper half of a float32.
             self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16))
 
@@ -191,5 +191,3 @@ _EMPTY.flags.writeable = False  # as the others are: the loops are compiled for 
 _NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
 
 _PLACE_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(places_of_codes(8).reshape(-1))
-
-_MOMENTS, _TOKENS, _HISTOGRAM = Need.EVERYTHING, Need.TOKENS, Need.HISTOGRAM

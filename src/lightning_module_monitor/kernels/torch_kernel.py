@@ -9,7 +9,6 @@ each scaled by a power of two, and merges them in float64 on the host: accurate 
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -52,7 +51,6 @@ class _Part(NamedTuple):
     features: int
 
 
-@functools.cache
 def has_float64(device: torch.device) -> bool:
     """Whether a device computes in float64."""
     return device.type != "mps"

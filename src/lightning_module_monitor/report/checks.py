@@ -59,8 +59,8 @@ def judge(detector: Detector, tables: Sequence[Table], skipped_steps: Collection
 
 
 def _finding(name: str, table: Table, violation: _Violation) -> Finding:
-    site = table.sites[violation.row]
-    return Finding(violation.step, name, site, table.name._replace(site=site).format(), violation.words, violation.severity)
+    row = violation.row
+    return Finding(violation.step, name, table.sites[row], table.key(row), violation.words, violation.severity)
 
 
 # Record by record
@@ -71,7 +71,7 @@ def _by_record(detector: Detector, tables: Sequence[Table], skipped_steps: Colle
     rule = detector.alert()
     state = RuleState(rule)
     steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
-    keys = tuple(table.name._replace(site=site).format() for table in tables for site in table.sites)
+    keys = tuple(table.key(row) for table in tables for row in range(len(table.sites)))
     values, is_recorded = np.empty((len(steps), len(keys))), np.zeros((len(steps), len(keys)), bool)
     first = 0
     for table in tables:
@@ -147,7 +147,7 @@ def _growth_at_once(magnitudes: NDArray[np.float64], after: NDArray[np.float64],
     with np.errstate(invalid="ignore"):
         is_size = np.isfinite(magnitudes) & (magnitudes > 0)
     first = np.where(is_size.any(axis=1), np.take_along_axis(magnitudes, is_size.argmax(axis=1)[:, np.newaxis], axis=1)[:, 0], np.nan)
-    return np.where(after >= least * typical(first[np.newaxis])[0], after / first, 0.0)
+    return np.where(after >= least * typical(first), after / first, 0.0)
 
 
 def _spiking(table: Table, detector: Detector) -> Iterator[_Violation]:
@@ -157,7 +157,7 @@ def _spiking(table: Table, detector: Detector) -> Iterator[_Violation]:
     for row in _where((largest >= least * usual) & (usual > 0) & ~(grown >= least)):
         peak = magnitudes[row].argmax()
         around = np.delete(magnitudes[row], peak)[max(0, peak - 5) : peak + 5]
-        if not largest[row] >= least * typical(around[np.newaxis])[0]:
+        if not largest[row] >= least * typical(around):
             continue  # its neighbours are as large: gradients fall as a run converges
         step = int(table.steps[peak])
         evidence = f"{table.statistic} {largest[row]:.2g} at step {step}; its median over the run is {usual[row]:.2g}"
@@ -245,7 +245,7 @@ def _first(table: Table, condition: NDArray[np.bool_]) -> int:
 
 
 def _late_steps(table: Table) -> str:
-    steps = table.steps[-max(1, len(table.steps) // 4) :]
+    steps = late(table.steps)
     return f" (steps {steps[0]} to {steps[-1]})" if len(steps) > 1 else f" (step {steps[0]})"
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_module_monitor.errors import ConfigError, nearest_pattern
-from lightning_module_monitor.record import is_undefined
 from lightning_module_monitor.report.run import Run, late, typical
-from lightning_module_monitor.sinks.store.reader import StoreReader
+from lightning_module_monitor.sinks.store.matrices import Table
 
 NEGLIGIBLE = 1e-3
 """Fraction of the median magnitude of a kind's statistic over the sites of both runs, where no value is negative."""
@@ -150,28 +149,22 @@ class Difference(NamedTuple):
         return f"{self.key}: {self.before.median:.4g} -> {self.after.median:.4g} ({note})"
 
 
-def compare_series(before: StoreReader, after: StoreReader, patterns: Sequence[re.Pattern[str]]) -> list[Difference]:
+def compare_series(before: Run, after: Run, patterns: Sequence[re.Pattern[str]]) -> list[Difference]:
     """The series of both runs whose key a pattern matches as a whole.
 
     Raises:
         ConfigError: If a pattern matches none.
     """
-    common = set(before.keys()) & set(after.keys())
+    one, other = before.series, after.series
+    common = [key for key in one if key in other]
     for pattern in patterns:
         if not any(map(pattern.fullmatch, common)):
             runs, near = f"{before.path} and {after.path}", nearest_pattern(pattern.pattern, common)
             raise ConfigError(f"--fail-on {pattern.pattern!r} matches none of the {len(common)} keys of {runs}{near}")
-    matched = {key for key in common if any(pattern.fullmatch(key) for pattern in patterns)}
-    levels = dict(_levels(after, matched))
-    return [Difference(key, level, levels[key]) for key, level in _levels(before, matched)]
+    matched = [key for key in common if any(pattern.fullmatch(key) for pattern in patterns)]
+    return [Difference(key, _level(*one[key]), _level(*other[key])) for key in matched]
 
 
-def _levels(store: StoreReader, keys: Collection[str]) -> Iterator[tuple[str, Level]]:
-    """Some series with their levels, in the order of the store."""
-    for kind in store.kinds():
-        matrix = store.matrix(kind)
-        for column, key in enumerate(matrix.keys):
-            if (name := key.format()) in keys:
-                recorded = matrix.values[matrix.is_recorded[:, column], column]
-                last = late(recorded[~is_undefined(recorded)][np.newaxis])
-                yield name, Level(float(typical(last)[0]), bool(np.isfinite(last).all()))
+def _level(table: Table, row: int) -> Level:
+    last = late(table.values[row, table.is_recorded[row]])
+    return Level(float(typical(last)), bool(np.isfinite(last).all()))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, ModuleInfo
+from lightning_module_monitor.record import LOSS, ModuleInfo
 from lightning_module_monitor.report.run import Run, early, late, typical
 from lightning_module_monitor.report.verdict import LEVELS, Verdict
 from lightning_module_monitor.sinks.store.matrices import Table
@@ -79,35 +78,35 @@ def as_json(run: Run, verdict: Verdict) -> str:
     return json.dumps(content, indent=2)
 
 
-def as_markdown(run: Run, verdict: Verdict, modules: Sequence[ModuleInfo]) -> str:
+def as_markdown(run: Run, verdict: Verdict) -> str:
     """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with."""
     steps = run.steps
-    extent = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them recorded" if steps else "no steps"
     version = f"lightning-module-monitor {run.attributes['package_version']}"
     parts = [
         f"# Verdict: {verdict.level}",
-        f"{_text(verdict.headline)}. Run `{_text(run.path)}`, {version}: {counted(len(run.sites), 'site')}, {extent}.",
+        f"{_text(verdict.headline)}. Run `{_text(run.path)}`, {version}: {run.extent}.",
         "## Diagnoses",
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
     if verdict.findings:
         parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict))]
-    shown = list(islice(_series(run, verdict), MAX_SERIES))
+    of_context = [table.key(0) for table in run.context if table.statistic in (LOSS, "lr")]
+    series = run.series
+    shown = [key for key in dict.fromkeys([*of_context, *(one.key for one in verdict.findings)]) if key in series][:MAX_SERIES]
     if shown:
         places = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
         at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
-        rows = [(key, *(_value_at(table, row, step) for step in at)) for key, table, row in shown]
+        rows = [(key, *(_value_at(*series[key], step) for step in at)) for key in shown]
         parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
     checks = [(one.name, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
     parts += ["## Checks", _table(["name", "series looked at", "recorded by"], checks)]
-    if modules:
+    if run.modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
-        parts += [f"## Model: {counted(len(modules), 'module')}", _table(header, _rows_of(modules))]
+        parts += [f"## Model: {counted(len(run.modules), 'module')}", _table(header, _rows_of(run.modules))]
     parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
     if run.tables:
         first = run.tables[0]
-        key = first.name._replace(site=first.sites[0]).format()
-        parts += [QUERIES.format(path=run.path, key=key, kind=first.kind, statistic=first.statistic)]
+        parts += [QUERIES.format(path=run.path, key=first.key(0), kind=first.kind, statistic=first.statistic)]
     return "\n\n".join(parts)
 
 
@@ -129,18 +128,6 @@ def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
             yield level, name, "", f"and {len(findings) - MAX_FINDINGS} more", "", ""
 
 
-def _series(run: Run, verdict: Verdict) -> Iterator[tuple[str, Table, int]]:
-    """Key, table and row of the loss and the learning rate, and of the series that show a finding, each once."""
-    for table in run.figures:
-        if table.name.kind == CONTEXT_KIND and table.statistic in (LOSS, "lr"):
-            yield table.name.format(), table, 0
-    places = {(table.kind, site, table.statistic): (table, row) for table in run.tables for row, site in enumerate(table.sites)}
-    for kind, site, statistic in dict.fromkeys((one.kind, one.site, one.statistic) for one in verdict.findings):
-        if (kind, site, statistic) in places:
-            table, row = places[kind, site, statistic]
-            yield table.name._replace(site=site).format(), table, row
-
-
 def _value_at(table: Table, row: int, step: int) -> str:
     """The last value up to a step."""
     recorded = np.flatnonzero(table.is_recorded[row] & (table.steps <= step))
@@ -158,7 +145,7 @@ def _rows_of(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 def _kinds(run: Run) -> str:
     rows = []
     for table in (*run.tables, *run.figures):
-        medians = (f"{typical(typical(part(table.values))[np.newaxis])[0]:.4g}" for part in (early, late))
+        medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))
         rows.append((table.kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
     return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)
 

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_module_monitor.display import counted
-from lightning_module_monitor.errors import package_version, require
+from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
@@ -193,7 +192,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "path": run.path,
-        "extent": _extent(run),
+        "extent": run.extent,
         "verdict": verdict,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
         "problems": [(level, problem, [(one, _series(one)) for one in findings]) for level, problem, findings in verdict.problems],
@@ -219,13 +218,6 @@ def _series(shown_by: Finding | Change) -> str:
     return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
 
 
-def _extent(run: Run) -> str:
-    steps = run.steps
-    if not steps:
-        return "nothing recorded yet"
-    return f"{counted(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {counted(len(run.sites), 'site')}"
-
-
 def _facts(run: Run) -> list[tuple[str, str]]:
     """Facts about the run, and the cost of monitoring it."""
     attributes, steps = run.attributes, run.steps
@@ -238,7 +230,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("numbers a step", f"{sum(len(table.sites) for table in (*run.tables, *run.figures)):,}"),
     ]
     if Path(run.path).exists():
-        facts.append(("size of the store", f"{Path(run.path).stat().st_size / 1e6:.2f} MB"))
+        facts.append(("size of the store", in_bytes(Path(run.path).stat().st_size)))
     for table in run.figures:
         shares = table.values[np.isfinite(table.values)]
         if (table.name.kind, table.statistic) == (OWN_KIND, OVERHEAD_FRACTION) and shares.size:
@@ -251,5 +243,4 @@ def _figure_row(table: Table) -> tuple[str, ...]:
     values = table.values[0][table.is_recorded[0]]
     finite = values[np.isfinite(values)]
     numbers = [values[0], values[-1], *((finite.min(), finite.max(), finite.mean()) if finite.size else (np.nan,) * 3)]
-    name = table.name._replace(site=table.sites[0])
-    return (name.format(), *(f"{number:.4g}" for number in numbers))
+    return (table.key(0), *(f"{number:.4g}" for number in numbers))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.histogram import LABELS, NUM_BINS
+from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
@@ -65,7 +65,7 @@ class Payload:
         filled = np.flatnonzero(counts.any(axis=(0, 1)))
         low, high = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (NUM_BINS // 2, NUM_BINS // 2 + 1)
         return {
-            **{"kind": kind, "statistic": statistic, "bins": list(LABELS[1:-2][low:high])},
+            **{"kind": kind, "statistic": statistic, "bins": list(LABELS[FINITE][low:high])},
             "sites": self._place([matrix.keys[column].site for column in columns]),
             "steps": self._place(matrix.steps.tolist()),
             "data": pack(np.moveaxis(shares[..., low:high], 1, 0)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import counted
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store.matrices import Matrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
@@ -48,11 +49,24 @@ class Run:
         return [table for table in self.figures if table.name.kind == CONTEXT_KIND]
 
     @property
+    def series(self) -> dict[str, tuple[Table, int]]:
+        """Table and row of every number, by key."""
+        return {table.key(row): (table, row) for table in (*self.tables, *self.figures) for row in range(len(table.sites))}
+
+    @property
     def steps(self) -> list[int]:
         """All monitored steps, ascending."""
         arrays = [table.steps for table in (*self.tables, *self.figures)]
         steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
         return steps
+
+    @property
+    def extent(self) -> str:
+        """The number of monitored steps, the first and the last one, and the number of sites, in words."""
+        steps = self.steps
+        if not steps:
+            return "nothing recorded yet"
+        return f"{counted(len(steps), 'monitored step')}, {steps[0]} to {steps[-1]}; {counted(len(self.sites), 'site')}"
 
 
 def read_run(store: StoreReader) -> Run:
@@ -62,7 +76,7 @@ def read_run(store: StoreReader) -> Run:
     modules = store.modules()
     for kind in store.kinds():
         for table in _tables_of(store.matrix(kind), modules):
-            (tables if table.sites[0] and table.name.kind != OWN_KIND else figures).append(table)
+            (figures if table.sites[0] in ("", SUMMARY_SITE) or table.name.kind == OWN_KIND else tables).append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     attributes: dict[str, Any] = store.attributes
     runs = attributes["configurations"]
@@ -76,9 +90,7 @@ def _tables_of(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Iterator[Table]
     for column in _in_models_order(matrix.keys, modules):
         key = matrix.keys[column]
         columns.setdefault((key._replace(site=""), key.site == SUMMARY_SITE), []).append(column)
-    for (_name, is_summary), places in columns.items():
-        table = matrix.table(places)
-        yield replace(table, sites=("",)) if is_summary else table
+    yield from map(matrix.table, columns.values())
 
 
 def _in_models_order(keys: Sequence[Key], modules: Sequence[ModuleInfo]) -> list[int]:
@@ -101,18 +113,17 @@ def of_training(tables: Iterable[Table], kind: str, statistic: str) -> list[Tabl
 
 
 def early(values: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The first quarter of the records, at least one; ``(sites, steps)`` to ``(sites, some)``."""
-    return values[:, : max(1, values.shape[1] // 4)]
+    """The first quarter of the records, at least one; ``(..., steps)`` to ``(..., some)``."""
+    return values[..., : max(1, values.shape[-1] // 4)]
 
 
 def late(values: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The last quarter of the records, at least one; ``(sites, steps)`` to ``(sites, some)``."""
-    return values[:, -max(1, values.shape[1] // 4) :]
+    """The last quarter of the records, at least one; ``(..., steps)`` to ``(..., some)``."""
+    return values[..., -max(1, values.shape[-1] // 4) :]
 
 
 def typical(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Median of each row's finite values, shape ``(rows,)``; NaN where there is none."""
+    """Median of the finite values along the last dimension, ``(..., steps)`` to ``(...)``; NaN where there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a row without any
-        medians: NDArray[np.float64] = np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=1)
-    return medians
+        return np.asarray(np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=-1))

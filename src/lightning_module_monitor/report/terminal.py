@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.run import Run
@@ -21,9 +20,7 @@ STYLES = {"sick": "bold red", "watch": "yellow", "ok": "green", "not looked at":
 def print_verdict(run: Run, verdict: Verdict) -> None:
     """Print the findings, the checks without findings, and those without recorded values."""
     console = Console()
-    steps = run.steps
-    extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-    console.print(f"[bold]{_text(run.path)}[/bold]: {counted(len(run.sites), 'site')}, {extent}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{_text(run.path)}[/bold]: {run.extent}", highlight=False, soft_wrap=True)
     for number, one in enumerate(verdict.diagnoses, 1):
         console.print(f"[bold]{number}.[/bold] {_text(str(one))}", highlight=False, soft_wrap=True)
     console.print(_table(verdict))

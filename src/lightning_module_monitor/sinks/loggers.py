@@ -181,7 +181,7 @@ def charts_of(keys: Iterable[str]) -> Counter[Chart]:
     """The charts of these keys, with their numbers of sites; counts of non-finite elements, which loggers rarely get, have none."""
     parsed = map(Key.parse, keys)
     of_sites = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
-    return Counter(Chart(key._replace(site="", statistic="").format(), key.statistic) for key in of_sites)
+    return Counter(Chart(key.full_kind, key.statistic) for key in of_sites)
 
 
 def lay_out(logger: object, charts: Collection[Chart]) -> None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.rules import parse_norm, parse_thresholds
+from lightning_module_monitor.config.rules import check_choice, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import elements_of
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, Category, Thresholds, Transition, summary, transitions
+from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class GradientGainMonitor:
         thresholds: Iterable[float] = HEURISTIC,
     ) -> None:
         self.blocks = _checked_blocks(blocks)
-        self.norm_type = parse_norm(norm_type, "norm_type")
+        check_choice(norm_type, NORMS, f"norm_type {norm_type!r} is not a norm")
+        self.norm_type = norm_type
         self.strict_single_backward = strict_single_backward
         if not isinstance(eps, float | int) or not eps > 0:
             raise ConfigError(f"eps is {eps!r}; expected a number above 0, below which a norm has vanished.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_module_monitor.config.schedule import ParsedSchedule
+from lightning_module_monitor.errors import in_bytes
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.plan import Planner
@@ -42,22 +43,22 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
     copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.specs)
     if copies:
-        lines.append(f"  a copy of the parameters whose update is recorded: {_in_bytes(copies)} during the step")
+        lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
     num_rows = sum(1 for spec in specs if not KINDS[spec.kind].of_heads) + num_blocks
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
-    lines.append(f"  {len(keys) + len(histograms)} keys; a table of {_in_bytes(table)} to copy to the host, once")
+    lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
     if max_steps >= 0 and schedule.by_clock is None:
         num_records = sum(1 for step in range(max_steps) if schedule(step))
-        lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {_in_bytes(num_records * row)} of store")
+        lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {in_bytes(num_records * row)} of store")
     else:
         limit = "" if max_steps >= 0 else "; max_steps is not set"
-        lines.append(f"  at most {_in_bytes(row)} of store for each monitored step ({schedule}{limit})")
+        lines.append(f"  at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})")
     if captured is not None:
         kinds = Counter(spec.kind for spec in captured.specs())
         wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
-        size = _in_bytes(sum(_num_bytes(one) * len(one.specs) for one in captured.parameters))
+        size = in_bytes(sum(_num_bytes(one) * len(one.specs) for one in captured.parameters))
         lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
 
@@ -65,17 +66,3 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 def _num_bytes(watched: WatchedParameter) -> int:
     parameter = watched.site.tensor()
     return 0 if parameter is None else parameter.nbytes
-
-
-def _in_bytes(count: int) -> str:
-    """A number of bytes in a readable unit.
-
-    >>> _in_bytes(1536)
-    '1.5 KiB'
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -55,12 +55,16 @@ class Table:
     @property
     def kind(self) -> str:
         """The kind with prefix and stage: ``validation/activation``."""
-        return self.name._replace(statistic="").format()
+        return self.name.full_kind
 
     @property
     def statistic(self) -> str:
         """Name of the statistic."""
         return self.name.statistic
+
+    def key(self, row: int) -> str:
+        """The key of a row."""
+        return self.name._replace(site=self.sites[row]).format()
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.histogram import LABELS, NUM_BINS
+from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.record import KINDS, Key
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
     from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
 
     from lightning_module_monitor.sinks.store.reader import StoreReader
 
@@ -116,7 +115,7 @@ class StorePlots:
         """
         keys = (key, *more)
         curves = [self._store.series(one) for one in keys]
-        labels = {label_of(parsed._replace(site="", statistic="").format(), parsed.statistic) for parsed in map(Key.parse, keys)}
+        labels = {label_of(parsed.full_kind, parsed.statistic) for parsed in map(Key.parse, keys)}
         ax = ax or new_axes()
         for name, (steps, values) in zip(keys, curves, strict=True):
             is_finite = np.isfinite(values)
@@ -144,7 +143,7 @@ class StorePlots:
         totals = counts.sum(axis=1, keepdims=True)
         shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
         filled = np.flatnonzero(counts.any(axis=0))[::-1] if counts.any() else [NUM_BINS // 2]  # the largest values on top
-        image, bins = shares[:, filled].T, [LABELS[1:-2][place] for place in filled]
+        image, bins = shares[:, filled].T, [LABELS[FINITE][place] for place in filled]
         ax = ax or new_axes(len(bins))
         draw_image(ax, image, image > 0, label="share of the finite elements")
         label_rows(ax, bins)
@@ -251,11 +250,15 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
     A cell without a value stays grey, one that is not finite is red. Signed values have a scale with white at zero. On a logarithmic scale
     zero is black. Values and ``is_recorded`` have the shape ``(rows, columns)``.
     """
-    colormaps = require("matplotlib", "plot").colormaps
+    colors = require("matplotlib.colors", "plot")
     finite = values[is_recorded & np.isfinite(values)]
-    norm = _norm(finite)
-    is_log = type(norm).__name__ == "LogNorm"
-    cmap = colormaps["RdBu_r" if finite.size and finite.min() < 0 < finite.max() else "viridis"].with_extremes(under="black")
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    is_log, is_signed = spans_decades(finite), low < 0 < high
+    if is_log:
+        norm = colors.LogNorm(finite[finite > 0].min(), high)
+    else:
+        norm = colors.CenteredNorm(halfrange=max(-low, high)) if is_signed else colors.Normalize(low, high)
+    cmap = require("matplotlib", "plot").colormaps["RdBu_r" if is_signed else "viridis"].with_extremes(under="black")
     # A logarithm has no place for zero: it is shown as smaller than everything else.
     shown = np.where(is_recorded, np.where(values == 0, np.finfo(np.float64).tiny, values), np.nan) if is_log else values
     hidden = ~is_recorded | ~np.isfinite(values)
@@ -269,19 +272,6 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
         label += " (red: not finite)"
     has_zeros = is_log and bool((finite == 0).any())
     axes.figure.colorbar(image, ax=axes, pad=0.01, label=label, extend="min" if has_zeros else "neither")
-
-
-def _norm(finite: NDArray[np.float64]) -> Normalize:
-    """The scale of the colours of these values."""
-    colors = require("matplotlib.colors", "plot")
-    norm: Normalize
-    if spans_decades(finite):
-        norm = colors.LogNorm(finite[finite > 0].min(), finite.max())
-    elif finite.size and finite.min() < 0 < finite.max():
-        norm = colors.CenteredNorm(halfrange=float(np.abs(finite).max()))
-    else:
-        norm = colors.Normalize(*((finite.min(), finite.max()) if finite.size else (0.0, 1.0)))
-    return norm
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:

@@ -76,7 +76,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = temporary_path(path)
     try:
         yield temporary
-        temporary.replace(path)
+        replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -111,16 +111,11 @@ def changes(path: Path) -> Iterator[h5py.File]:
 @contextmanager
 def successor(path: Path) -> Iterator[h5py.File]:
     """A copy of a closed file, open as by :func:`changes`; it then replaces the file, which after an error stays as it was."""
-    temporary = temporary_path(path)
-    try:
+    with whole_file(path) as temporary:
         with space.refusals():
             shutil.copyfile(path, temporary)
         with changes(temporary) as file:
             yield file
-        replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def replace(temporary: Path, path: Path) -> None:
@@ -271,10 +266,8 @@ def repair(path: Path) -> None:
         message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
         raise RuntimeError(message)
     try:
-        with open_store(path, has_writer=False) as source:
-            if not is_in_use(path):
-                return
-            rewrite(source, temporary_path(path))
-        replace(temporary_path(path), path)
+        if is_in_use(path):
+            with whole_file(path) as temporary, open_store(path, has_writer=False) as source:
+                rewrite(source, temporary)
     finally:
         lock.release(held)
