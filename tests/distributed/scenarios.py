@@ -1101,9 +1101,8 @@ def flat_references(folder: Path) -> dict[str, Any]:
     for name, (kind, options, settings) in ways.items():
         module = kind()
         callback = ModuleMonitorCallback(1, rules=rules, reference="init", rcc=True, on_error="raise", **options)
-        if WORLD > 1:
-            wrapped = wrapping(module) if name == "beside" else {"ignored_modules": [module.ignored]}
-            settings["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapped)
+        wrapped = wrapping(module) if name == "beside" else {"ignored_modules": [module.ignored]}
+        settings["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapped) if WORLD > 1 else "auto"
         with fsdp_on_a_cpu():
             found[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
     return found
