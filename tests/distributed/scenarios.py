@@ -1142,21 +1142,30 @@ def flat_loop(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     network = Uneven()
     records, error = [], ""
-    with fsdp_on_a_cpu():
+
+    def wrapped(module: nn.Module) -> nn.Module:
         policy = ModuleWrapPolicy({nn.Linear})
-        model = FullyShardedDataParallel(network, auto_wrap_policy=policy, use_orig_params=True) if WORLD > 1 else network
+        return FullyShardedDataParallel(module, auto_wrap_policy=policy, use_orig_params=True) if WORLD > 1 else module
+
+    with fsdp_on_a_cpu():
+        reference = wrapped(copy.deepcopy(network).requires_grad_(requires_grad=False))
+        model = wrapped(network)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rules = Rule(kinds=["activation", "parameter", "gradient", "update"], statistics=["norm", "mean"])
+        differences = ["activation_difference", "parameter_difference", "rcc_effective_update"]
+        rules = Rule(kinds=["activation", "parameter", "gradient", "update", *differences], statistics=["norm", "mean"])
         with ModuleMonitor(rules=rules, distributed=WORLD > 1) as monitor:
             monitor.set_module(network)
             try:
                 monitor.begin_step(0)
             except ConfigError as refusal:
                 error = str(refusal)
-        with ModuleMonitor(rules=rules, distributed=WORLD > 1) as monitor:
+        with ModuleMonitor(rules=rules, distributed=WORLD > 1, on_error="raise") as monitor:
             monitor.set_module(model)
+            monitor.set_reference_module(reference)
             for step, (x, y) in enumerate(even_data(RANK, WORLD)):
                 monitor.begin_step(step)
+                with monitor.no_monitor():
+                    reference(x)
                 F.cross_entropy(model(x), y).backward()
                 monitor.monitor_gradients()
                 monitor.monitor_parameters()

@@ -110,12 +110,16 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
 
 def fsdp1_units(root: nn.Module) -> dict[nn.Module, Any]:
     """The innermost unit of FSDP1 around each module that is in one."""
-    if not any(is_fsdp_wrapper(module) for module in root.modules()):
-        return {}
-    kind = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
-    # This also decides which units are the outermost ones: the first that is gathered would take itself for one.
-    kind.fsdp_modules(root, root_only=True)
-    return {module: unit for unit in kind.fsdp_modules(root) for module in unit.modules()}  # an outer unit comes before its inner ones
+    # This decides which units are the outermost ones: the first that is gathered would take itself for one.
+    _fsdp1_units(root, root_only=True)
+    return {module: unit for unit in _fsdp1_units(root) for module in unit.modules()}  # an outer unit comes before its inner ones
+
+
+def _fsdp1_units(root: nn.Module, *, root_only: bool = False) -> list[Any]:
+    if not any(map(is_fsdp_wrapper, root.modules())):
+        return []
+    units: list[Any] = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel.fsdp_modules(root, root_only)
+    return units
 
 
 def gathered(unit: Any) -> AbstractContextManager[None]:  # noqa: ANN401  # FSDP1 may never have been imported
@@ -125,9 +129,12 @@ def gathered(unit: Any) -> AbstractContextManager[None]:  # noqa: ANN401  # FSDP
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the whole parameters that FSDP2 keeps after a forward pass, for the backward pass that follows it in training."""
+    """Give up the whole parameters that FSDP keeps after a forward pass, for the backward pass that follows it in training."""
     for unit in fsdp2_units(module):
         unit.reshard()
+    for unit in _fsdp1_units(module, root_only=True):
+        with gathered(unit):
+            pass  # after it the parameters are shards; those that are whole need no collective
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Reference:
         finally:
             self.is_running = False
             drop_graphs(self.module)
-            reshard(self.module)
+            reshard(self.wrapper or self.module)
             for part in self.module.modules():
                 if isinstance(part, Metric):
                     part.reset()  # it would collect its inputs from step to step

@@ -98,7 +98,10 @@ class ReferenceController:
             self._warn_of_fresh()
 
     def leave_device(self) -> None:
-        """Move the reference to the CPU, as Lightning does with the model."""
+        """Move the reference to the CPU, as Lightning does with the model; FSDP1 moves none, and it is released."""
+        if self._wrapper is not None:
+            self._monitor.remove_reference_module()
+            self._module = self._wrapper = None
         if self._module is not None:
             self._module.cpu()
 
@@ -159,8 +162,12 @@ class ReferenceController:
         silence(laid_out.module)
         self._wrapper = laid_out.wrapper
         reference = laid_out.module.get_submodule(self._within or "")
-        # By its own names: activation checkpointing may have wrapped parts of the model.
-        copies.set_tensors(reference, dict(zip(copies.tensors_of(reference), copies.tensors_of(live).values(), strict=True)))
+        try:
+            # By its own names: activation checkpointing may have wrapped parts of the model.
+            copies.set_tensors(reference, dict(zip(copies.tensors_of(reference), copies.tensors_of(live).values(), strict=True)))
+        except ValueError as error:
+            expected = "expected a configure_model and an auto_wrap_policy that do the same with a copy"
+            raise ConfigError(f"reference: the copy is not laid out as the model is ({error}); {expected}.") from error
         return reference
 
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
