@@ -218,7 +218,7 @@ class ModuleMonitorCallback(Described, Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
         if not self._steps.is_idle:
-            self._steps.end_backward(trainer)
+            self._steps.end_backward()
 
     @_never_fatal
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -22,7 +22,8 @@ from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
-from lightning_module_monitor.trainer.run import RunController, scaler_of, step_of
+from lightning_module_monitor.trainer.run import RunController, step_of
+from lightning_module_monitor.trainer.strategy import scaler_of
 
 
 class StepController:
@@ -97,24 +98,24 @@ class StepController:
             self._run.reference.run(trainer, batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
         if self._nonfinite is not None:
-            self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+            self._nonfinite.begin_micro_batch(batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
             if is_first and is_monitored:
                 self._nonfinite.report_marked_steps(step)
 
     def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
         if self._nonfinite is not None:
-            self._nonfinite.begin_backward(loss, is_scaled=scaler_of(trainer) is not None)
+            self._nonfinite.begin_backward(loss)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
             if self._context is not None:
                 self._context.observe_loss(trainer, loss, self._optimizers.scale)
 
-    def end_backward(self, trainer: Trainer) -> None:
+    def end_backward(self) -> None:
         """The backward pass is over."""
         self._monitor.end_backward()
         if self._nonfinite is not None:
-            self._nonfinite.end_backward(is_scaled=scaler_of(trainer) is not None)
+            self._nonfinite.end_backward()
 
     def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete and not clipped.
@@ -124,10 +125,9 @@ class StepController:
         """
         if trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        health = self._run.health
-        if health.nonfinite is not None:
-            step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
-            found = health.nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
+        if self._nonfinite is not None:
+            step, health = step_of(trainer), self._run.health
+            found = self._nonfinite.before_update(step)
             health.note(found)
             if found is not None and health.options.nonfinite == STOP:
                 self._run.emit(trainer, pl_module, None)
