@@ -13,16 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors, of_all_samples
-from lightning_module_monitor.probes.base import (
-    GradientHook,
-    GradientProbe,
-    ModuleProbe,
-    StepTools,
-    WatchedModule,
-    elements_of,
-    failing_alone,
-)
+from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.spec import MetricSpec
 

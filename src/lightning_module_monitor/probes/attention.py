@@ -23,7 +23,8 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, attention_figures, stride_of
 

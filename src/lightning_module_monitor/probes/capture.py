@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from lightning_module_monitor.kernels.elements import in_memory, own_elements, u
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import is_first, named_tensors
-from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule, WatchedParameter, failing_alone
+from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.parameters import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
 
@@ -108,7 +110,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         if tensor is not None:
             self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
-    def _reporting(self, kind: str, site: ParameterSite) -> failing_alone:
+    def _reporting(self, kind: str, site: ParameterSite) -> AbstractContextManager[None]:
         return failing_alone(functools.partial(self._report, name_of(kind, site.name, FOR_THE_FILE)))
 
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:

@@ -25,8 +25,9 @@ from lightning_module_monitor.distributed.shards import (
 from lightning_module_monitor.kernels.elements import PLAIN, in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, WatchedParameter, failing_alone
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.spec import MetricSpec
 
