@@ -85,12 +85,12 @@ class StepOpener:
         captured = self._planner.capture_plan(step) if stage == TRAIN else None
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         flat = flat_shards_by_name(parameters, model)
-        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
+        expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
         probes: list[Probe] = [
             ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference),
-            ActivationProbe(plan.outputs, tools, calls),
+            ActivationProbe(plan.modules, tools, calls),
         ]
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
@@ -98,7 +98,7 @@ class StepOpener:
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, tools))
         if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters, tools, whole_tensors, access))
+            probes.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
             # The last to be attached: by now it is known which tensors of the reference the others need.

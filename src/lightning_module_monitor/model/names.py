@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,22 +66,6 @@ class ParameterSite:
         if parameter is None:
             return True  # not yet
         return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
-
-
-def tensors_of(sites: Collection[ParameterSite]) -> list[Tensor | None]:
-    """:meth:`ParameterSite.tensor` of several, by functions of C alone where none of them is out of the ordinary."""
-    tables = [*map(_parameters_of, map(_owner_of, sites))]
-    if set(map(type, tables)) <= _PLAIN_TABLES:  # another may fetch what it is asked for from elsewhere
-        parameters = [*map(_member, tables, map(_attribute_of, sites))]
-        if set(map(type, parameters)) <= {nn.Parameter}:
-            return parameters
-    return [site.tensor() for site in sites]
-
-
-_PLAIN_TABLES = {dict, OrderedDict}
-_owner_of, _attribute_of = operator.attrgetter("owner"), operator.attrgetter("attribute")
-_parameters_of = operator.attrgetter("_parameters")
-_member: Callable[..., Tensor | None] = dict.get
 
 
 def without_wrappers(name: str) -> str:
