@@ -131,7 +131,7 @@ class Planner:
         for rule in self.rules:
             self._check(rule, index)
         if self._gradient_flow is not None:
-            names = find_blocks(self._gradient_flow.blocks, index.module_by_name, "gradient_flow.blocks")
+            names = find_blocks(self._gradient_flow.blocks, index.module_by_name)
             of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
             self._chain = Chain(
                 blocks=[index.module_by_name[name] for name in names],

@@ -265,8 +265,9 @@ def _written_once(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
-def copied(value: Any, memo: dict[int, Tensor]) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph; ``memo`` as :func:`plain_copy` takes it."""
+def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies of their tensors, without a graph; a tensor that occurs twice occurs twice in the copy."""
+    memo: dict[int, Tensor] = {}
 
     def copy_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:

@@ -234,14 +234,13 @@ def _is_within(site: Site, within: str | None) -> bool:
 _HOLDS_BLOCKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names of the blocks, in the order of the forward pass.
 
     Args:
         blocks: Name of a container, whose children are the blocks; or a pattern (``re.fullmatch``) of names, in the model's
             order; or names in order. A module that stands at several places has several names.
         by_name: Every module by each of its names, in the model's order.
-        label: Path of the option, for messages.
 
     Returns:
         At least two names.
@@ -250,36 +249,38 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], l
         ConfigError: If there are fewer; names the nearest right name.
     """
     if isinstance(blocks, str):
-        found = _children(blocks, by_name, label) if blocks in by_name else _matching(blocks, by_name, label)
+        found = _children(blocks, by_name) if blocks in by_name else _matching(blocks, by_name)
     else:
         found = list(blocks)
         for name in found:
             if name not in by_name:
-                raise ConfigError(f"{label} {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
     if len(found) < 2:
         names = ", ".join(map(repr, found)) or "none"
-        raise ConfigError(f"{label} {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two.")
+        raise ConfigError(
+            f"gradient_flow.blocks {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two."
+        )
     return found
 
 
-def _matching(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names that a pattern matches."""
     try:
         found = [name for name in by_name if re.fullmatch(blocks, name)]
     except re.error as error:
-        message = f"{label} {blocks!r} is no module's name, and not a regular expression ({error}); expected 'model.blocks' or the like"
-        raise ConfigError(message + nearest(blocks, by_name)) from error
+        wrong = f"gradient_flow.blocks {blocks!r} is no module's name, and not a regular expression ({error})"
+        raise ConfigError(f"{wrong}; expected 'model.blocks' or the like{nearest(blocks, by_name)}") from error
     if not found:
-        message = f"{label} {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
+        message = f"gradient_flow.blocks {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
         raise ConfigError(message + nearest_pattern(blocks, by_name))
     return found
 
 
-def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names of the observed children of a container."""
     module = by_name[name]
     if not isinstance(module, _HOLDS_BLOCKS):
         containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
-        raise ConfigError(f"{label} {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
+        raise ConfigError(f"gradient_flow.blocks {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
     return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]

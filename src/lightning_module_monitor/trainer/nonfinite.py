@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
-from lightning_module_monitor.health.options import ParsedHealth
+from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
 from lightning_module_monitor.model.names import ROOT
@@ -56,6 +56,11 @@ _FLAGGED = (_Search.RERUN, _Search.PROBE, *_LIGHT)
 _PROBED = (_Search.PROBE, _Search.RECORD)
 
 
+def marks_steps(options: ParsedHealth, trainer: Trainer) -> bool:
+    """Whether the next record shows which step before it was not finite: to read that at once, the host or other ranks would wait."""
+    return options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+
+
 class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
@@ -84,6 +89,7 @@ class NonfiniteController:
         self._rerun = StepRerun(trainer.lightning_module, sites)
         self._is_by_record = not options.is_at_every_step and trainer.world_size > 1
         """Whether the common record shows whether a monitored step is finite."""
+        self._marks_steps = marks_steps(options, trainer)
         self._runs_again = can_run_again(trainer)
         self._is_scaled = scaler_of(trainer) is not None
         """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
@@ -193,14 +199,10 @@ class NonfiniteController:
 
     def _search_of(self, *, is_monitored: bool) -> _Search:
         if not (is_monitored or self._options.is_at_every_step):
-            return _Search.DEFERRED if self._is_left_on_device() else _Search.LIGHT
+            return _Search.DEFERRED if self._marks_steps else _Search.LIGHT
         if self._is_by_record:
             return _Search.RECORD
         return _Search.RERUN if self._runs_again and self._is_automatic() else _Search.PROBE
-
-    def _is_left_on_device(self) -> bool:
-        """Whether the flag of a light search is read with the next record."""
-        return self._is_by_record or self._trainer.lightning_module.device.type != "cpu"
 
     def _marked(self, step: int, num_steps: float) -> Finding:
         """The finding of the first marked step, which was ``num_steps`` before this one."""

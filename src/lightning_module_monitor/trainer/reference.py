@@ -19,7 +19,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.model.unchanged import unchanged_random_states
+from lightning_module_monitor.model.unchanged import OF_TORCH, unchanged_random_states
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.options import INIT, messages
 
@@ -236,9 +236,6 @@ _SILENT = {
     **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
 }
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module. The monitor's ``Reference`` restores the buffers."""
-
 
 def silence(reference: LightningModule) -> None:
     """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
@@ -288,7 +285,7 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
 def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
     """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
     attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
-    own = [value for _part, values in attributes for name, value in values.items() if name not in _OF_TORCH]
+    own = [value for _part, values in attributes for name, value in values.items() if name not in OF_TORCH]
     inner = [value for one in own if isinstance(one, dict) for value in one.values()]
     gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
     try:

@@ -22,7 +22,7 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
 from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
@@ -40,7 +40,7 @@ class _Kept:
     """
 
     def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
-        self.batch = copied(batch, {id(tensor): tensor for _path, tensor in named_tensors(batch)}) if is_whole else batch
+        self.batch = with_tensors(batch, lambda tensor: tensor) if is_whole else batch
         self.batch_idx, self.random_states = batch_idx, random_states
         self._versions = _versions(self.batch) if is_whole else None
 
@@ -174,10 +174,10 @@ class StepRerun:
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if next(countdown) == 0:
-                memo: dict[int, Tensor] = {}
                 dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-                inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
-                snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
+                own_args, own_kwargs = copied((args, kwargs))
+                call = replace(alone, args=own_args, kwargs=own_kwargs, random_states=RandomStates.now(device), autocast=dtype)
+                snapshots.append(replace(call, module=_on_host(module)))
 
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():

@@ -13,7 +13,6 @@ from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rule
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
@@ -29,6 +28,7 @@ from lightning_module_monitor.record import (
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.nonfinite import marks_steps
 from lightning_module_monitor.trainer.options import Options, messages
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
@@ -145,11 +145,10 @@ class RunController:
 
     def _expect_keys(self, trainer: Trainer) -> None:
         """Announce the keys of this run to the sinks and the watches, and compare them with those of other callbacks."""
-        is_marked = self.health.options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
         measured = {
             STEP_SKIPPED: strategy.scaler_of(trainer) is not None,
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
-            STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            STEPS_SINCE_NONFINITE: marks_steps(self.health.options, trainer) and self.is_fit,
             RANK_DISAGREEMENT: self.monitor.distributed is not False and trainer.world_size > 1 and self.is_fit,
             SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }

@@ -152,9 +152,10 @@ class StepController:
 
     # Loops without training
 
-    def begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begin_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A loop of another stage begins, also in the middle of an accumulated step, whose hooks observe nothing meanwhile."""
-        options = self._run.options
+        options, running = self._run.options, trainer.state.stage
+        stage = "" if running is None else running.value
         if options.observes(stage) and not (trainer.sanity_checking or options.dry_run):
             if self._monitor.module is None:
                 # Outside of fit this is the first event after `configure_model`.
