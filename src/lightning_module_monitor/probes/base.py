@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
-from lightning_module_monitor.model.outputs import in_graph, of_all_samples
+from lightning_module_monitor.model.outputs import in_graph
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -290,4 +291,4 @@ class GradientHook:
 
 def elements_of(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     """The elements of an activation, or of its gradient without a scale, that this rank counts: of all samples under ``vmap``."""
-    return unscaled(local_part(of_all_samples(tensor)), scale)
+    return unscaled(local_part(unwrapped(tensor)), scale)

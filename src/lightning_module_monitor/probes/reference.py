@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import reshard
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, without_wrappers
-from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
+from lightning_module_monitor.model.outputs import Path, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -291,7 +292,7 @@ class ReferenceProbe(Probe):
             copy = known()
             if copy is not None and original() is tensor and tensor._version == version:
                 return copy
-        plain = of_all_samples(tensor)  # it outlives vmap
+        plain = unwrapped(tensor)  # it outlives vmap
         copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
         if not tensor.is_inference():  # an inference tensor has no version
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
