@@ -42,8 +42,7 @@ class StepController:
         self._overhead: Overhead | None = None
         self._optimizers: OptimizerTracker | EngineTracker | None = None
         """The optimizers of a monitored step."""
-        self._context: ContextController | None = None
-        """The context of the fit, from its first step on: before it there are no optimizers."""
+        self._context = ContextController(self._monitor)
         self._ddp_guards: list[DDPForwardGuard] = []
         """The guard of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
@@ -60,7 +59,7 @@ class StepController:
         """A fit begins; its steps may have a limit of overhead."""
         limit = self._run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(pl_module.device))
-        self._context = None
+        self._context = ContextController(self._monitor)
 
     # A training step
 
@@ -81,10 +80,8 @@ class StepController:
         if self._overhead is not None:
             self._overhead.begin_batch()
         if is_first:
-            if self._context is None:
-                self._context = ContextController(self._monitor, trainer.optimizers)
+            self._context.begin_step(trainer.optimizers)
             if self._begin_step(step):
-                self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
             elif self._overhead is None and self._nonfinite is None:
@@ -92,7 +89,7 @@ class StepController:
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
         self._monitor.end_backward()
-        if self._context is not None and self._optimizers is not None:
+        if self._optimizers is not None:
             self._context.observe_batch(trainer, batch)
         if self._run.reference is not None and self._monitor.awaits_reference():
             self._run.reference.run(trainer, batch, batch_idx)
@@ -108,8 +105,7 @@ class StepController:
             self._nonfinite.begin_backward(loss)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
-            if self._context is not None:
-                self._context.observe_loss(trainer, loss, self._optimizers.scale)
+            self._context.observe_loss(trainer, loss, self._optimizers.scale)
 
     def end_backward(self) -> None:
         """The backward pass is over."""
@@ -134,8 +130,7 @@ class StepController:
                 raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
         if self._optimizers is not None:
             self._optimizers.before_clipping(optimizer)
-            if self._context is not None:
-                self._context.observe_rates(optimizer)
+            self._context.observe_rates(optimizer)
 
     def end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A micro-batch is over; the last one of a step ends the step."""
@@ -270,8 +265,7 @@ class StepController:
             if self._optimizers is not None:
                 self._optimizers.finish()
                 self._optimizers = None
-                if self._context is not None:
-                    self._context.end_step(trainer)
+                self._context.end_step(trainer)
             fraction = None if self._overhead is None else self._overhead.fraction()
             if fraction is not None:
                 self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)
