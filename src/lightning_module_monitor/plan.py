@@ -59,16 +59,7 @@ class ActiveRules(NamedTuple):
 class Planner:
     """What one monitor records: rules, gradient flow and raw tensors; in which steps, and where in the model.
 
-    Args:
-        schedule: When a rule is due that has no cadence of its own, and the gradient flow.
-        rules: What to record.
-        gradient_flow: Blocks between which the gain of the gradient is recorded.
-        capture: Which raw tensors the records of which steps hold.
-        within: Name of the submodule outside of which nothing is observed; ``None`` for all.
-        exclude: Names that are never observed, with what is inside.
-        format_name: Makes a name of what ``named_modules`` gives.
-        prefix: Put before every key.
-        reporter: Logs rules that match nothing.
+    The arguments are those of ``ModuleMonitor``, which documents them; ``within`` is its ``module``.
 
     Raises:
         ConfigError: If an option is wrong; with what was expected, and the nearest right name.
@@ -186,12 +177,7 @@ class Planner:
     # What is recorded
 
     def add(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
-        """Add a rule; from the next plan on it counts.
-
-        Args:
-            rule: The rule.
-            label: What it is called in messages.
-            is_optional: Whether it may match nothing.
+        """Add a rule, which messages call ``label``; from the next plan on it counts. An optional one may match nothing.
 
         Raises:
             ConfigError: If it is wrong, or matches nothing in the model.

@@ -31,16 +31,7 @@ from lightning_module_monitor.statistics.results import SeriesState
 
 
 class StepOpener:
-    """Opens the steps of one module.
-
-    Args:
-        planner: What is recorded, when and where.
-        reporter: Reports errors.
-        logged: Values that no probe observes.
-
-    Attributes:
-        modules: What is known of the modules of the model.
-    """
+    """Opens the steps of one module."""
 
     def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues) -> None:
         self._planner = planner
@@ -67,17 +58,7 @@ class StepOpener:
         reference: Reference | None,
         ranks: Ranks | None,
     ) -> StepContext:
-        """Open a step; its probes are not attached yet.
-
-        Args:
-            due: What is due in it.
-            step: Its number.
-            stage: ``train``, ``validation``, ``test`` or ``predict``.
-            model: The module, or what a strategy has wrapped it in.
-            access: Reads parameters and their gradients.
-            reference: What the module is compared with.
-            ranks: The processes that train together; ``None`` for a single one.
-        """
+        """Open a step; its probes are not attached yet. ``model`` is the module, or what a strategy has wrapped it in."""
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)

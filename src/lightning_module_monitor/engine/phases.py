@@ -39,15 +39,7 @@ _NO_ATTENTION = (
 
 
 class StepEngine:
-    """Observes a module step by step; see :class:`~lightning_module_monitor.monitor.ModuleMonitor`, which adds what users ask of it.
-
-    Args:
-        reporter: Reports errors.
-        planner: What is recorded, when and where.
-        storage: Receives every record.
-        distributed: Whether values are those of all ranks together; in tensor parallel training the mesh of the ranks that share their
-            input.
-    """
+    """Observes a module step by step; see :class:`~lightning_module_monitor.monitor.ModuleMonitor`, which adds what users ask of it."""
 
     def __init__(self, reporter: ErrorReporter, planner: Planner, storage: StorageManager, distributed: bool | DeviceMesh) -> None:
         self._reporter = reporter

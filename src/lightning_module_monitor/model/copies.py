@@ -31,11 +31,7 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     """A deep copy of a module without gradients.
 
     Hooks that are methods of the module, or torch's own (spectral norm), are part of its computation and are copied. All others are
-    left out: they would report the copy's values as those of the module.
-
-    Args:
-        module: The module.
-        name: Its name in the model, for errors.
+    left out: they would report the copy's values as those of the module. Errors call the module ``name``.
 
     Raises:
         ConfigError: If it cannot be copied, names the attribute; or if it has tensors that are created with the first batch.

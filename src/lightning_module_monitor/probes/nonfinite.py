@@ -95,9 +95,6 @@ class FiniteStep:
 
     A non-finite value of the forward pass makes the loss non-finite; one of the backward pass reaches the gradients of earlier layers. The
     gradient of a bias is the sum of what arrives at its module: where there is one, it shows as much as that of the weight, and is small.
-
-    Args:
-        sites: The modules.
     """
 
     def __init__(self, sites: Sequence[ModuleSite]) -> None:

@@ -68,13 +68,6 @@ class NonfiniteController:
     run is possible under manual optimization, and under strategies that run a model only as a whole; monitored steps of several ranks
     need none. With ``warn`` the other steps are searched lightly; where a read would make an accelerator wait, or ranks would have to
     agree, that is deferred.
-
-    Args:
-        options: The options.
-        monitor: The monitor, with the model.
-        trainer: The model's trainer.
-        folder: Gives the place of a snapshot.
-        on_error: ``raise``: an error in a hook is raised; else it is logged.
     """
 
     def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, folder: Folder, *, on_error: str) -> None:

@@ -55,12 +55,7 @@ class _Kept:
 
 
 class StepRerun:
-    """Keeps the batches of a step, up to a limit, and the random states before each, to run one again before the update.
-
-    Args:
-        model: The model, which has a trainer when a step is run again.
-        sites: The modules that are observed then.
-    """
+    """Keeps the batches of a step, up to a limit, and the random states before each, to run one again before the update."""
 
     def __init__(self, model: LightningModule, sites: Sequence[ModuleSite]) -> None:
         self._model, self._sites = model, sites
