@@ -292,8 +292,8 @@ class ReferenceProbe(Probe):
             copy = known()
             if copy is not None and original() is tensor and tensor._version == version:
                 return copy
-        plain = unwrapped(tensor)  # it outlives vmap
-        copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
+        plain = unwrapped(tensor).detach()  # it outlives vmap
+        copy = plain.to("cpu", copy=True) if self.reference.cpu_offload else plain.clone()
         if not tensor.is_inference():  # an inference tensor has no version
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
@@ -301,21 +301,6 @@ class ReferenceProbe(Probe):
     def _forget(self) -> None:
         self._waiting.clear()
         self._copies.clear()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    """A copy of a tensor; of a whole tensor on a CPU one that copies the values only once one of both is written to."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    if not is_whole or tensor.is_neg() or tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return tensor.clone()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return tensor.clone()
-    try:
-        return torch._lazy_clone(tensor)
-    except Exception:
-        return tensor.clone()  # private to torch: it may refuse, or be removed
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:
