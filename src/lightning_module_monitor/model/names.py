@@ -174,7 +174,6 @@ class ModelIndex:
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
         self._root = root
-        self._note_parts()
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
@@ -184,19 +183,12 @@ class ModelIndex:
         Returns:
             The names of such modules.
         """
-        if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
-            return []
         there = set(self._root.modules())
         removed = [site.name for site in self.modules if site.module not in there]
-        self.modules = [site for site in self.modules if site.module in there]
-        self.parameters = [site for site in self.parameters if site.owner in there]
-        self._note_parts()
+        if removed:
+            self.modules = [site for site in self.modules if site.module in there]
+            self.parameters = [site for site in self.parameters if site.owner in there]
         return removed
-
-    def _note_parts(self) -> None:
-        """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
-        around = (module._modules for module in self._root.modules() if not isinstance(module, UNWATCHED))
-        self._parts = [(parts.get, name, part) for parts in around for name, part in parts.items()]
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""

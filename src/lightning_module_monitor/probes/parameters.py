@@ -22,7 +22,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import PLAIN, in_memory
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
@@ -269,9 +269,6 @@ class ParameterProbe(Probe):
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
         for spec, tensor in pairs:
-            if type(tensor) in PLAIN and spec.site not in self.flat:  # as nearly all are
-                parts.append((spec, tensor))
-                continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
                 if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
                     self._accumulator.whole_tokens.add(spec)
