@@ -90,7 +90,7 @@ class Planner:
         self._reporter = reporter
         self._has_ranks = False
         """Whether values are those of several ranks together."""
-        self._shares_input = False
+        self.shares_input = False
         """Whether other ranks have the same input as this one."""
         self._left_out: frozenset[str] = frozenset()
         """Kinds that nothing is recorded of, whatever rules name."""
@@ -115,7 +115,7 @@ class Planner:
             ConfigError: If a rule matches nothing in it, or needs what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
-        self._has_ranks, self._shares_input = has_ranks, shares_input
+        self._has_ranks, self.shares_input = has_ranks, shares_input
         if self._schedule.by_clock is not None:
             self._schedule.by_clock.begin()
         index = ModelIndex(module, self._within, self._exclude, self._format_name)
@@ -349,7 +349,7 @@ class Planner:
             histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
             functions={function.name: function for rule in rules for function in rule.functions},
             units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
-            is_compared=self._shares_input and isinstance(site, ModuleSite),
+            is_compared=self.shares_input and isinstance(site, ModuleSite),
             is_replicated=self._has_ranks and isinstance(site, ParameterSite),
             layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
         )
@@ -390,7 +390,7 @@ class Planner:
         return Key(OWN_KIND, "", name, stage, self.prefix).format()
 
     def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
-        if self._shares_input:
+        if self.shares_input:
             check_tensor_parallel(rule)
         check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):

@@ -67,7 +67,8 @@ class ReferenceController:
         self._module = self._unconfigured = None
         if self._source != INIT:
             return
-        if self._has_to_run() and isinstance(trainer.strategy, ModelParallelStrategy) and not is_laid_out(pl_module):
+        runs = self._monitor.planner.first_of_reference(running=True) is not None
+        if runs and isinstance(trainer.strategy, ModelParallelStrategy) and not is_laid_out(pl_module):
             self._unconfigured = cast(LightningModule, copies.frozen_copy(pl_module))
         try:
             live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
@@ -131,10 +132,6 @@ class ReferenceController:
         assert isinstance(reference, LightningModule)
         self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx))
 
-    def _has_to_run(self) -> bool:
-        """Whether activations of the reference are compared, and not only its parameters."""
-        return self._monitor.planner.first_of_reference(running=True) is not None
-
     def _made_of_shards(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
         """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
 
@@ -144,12 +141,11 @@ class ReferenceController:
         live, why = self._monitor.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-        if not self._has_to_run():
+        needed_by = self._monitor.planner.first_of_reference(running=True)
+        if needed_by is None:
             return copies.parameter_copy(live)
         model = self._unconfigured
-        shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
-        if model is None or shares_input:
-            needed_by = self._monitor.planner.first_of_reference(running=True)
+        if model is None or self._monitor.planner.shares_input:
             expected = "expected a model that configure_model lays out by FSDP2 alone, and not before this fit"
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
         configure(model, trainer, pl_module)
