@@ -25,7 +25,7 @@ class ContextController:
 
     def __init__(self, monitor: ModuleMonitor) -> None:
         self._monitor = monitor
-        self._is_expected = False
+        self.is_announced = False
         """Whether the monitor knows which values there will be."""
         self._namer = Namer()
         self._names: dict[str, str] = {}
@@ -33,16 +33,18 @@ class ContextController:
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers of this step used."""
 
-    def begin_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """A step is about to begin; before the first one of a fit there are no optimizers."""
+    def announce(self, optimizers: Sequence[Optimizer]) -> None:
+        """Announce the values to the monitor, before the first step of the fit, when there are optimizers."""
+        self.is_announced = True
+        rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
+        expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
+        self._monitor.logged.expect_context(expected)
+        for name in expected:
+            self._namer.name(name)
+
+    def begin_step(self) -> None:
+        """A monitored step begins."""
         self._rates.clear()
-        if not self._is_expected:
-            self._is_expected = True
-            rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
-            expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-            self._monitor.logged.expect_context(expected)
-            for name in expected:
-                self._namer.name(name)
 
     def observe_batch(self, trainer: Trainer, batch: object) -> None:
         """Count the samples of a micro-batch: the length of its first tensor. Ranks that share their input count it once."""

@@ -80,8 +80,10 @@ class StepController:
         if self._overhead is not None:
             self._overhead.begin_batch()
         if is_first:
-            self._context.begin_step(trainer.optimizers)
+            if not self._context.is_announced:
+                self._context.announce(trainer.optimizers)
             if self._begin_step(step):
+                self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
             elif self._overhead is None and self._nonfinite is None:
