@@ -22,10 +22,10 @@ from lightning_module_monitor.trainer.rerun import StepRerun
 def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which batches are still there when the last micro-batch runs, if nobody else keeps them."""
     monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
-    again, model, kept = StepRerun(), Classifier("mlp"), []
+    again, kept = StepRerun(Classifier("mlp"), []), []
     for number in range(len(batches)):
         kept.append(weakref.ref(batches[0][0]))
-        again.keep(model, batches.pop(0), number, is_first=number == 0, is_whole=True)
+        again.keep(batches.pop(0), number, is_first=number == 0, is_whole=True)
     found = [one() is not None for one in kept]
     again.forget()
     assert not any(one() is not None for one in kept)
@@ -60,7 +60,7 @@ def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        StepRerun()._sibling(model, [])
+        StepRerun(model, [])._sibling()
 
 
 NOTES: list[tuple[int, nn.Parameter]] = []

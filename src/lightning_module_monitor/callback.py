@@ -34,7 +34,7 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
         try:
             event(self, *args, **kwargs)
         except Exception as error:
-            self._steps.fail(event.__name__, error)
+            self._steps.fail(event.__name__.lstrip("_"), error)
 
     functools.update_wrapper(guarded, event)
     return guarded
@@ -218,7 +218,7 @@ class ModuleMonitorCallback(Described, Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
         if not self._steps.is_idle:
-            self._steps.end_backward(trainer)
+            self._steps.end_backward()
 
     @_never_fatal
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -232,52 +232,26 @@ class ModuleMonitorCallback(Described, Callback):
         if not self._steps.is_idle:
             self._steps.end_batch(trainer, pl_module)
 
-    # Loops without training
+    # Loops without training: of validation, test and predict
 
     @_never_fatal
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _loop_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training's hooks observe nothing meanwhile, also in the middle of an accumulated step."""
-        self._steps.begin_loop("validate", trainer, pl_module)
+        self._steps.begin_loop(trainer, pl_module)
 
     @_never_fatal
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last moment of a validation loop at which values may be logged."""
+    def _loop_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last moment of a loop at which values may be logged."""
         self._steps.end_loop(trainer, pl_module)
 
     @_never_fatal
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _loop_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training goes on."""
         self._steps.continue_step()
 
-    @_never_fatal
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.begin_loop("test", trainer, pl_module)
-
-    @_never_fatal
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.end_loop(trainer, pl_module)
-
-    @_never_fatal
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.continue_step()
-
-    @_never_fatal
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.begin_loop("predict", trainer, pl_module)
-
-    @_never_fatal
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.end_loop(trainer, pl_module)
-
-    @_never_fatal
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As validation."""
-        self._steps.continue_step()
+    on_validation_start = on_test_start = on_predict_start = _loop_start
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _loop_epoch_end
+    on_validation_end = on_test_end = on_predict_end = _loop_end
 
 
 # LightningCLI checks values by the annotations, and buries an error in a hundred lines of its own. With Any as a last resort, which type

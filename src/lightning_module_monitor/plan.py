@@ -59,16 +59,7 @@ class ActiveRules(NamedTuple):
 class Planner:
     """What one monitor records: rules, gradient flow and raw tensors; in which steps, and where in the model.
 
-    Args:
-        schedule: When a rule is due that has no cadence of its own, and the gradient flow.
-        rules: What to record.
-        gradient_flow: Blocks between which the gain of the gradient is recorded.
-        capture: Which raw tensors the records of which steps hold.
-        within: Name of the submodule outside of which nothing is observed; ``None`` for all.
-        exclude: Names that are never observed, with what is inside.
-        format_name: Makes a name of what ``named_modules`` gives.
-        prefix: Put before every key.
-        reporter: Logs rules that match nothing.
+    The arguments are those of ``ModuleMonitor``, which documents them; ``within`` is its ``module``.
 
     Raises:
         ConfigError: If an option is wrong; with what was expected, and the nearest right name.
@@ -99,7 +90,7 @@ class Planner:
         self._reporter = reporter
         self._has_ranks = False
         """Whether values are those of several ranks together."""
-        self._shares_input = False
+        self.shares_input = False
         """Whether other ranks have the same input as this one."""
         self._left_out: frozenset[str] = frozenset()
         """Kinds that nothing is recorded of, whatever rules name."""
@@ -124,14 +115,14 @@ class Planner:
             ConfigError: If a rule matches nothing in it, or needs what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
-        self._has_ranks, self._shares_input = has_ranks, shares_input
+        self._has_ranks, self.shares_input = has_ranks, shares_input
         if self._schedule.by_clock is not None:
             self._schedule.by_clock.begin()
         index = ModelIndex(module, self._within, self._exclude, self._format_name)
         for rule in self.rules:
             self._check(rule, index)
         if self._gradient_flow is not None:
-            names = find_blocks(self._gradient_flow.blocks, index.module_by_name, "gradient_flow.blocks")
+            names = find_blocks(self._gradient_flow.blocks, index.module_by_name)
             of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
             self._chain = Chain(
                 blocks=[index.module_by_name[name] for name in names],
@@ -186,12 +177,7 @@ class Planner:
     # What is recorded
 
     def add(self, rule: Rule, label: str, *, is_optional: bool = False) -> None:
-        """Add a rule; from the next plan on it counts.
-
-        Args:
-            rule: The rule.
-            label: What it is called in messages.
-            is_optional: Whether it may match nothing.
+        """Add a rule, which messages call ``label``; from the next plan on it counts. An optional one may match nothing.
 
         Raises:
             ConfigError: If it is wrong, or matches nothing in the model.
@@ -363,7 +349,7 @@ class Planner:
             histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
             functions={function.name: function for rule in rules for function in rule.functions},
             units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
-            is_compared=self._shares_input and isinstance(site, ModuleSite),
+            is_compared=self.shares_input and isinstance(site, ModuleSite),
             is_replicated=self._has_ranks and isinstance(site, ParameterSite),
             layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
         )
@@ -404,7 +390,7 @@ class Planner:
         return Key(OWN_KIND, "", name, stage, self.prefix).format()
 
     def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
-        if self._shares_input:
+        if self.shares_input:
             check_tensor_parallel(rule)
         check_types(rule, index)
         for kind in () if rule.is_optional else idle_kinds(rule, index):

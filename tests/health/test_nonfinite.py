@@ -26,8 +26,8 @@ from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates
 from lightning_module_monitor.probes.nonfinite import FiniteStep
 from lightning_module_monitor.statistics import magnitudes
+from lightning_module_monitor.trainer import nonfinite
 from lightning_module_monitor.trainer.health import HealthController
-from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.rerun import StepRerun
 from lightning_module_monitor.trainer.run import step_of
 
@@ -327,7 +327,7 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     bad_step: int, record_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the flag stays on the device: no step is run again, and the finding comes with the next record."""
-    monkeypatch.setattr(NonfiniteController, "_is_left_on_device", lambda *_: True)
+    monkeypatch.setattr(nonfinite, "marks_steps", lambda *_: True)
     keep = StepRerun.keep
     monkeypatch.setattr(StepRerun, "keep", lambda *args, is_whole, **options: keep(*args, is_whole=is_whole or 1 / 0, **options))
     x = torch.randn(48, 6)
@@ -336,9 +336,7 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     seed()
     callback = ModuleMonitorCallback(5, health=Health(watch=[]))
     steps: list[int] = []
-    monkeypatch.setattr(
-        HealthController, "follow", lambda _self, _trainer, findings, _folder: steps.extend([step_of(_trainer)] * len(findings))
-    )
+    monkeypatch.setattr(HealthController, "follow", lambda _self, _trainer, findings: steps.extend([step_of(_trainer)] * len(findings)))
     trainer(tmp_path, [callback], limit_val_batches=0).fit(Classifier(nn.Sequential(nn.Linear(6, 3))), data, loader(8))
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.severity) == (bad_step, "nonfinite", "_root_", "error")

@@ -1,4 +1,4 @@
-"""Parameters are looked up anew each time, one by one or all together; modules are found by their class."""
+"""Parameters are looked up anew each time; modules are found by their class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitor, Rule
-from lightning_module_monitor.model.names import Namer, tensors_of
+from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.record import Key
 
 
@@ -25,7 +25,7 @@ def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:
         module = nn.Linear(1, 1, bias=False)
         sites = Namer().parameter_sites(module)
         vars(module)["_parameters"] = table
-        assert [id(one) for one in tensors_of(sites)] == [id(fetched)]
+        assert [id(site.tensor()) for site in sites] == [id(fetched)]
 
 
 def test_parameters_are_what_they_are_now() -> None:
@@ -36,16 +36,13 @@ def test_parameters_are_what_they_are_now() -> None:
 
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abcde"})
     sites = Namer().parameter_sites(model)
-    assert tensors_of(sites) == [*model.parameters()]
-    assert tensors_of([]) == []
+    assert [site.tensor() for site in sites] == [*model.parameters()]
     model["a"].weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     del model["b"].weight
     model["c"].bias = None
     model["d"]._parameters["weight"] = nn.UninitializedParameter()
     model["e"]._parameters["weight"] = Own(torch.ones(2, 2))
-    expected = [site.tensor() for site in sites]
-    assert tensors_of(sites) == expected
-    found = dict(zip([site.name for site in sites], expected, strict=True))
+    found = {site.name: site.tensor() for site in sites}
     assert {name for name, tensor in found.items() if tensor is None} == {"b.weight", "c.bias", "d.weight"}
     assert found["a.weight"] is model["a"].weight
     assert type(found["e.weight"]) is Own

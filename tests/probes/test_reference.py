@@ -23,7 +23,6 @@ from torchmetrics.regression import CosineSimilarity
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.copies import frozen_copy
-from lightning_module_monitor.probes.reference import _as_it_is
 
 STATISTICS = ["mean", "std", "norm", "rms", "max", "abs_mean", "token_norm", "ratio", "cosine"]
 
@@ -386,42 +385,6 @@ def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
     # Of each Linear layer input and output: an output of Tanh is the input of the next, and the first input is one more.
     assert extra["rcc"] <= 24 + slack
     assert extra["one"] < extra["all"] or extra["all"] <= slack
-
-
-def test_what_is_kept_is_not_what_is_overwritten_and_no_more_than_asked_for() -> None:
-    """The reference's tensors stay where they are until something is written into them; of a part of a tensor there is a copy at once."""
-    own = torch.randn(64, 64)
-    before = own.clone()
-    kept = _as_it_is(own)
-    assert peak_bytes(lambda: _as_it_is(own)) == 0
-    own[3].add_(1)  # through a view
-    assert torch.equal(kept, before)
-    assert torch.equal(own[3], before[3] + 1)
-    kept = _as_it_is(own)
-    own.data.zero_()  # the version does not tell
-    assert torch.equal(kept[4], before[4])
-
-    part = torch.randn(1000, 4)[:2]
-    assert _as_it_is(part).untyped_storage().nbytes() == part.nbytes
-    for odd in (own.t(), own.bfloat16(), torch.randn(2, 3, dtype=torch.complex64).conj().imag, torch._efficientzerotensor((2, 3))):
-        assert torch.equal(_as_it_is(odd), odd)
-
-
-def _refuses(_tensor: Tensor) -> Tensor:
-    raise RuntimeError("not for this tensor")
-
-
-@pytest.mark.parametrize("replacement", [None, _refuses])
-def test_without_torchs_private_function_there_is_a_copy(replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be gone in another version, or refuse."""
-    if replacement is None:
-        monkeypatch.delattr(torch, "_lazy_clone")
-    else:
-        monkeypatch.setattr(torch, "_lazy_clone", replacement)
-    x = torch.ones(3)
-    kept = _as_it_is(x)
-    x.add_(1)
-    assert kept.tolist() == [1.0, 1.0, 1.0]
 
 
 class WritesInPlace(nn.Module):

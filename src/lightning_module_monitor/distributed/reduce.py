@@ -38,12 +38,7 @@ ABSENT = -1.0
 
 
 class DistributedReducer:
-    """Reduces what all ranks have observed, step by step.
-
-    Args:
-        ranks: The processes that train together.
-        specs: The specifications of the rules, the same on every rank.
-    """
+    """Reduces what all ranks have observed, step by step. The ``specs`` of the rules are the same on every rank."""
 
     def __init__(self, ranks: Ranks, specs: Iterable[MetricSpec]) -> None:
         self.ranks = ranks

@@ -14,19 +14,13 @@ from lightning_module_monitor.statistics.spec import MetricSpec
 
 
 class LoggedValues:
-    """Adds values to the open step, each with the same specification in every step and on every rank.
-
-    Args:
-        prefix: Put before every key.
-
-    Attributes:
-        expected: The specifications that are known beforehand, besides those of the rules.
-    """
+    """Adds values to the open step, each with the same specification in every step and on every rank."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._specs: dict[tuple[str, str, str, str], MetricSpec] = {}
         self.expected: list[MetricSpec] = []
+        """Those that are known beforehand, besides the specifications of the rules."""
 
     def spec(self, kind: str, name: str, *, site: str = "", stage: str = TRAIN) -> MetricSpec:
         """The specification of a value, which is the same object in every step."""

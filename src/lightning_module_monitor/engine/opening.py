@@ -31,16 +31,7 @@ from lightning_module_monitor.statistics.results import SeriesState
 
 
 class StepOpener:
-    """Opens the steps of one module.
-
-    Args:
-        planner: What is recorded, when and where.
-        reporter: Reports errors.
-        logged: Values that no probe observes.
-
-    Attributes:
-        modules: What is known of the modules of the model.
-    """
+    """Opens the steps of one module."""
 
     def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues) -> None:
         self._planner = planner
@@ -67,17 +58,7 @@ class StepOpener:
         reference: Reference | None,
         ranks: Ranks | None,
     ) -> StepContext:
-        """Open a step; its probes are not attached yet.
-
-        Args:
-            due: What is due in it.
-            step: Its number.
-            stage: ``train``, ``validation``, ``test`` or ``predict``.
-            model: The module, or what a strategy has wrapped it in.
-            access: Reads parameters and their gradients.
-            reference: What the module is compared with.
-            ranks: The processes that train together; ``None`` for a single one.
-        """
+        """Open a step; its probes are not attached yet. ``model`` is the module, or what a strategy has wrapped it in."""
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)
@@ -85,12 +66,12 @@ class StepOpener:
         captured = self._planner.capture_plan(step) if stage == TRAIN else None
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         flat = flat_shards_by_name(parameters, model)
-        expected = expected_tensors(plan.parameters_with_functions, [] if captured is None else captured.parameters, flat)
+        expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
         probes: list[Probe] = [
             ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference),
-            ActivationProbe(plan.outputs, tools, calls),
+            ActivationProbe(plan.modules, tools, calls),
         ]
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
@@ -98,7 +79,7 @@ class StepOpener:
         if plan.chain is not None:
             probes.append(GradientFlowProbe(plan.chain, tools))
         if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters, tools, whole_tensors, access))
+            probes.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
             # The last to be attached: by now it is known which tensors of the reference the others need.

@@ -39,15 +39,7 @@ _NO_ATTENTION = (
 
 
 class StepEngine:
-    """Observes a module step by step; see :class:`~lightning_module_monitor.monitor.ModuleMonitor`, which adds what users ask of it.
-
-    Args:
-        reporter: Reports errors.
-        planner: What is recorded, when and where.
-        storage: Receives every record.
-        distributed: Whether values are those of all ranks together; in tensor parallel training the mesh of the ranks that share their
-            input.
-    """
+    """Observes a module step by step; see :class:`~lightning_module_monitor.monitor.ModuleMonitor`, which adds what users ask of it."""
 
     def __init__(self, reporter: ErrorReporter, planner: Planner, storage: StorageManager, distributed: bool | DeviceMesh) -> None:
         self._reporter = reporter
@@ -155,8 +147,7 @@ class StepEngine:
             scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has divided by it; see :meth:`begin_backward`.
         """
         kind = "gradient_before_clip" if before_clip else "gradient"
-        among, factor = _identities(parameters), _as_scale(scale)
-        self._notify("gradients", Probe.observe_gradients, kind, among, factor)
+        self._notify("gradients", Probe.observe_gradients, kind, _identities(parameters), _as_scale(scale))
 
     def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them.
@@ -164,8 +155,7 @@ class StepEngine:
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
         """
-        among = _identities(parameters)
-        self._notify("parameters", Probe.observe_parameters, among)
+        self._notify("parameters", Probe.observe_parameters, _identities(parameters))
 
     def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
@@ -174,8 +164,7 @@ class StepEngine:
             parameters: Which ones, where several optimizers have their own; all without it.
             is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
         """
-        among = _identities(parameters)
-        self._notify("updates", Probe.observe_updates, among, is_skipped=is_skipped)
+        self._notify("updates", Probe.observe_updates, _identities(parameters), is_skipped=is_skipped)
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""

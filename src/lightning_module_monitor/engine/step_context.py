@@ -18,14 +18,7 @@ from lightning_module_monitor.record import RawTensor, Values
 class StepContext:
     """One step, or one loop of another stage, while it is observed: its probes and what they observe.
 
-    Args:
-        step: The step of its record.
-        stage: ``train``, ``validation``, ``test`` or ``predict``.
-        tools: The accumulator and the reporter of its probes.
-        reducer: Reduces over all ranks; ``None`` for a single process.
-        whole_tensors: Assembles tensors that are laid out over ranks.
-        attention: The probe that the model can report attention to by hand.
-        probes: All others.
+    A model can report attention by hand to the probe ``attention``, so that it is apart from the other ``probes``.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     """A deep copy of a module without gradients.
 
     Hooks that are methods of the module, or torch's own (spectral norm), are part of its computation and are copied. All others are
-    left out: they would report the copy's values as those of the module.
-
-    Args:
-        module: The module.
-        name: Its name in the model, for errors.
+    left out: they would report the copy's values as those of the module. Errors call the module ``name``.
 
     Raises:
         ConfigError: If it cannot be copied, names the attribute; or if it has tensors that are created with the first batch.
@@ -265,8 +261,9 @@ def _written_once(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
-def copied(value: Any, memo: dict[int, Tensor]) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph; ``memo`` as :func:`plain_copy` takes it."""
+def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
+    """A module's arguments with copies of their tensors, without a graph; a tensor that occurs twice occurs twice in the copy."""
+    memo: dict[int, Tensor] = {}
 
     def copy_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:

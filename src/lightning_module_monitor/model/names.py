@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,22 +66,6 @@ class ParameterSite:
         if parameter is None:
             return True  # not yet
         return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
-
-
-def tensors_of(sites: Collection[ParameterSite]) -> list[Tensor | None]:
-    """:meth:`ParameterSite.tensor` of several, by functions of C alone where none of them is out of the ordinary."""
-    tables = [*map(_parameters_of, map(_owner_of, sites))]
-    if set(map(type, tables)) <= _PLAIN_TABLES:  # another may fetch what it is asked for from elsewhere
-        parameters = [*map(_member, tables, map(_attribute_of, sites))]
-        if set(map(type, parameters)) <= {nn.Parameter}:
-            return parameters
-    return [site.tensor() for site in sites]
-
-
-_PLAIN_TABLES = {dict, OrderedDict}
-_owner_of, _attribute_of = operator.attrgetter("owner"), operator.attrgetter("attribute")
-_parameters_of = operator.attrgetter("_parameters")
-_member: Callable[..., Tensor | None] = dict.get
 
 
 def without_wrappers(name: str) -> str:
@@ -199,7 +181,6 @@ class ModelIndex:
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by every name that it has, in the model's order."""
         self._root = root
-        self._note_parts()
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
@@ -209,19 +190,12 @@ class ModelIndex:
         Returns:
             The names of such modules.
         """
-        if all([get(name) is part for get, name, part in self._parts]):  # a list: a generator takes longer
-            return []
         there = set(self._root.modules())
         removed = [site.name for site in self.modules if site.module not in there]
-        self.modules = [site for site in self.modules if site.module in there]
-        self.parameters = [site for site in self.parameters if site.owner in there]
-        self._note_parts()
+        if removed:
+            self.modules = [site for site in self.modules if site.module in there]
+            self.parameters = [site for site in self.parameters if site.owner in there]
         return removed
-
-    def _note_parts(self) -> None:
-        """Note every part of every module: where it stands, under which name, and what it is. What is inside of TorchScript stays."""
-        around = (module._modules for module in self._root.modules() if not isinstance(module, UNWATCHED))
-        self._parts = [(parts.get, name, part) for parts in around for name, part in parts.items()]
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""
@@ -259,14 +233,13 @@ def _is_within(site: Site, within: str | None) -> bool:
 _HOLDS_BLOCKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names of the blocks, in the order of the forward pass.
 
     Args:
         blocks: Name of a container, whose children are the blocks; or a pattern (``re.fullmatch``) of names, in the model's
             order; or names in order. A module that stands at several places has several names.
         by_name: Every module by each of its names, in the model's order.
-        label: Path of the option, for messages.
 
     Returns:
         At least two names.
@@ -275,36 +248,38 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module], l
         ConfigError: If there are fewer; names the nearest right name.
     """
     if isinstance(blocks, str):
-        found = _children(blocks, by_name, label) if blocks in by_name else _matching(blocks, by_name, label)
+        found = _children(blocks, by_name) if blocks in by_name else _matching(blocks, by_name)
     else:
         found = list(blocks)
         for name in found:
             if name not in by_name:
-                raise ConfigError(f"{label} {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
     if len(found) < 2:
         names = ", ".join(map(repr, found)) or "none"
-        raise ConfigError(f"{label} {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two.")
+        raise ConfigError(
+            f"gradient_flow.blocks {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two."
+        )
     return found
 
 
-def _matching(blocks: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names that a pattern matches."""
     try:
         found = [name for name in by_name if re.fullmatch(blocks, name)]
     except re.error as error:
-        message = f"{label} {blocks!r} is no module's name, and not a regular expression ({error}); expected 'model.blocks' or the like"
-        raise ConfigError(message + nearest(blocks, by_name)) from error
+        wrong = f"gradient_flow.blocks {blocks!r} is no module's name, and not a regular expression ({error})"
+        raise ConfigError(f"{wrong}; expected 'model.blocks' or the like{nearest(blocks, by_name)}") from error
     if not found:
-        message = f"{label} {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
+        message = f"gradient_flow.blocks {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
         raise ConfigError(message + nearest_pattern(blocks, by_name))
     return found
 
 
-def _children(name: str, by_name: Mapping[str, nn.Module], label: str) -> list[str]:
+def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names of the observed children of a container."""
     module = by_name[name]
     if not isinstance(module, _HOLDS_BLOCKS):
         containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
-        raise ConfigError(f"{label} {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
+        raise ConfigError(f"gradient_flow.blocks {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
     return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import unwrapped
-
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 
@@ -83,17 +81,6 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
 def with_tensors(value: object, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
     """A value with what ``replace`` returns for its tensors, in containers of the same types; anything else stays the same object."""
     return map_leaves(value, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, keeps_mappings=True)
-
-
-def of_all_samples(tensor: Tensor) -> Tensor:
-    """The tensor of all samples, see :func:`unwrapped`, of one that ``vmap`` maps over; any other tensor as it is."""
-    functorch = torch._C._functorch
-    inside = tensor
-    while functorch.is_functorch_wrapped_tensor(inside):
-        if functorch.is_batchedtensor(inside):
-            return unwrapped(tensor)
-        inside = functorch.get_unwrapped(inside)
-    return tensor
 
 
 def in_graph(tensor: Tensor) -> Tensor:

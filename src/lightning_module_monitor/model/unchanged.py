@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_module_monitor.model.copies import overwrite, same_layout
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold no results."""
 _PLAIN = frozenset((type(None), bool, int, float, str))
 """Types of most other attributes, which hold no tensor."""
@@ -166,7 +166,7 @@ def drop_graphs(module: nn.Module) -> None:
     """Detach the tensors that a run has left in attributes of a module and its parts: they keep its graph alive."""
     for part in module.modules():
         for name, value in vars(part).items():
-            if name not in _OF_TORCH and type(value) not in _PLAIN:
+            if name not in OF_TORCH and type(value) not in _PLAIN:
                 with suppress(Exception):  # a value that contains itself
                     if any(tensor.grad_fn is not None for _path, tensor in named_tensors(value)):
                         vars(part)[name] = with_tensors(value, Tensor.detach)

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite
-from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors, of_all_samples
-from lightning_module_monitor.probes.base import (
-    GradientHook,
-    GradientProbe,
-    ModuleProbe,
-    StepTools,
-    WatchedModule,
-    elements_of,
-    failing_alone,
-)
+from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors
+from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -107,7 +101,7 @@ class ActivationProbe(GradientProbe[_Target]):
         for path, tensor in named_tensors(output):
             if path not in references or not tensor.is_floating_point():
                 continue
-            elements = of_all_samples(tensor.detach())
+            elements = unwrapped(tensor.detach())
             if elements.shape != references[path].shape:  # as of routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue

@@ -23,7 +23,8 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.attention import MAX_QUERIES, attention_figures, stride_of
 
@@ -66,13 +67,7 @@ class AttentionProbe(Probe):
     module runs that is not torch's own, a ``TorchFunctionMode`` is on, which gets the calls of ``F.scaled_dot_product_attention`` and
     ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no recorded module runs.
 
-    Args:
-        watched: The modules.
-        with_heads: Those of them of which a kind of heads is recorded.
-        is_requested: Whether a rule of the user's is about attention, and not only a built-in one.
-
-    Attributes:
-        has_observed: Whether there was any call of attention.
+    Of the modules ``with_heads`` a kind of heads is recorded; ``is_requested``: by a rule of the user's, and not only by a built-in one.
     """
 
     def __init__(
@@ -85,6 +80,7 @@ class AttentionProbe(Probe):
     ) -> None:
         self.is_requested = is_requested
         self.has_observed = False
+        """Whether there was any call of attention."""
         self._all = watched
         hooked = map(_HookedModule, with_heads)
         # A layer of torch's own without children has no attention within it.

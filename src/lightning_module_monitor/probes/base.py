@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
-from lightning_module_monitor.model.outputs import in_graph, of_all_samples
+from lightning_module_monitor.model.outputs import in_graph
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -43,22 +45,6 @@ WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
 Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
-
-
-class failing_alone:  # noqa: N801  # used like a function
-    """Gives an error of its block to ``report`` and goes on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
-
-    def __init__(self, report: Callable[[Exception], None]) -> None:
-        self._report = report
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, MonitorError):
-            return False
-        self._report(error)
-        return True
 
 
 class StepTools(NamedTuple):
@@ -199,7 +185,8 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     def __init__(self, targets: Iterable[tuple[nn.Module, TargetT]]) -> None:
         super().__init__(targets)
-        self._tensor_hooks = HookSet()
+        self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, RemovableHandle] = weakref.WeakKeyDictionary()
+        """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
         self._waiting: defaultdict[Hashable, deque[Any]] = defaultdict(functools.partial(deque, maxlen=MAX_WAITING_CALLS))
         """Calls whose output has no gradient, by what was called: a backward pass may run them again."""
         self.repeated: list[tuple[deque[Any], GradientHook]] = []
@@ -226,7 +213,7 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
         """Register a hook on an output that requires a gradient."""
-        self._tensor_hooks.add(tensor.register_hook(hook))
+        self._gradient_hooks[hook] = tensor.register_hook(hook)
 
     def follow(self, key: Hashable, output: Tensor | None, call: object) -> None:
         """Wait for the gradient of an output of a call of ``key``, or of its recomputation.
@@ -254,7 +241,8 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     def end_micro_batch(self) -> None:
         """Release the outputs of the micro-batch."""
-        self._tensor_hooks.close()
+        for handle in list(self._gradient_hooks.values()):
+            handle.remove()
         self.forget_calls()
 
     def forget_calls(self) -> None:
@@ -303,4 +291,4 @@ class GradientHook:
 
 def elements_of(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     """The elements of an activation, or of its gradient without a scale, that this rank counts: of all samples under ``vmap``."""
-    return unscaled(local_part(of_all_samples(tensor)), scale)
+    return unscaled(local_part(unwrapped(tensor)), scale)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,8 +16,18 @@ from lightning_module_monitor.kernels.elements import in_memory, own_elements, u
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import is_first, named_tensors
-from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule, WatchedParameter, failing_alone
-from lightning_module_monitor.probes.parameters import FOR_THE_FILE, Copies, ParameterAccess, WholeTensors, name_of, update
+from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule
+from lightning_module_monitor.probes.parameters import (
+    FOR_THE_FILE,
+    Copies,
+    ParameterAccess,
+    SpecsByKind,
+    WholeTensors,
+    name_of,
+    present,
+    update,
+)
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
 
@@ -34,7 +45,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     def __init__(
         self,
         modules: Sequence[WatchedModule],
-        parameters: Sequence[WatchedParameter],
+        parameters: SpecsByKind,
         tools: StepTools,
         whole_tensors: WholeTensors,
         access: ParameterAccess,
@@ -51,16 +62,16 @@ class CaptureProbe(GradientProbe[WatchedModule]):
 
     def observe_parameters(self, among: Among = None) -> None:
         """Copy parameters, also those whose update is captured."""
-        for site, parameter in self._wanted("parameter", among):
+        for site, _spec, parameter in present(self._parameters, "parameter", among):
             with self._reporting("parameter", site):
                 self._keep_whole("parameter", site, self._access.parameter(parameter))
-        for site, parameter in self._wanted("update", among):
+        for site, _spec, parameter in present(self._parameters, "update", among):
             with self._reporting("update", site):
                 self._before.keep(site, parameter, self._access)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Copy the gradients that there are."""
-        for site, parameter in self._wanted(kind, among):
+        for site, _spec, parameter in present(self._parameters, kind, among):
             with self._reporting(kind, site):
                 self._keep_whole(kind, site, self._access.unscaled_gradient(parameter, scale))
 
@@ -108,17 +119,11 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         if tensor is not None:
             self._whole_tensors.give(name_of(kind, site.name, FOR_THE_FILE), [tensor], functools.partial(self._keep, kind, site.name, 0))
 
-    def _reporting(self, kind: str, site: ParameterSite) -> failing_alone:
+    def _reporting(self, kind: str, site: ParameterSite) -> AbstractContextManager[None]:
         return failing_alone(functools.partial(self._report, name_of(kind, site.name, FOR_THE_FILE)))
 
     def _keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
         self._kept.append(RawTensor(kind, name, call, _copy(tensor)))
-
-    def _wanted(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, Tensor]]:
-        for watched in self._parameters:
-            parameter = watched.site.tensor() if kind in watched.specs else None
-            if parameter is not None and (among is None or id(parameter) in among):
-                yield watched.site, parameter
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.probes.base import CallHook, ModuleProbe, StepTools, WatchedModule, failing_alone
+from lightning_module_monitor.probes.base import CallHook, ModuleProbe, StepTools, WatchedModule
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -46,6 +46,7 @@ from lightning_module_monitor.probes.rcc_layers import (
     weight_and_bias,
 )
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.precision import Difference

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.outputs import main_tensor
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, StepTools, elements_of
+from lightning_module_monitor.probes.base import GradientProbe, StepTools, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.spec import MetricSpec
@@ -61,8 +59,6 @@ class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
         super().__init__((block, tuple(i for i, other in enumerate(blocks) if other is block)) for block in dict.fromkeys(blocks))
         self._num_calls: Counter[tuple[int, ...]] = Counter()
         """Number of calls of a module, by its places."""
-        self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, torch.utils.hooks.RemovableHandle] = weakref.WeakKeyDictionary()
-        """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
 
     def observe_call(self, places: tuple[int, ...], _args: object, output: object) -> None:
         """Wait for the gradient of a block's output."""
@@ -80,16 +76,6 @@ class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
     @abstractmethod
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Report that the output of the block at a place cannot be taken apart."""
-
-    def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
-        """Register a hook on an output."""
-        self._gradient_hooks[hook] = tensor.register_hook(hook)
-
-    def end_micro_batch(self) -> None:
-        """Release the outputs of the micro-batch."""
-        for handle in list(self._gradient_hooks.values()):
-            handle.remove()
-        super().end_micro_batch()
 
     def forget_calls(self) -> None:
         """The next call of every module is the one at its first place."""

@@ -95,9 +95,6 @@ class FiniteStep:
 
     A non-finite value of the forward pass makes the loss non-finite; one of the backward pass reaches the gradients of earlier layers. The
     gradient of a bias is the sum of what arrives at its module: where there is one, it shows as much as that of the weight, and is small.
-
-    Args:
-        sites: The modules.
     """
 
     def __init__(self, sites: Sequence[ModuleSite]) -> None:
@@ -162,8 +159,6 @@ class FiniteStep:
 
     def first_nonfinite(self) -> int | None:
         """The first micro-batch with a non-finite value; ``None`` if all values are finite. One transfer for each other device."""
-        if not self._numbers.may_have_nonfinite():
-            return None
         numbers = zip(self._micro_batches, self._numbers.read(), strict=True)
         return next((micro_batch for micro_batch, value in numbers if not math.isfinite(value)), None)
 
@@ -366,14 +361,12 @@ class NonfiniteProbe:
     # Afterwards
 
     def observed(self) -> Observed | None:
-        """What was observed, if anything of it is not finite: read by one transfer."""
-        if not self._numbers.may_have_nonfinite():
+        """What was observed, if anything of it is not finite."""
+        if all(map(math.isfinite, self._numbers.read())):
             return None
         if not self._weights:
             self.observe_weights()
         values = self._numbers.read()
-        if all(map(math.isfinite, values)):
-            return None
         weights = {name: values[place] for name, place in self._weights.items() if place != UNKNOWN}
         return Observed(self._sites, list(self._passes), [*values, 0.0], weights)
 

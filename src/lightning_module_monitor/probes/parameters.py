@@ -22,11 +22,12 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import PLAIN, in_memory
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.names import ParameterSite, tensors_of
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, WatchedParameter, failing_alone
+from lightning_module_monitor.model.names import ParameterSite
+from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.reference import Reference
+from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -162,12 +163,20 @@ def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
     return f"The whole {kind} of {site!r} {purpose}"
 
 
-def expected_tensors(
-    with_functions: Iterable[WatchedParameter], captured: Iterable[WatchedParameter], flat: Mapping[str, FlatShard]
-) -> dict[str, FlatShard | None]:
+SpecsByKind = Mapping[str, Mapping[ParameterSite, MetricSpec]]
+"""What is recorded of each parameter, by kind."""
+
+
+def present(by_kind: SpecsByKind, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
+    """The parameters that a kind is recorded of, as they are now, without those that were removed or are not among the given ones."""
+    found = [(site, spec, site.tensor()) for site, spec in by_kind.get(kind, {}).items()]
+    return [(site, spec, one) for site, spec, one in found if one is not None and (among is None or id(one) in among)]
+
+
+def expected_tensors(watched: SpecsByKind, captured: SpecsByKind, flat: Mapping[str, FlatShard]) -> dict[str, FlatShard | None]:
     """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [(name_of(kind, one.site.name), one.site) for one in with_functions for kind, spec in one.specs.items() if spec.functions]
-    named += [(name_of(kind, one.site.name, FOR_THE_FILE), one.site) for one in captured for kind in one.specs]
+    named = [(name_of(kind, site.name), site) for kind, specs in watched.items() for site, spec in specs.items() if spec.functions]
+    named += [(name_of(kind, site.name, FOR_THE_FILE), site) for kind, specs in captured.items() for site in specs]
     parameters = [(name, site.name, site.tensor()) for name, site in named]
     return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
 
@@ -176,8 +185,7 @@ def expected_tensors(
 class ParameterProbe(Probe):
     """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
 
-    specs: Mapping[str, Mapping[ParameterSite, MetricSpec]]
-    """What is recorded of each parameter, by kind."""
+    specs: SpecsByKind
     tools: StepTools
     whole_tensors: WholeTensors
     access: ParameterAccess
@@ -234,12 +242,12 @@ class ParameterProbe(Probe):
 
     def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
         """Observe what is read of each parameter that a kind is recorded of, where there is anything."""
-        present = self._present(kind, among)
+        watched = present(self.specs, kind, among)
         if not (makes_copies or self.access.makes_copies):
-            self._observe([(spec, tensor) for _site, spec, one in present if (tensor := read(one)) is not None])
+            self._observe([(spec, tensor) for _site, spec, one in watched if (tensor := read(one)) is not None])
             return
         # One after the other: all at once would take as much memory as the parameters.
-        for _site, spec, one in present:
+        for _site, spec, one in watched:
             with self._failing(spec, one):
                 tensor = read(one)
                 self._observe([] if tensor is None else [(spec, tensor)])
@@ -261,9 +269,6 @@ class ParameterProbe(Probe):
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
         for spec, tensor in pairs:
-            if type(tensor) in PLAIN and spec.site not in self.flat:  # as nearly all are
-                parts.append((spec, tensor))
-                continue
             if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
                 if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
                     self._accumulator.whole_tokens.add(spec)
@@ -299,13 +304,7 @@ class ParameterProbe(Probe):
         return failing_alone(functools.partial(self._accumulator.fail, spec, tensor))
 
     def _supported(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
-        return (one for one in self._present(kind, among) if self._is_supported(one[0].name, one[2]))
-
-    def _present(self, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
-        """The parameters of a kind, as they are now, without those that were removed or are not among the given ones."""
-        specs = self.specs.get(kind, {})
-        pairs = zip(specs.items(), tensors_of(specs), strict=True)
-        return [(site, spec, one) for (site, spec), one in pairs if one is not None and (among is None or id(one) in among)]
+        return (one for one in present(self.specs, kind, among) if self._is_supported(one[0].name, one[2]))
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

@@ -13,7 +13,7 @@ from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches
-from lightning_module_monitor.probes import activations, rcc_layers
+from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.record import KINDS
@@ -30,19 +30,9 @@ class Plan:
     """The blocks whose gradient flow is recorded."""
 
     @functools.cached_property
-    def outputs(self) -> list[WatchedModule]:
-        """The modules of which outputs, gradients that arrive at them, or differences from the reference's are recorded."""
-        return [one for one in self.modules if not one.specs.keys().isdisjoint(activations.KINDS)]
-
-    @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
         """The modules of which heads of attention are recorded."""
         return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
-
-    @functools.cached_property
-    def parameters_with_functions(self) -> list[WatchedParameter]:
-        """The parameters that a function of the user's gets, or the gradients or updates of which it gets."""
-        return [one for one in self.parameters if any(spec.functions for spec in one.specs.values())]
 
     @functools.cached_property
     def parameters_by_kind(self) -> dict[str, dict[ParameterSite, MetricSpec]]:
@@ -74,7 +64,7 @@ class Plan:
 
     def has_heads(self) -> bool:
         """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
-        return any(KINDS[spec.kind].of_heads for spec in self.specs())
+        return bool(self.modules_with_heads)
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import gathered, reshard
+from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
-from lightning_module_monitor.model.outputs import Path, named_tensors, of_all_samples, with_tensors
+from lightning_module_monitor.model.outputs import Path, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -317,8 +318,8 @@ class ReferenceProbe(Probe):
             copy = known()
             if copy is not None and original() is tensor and tensor._version == version:
                 return copy
-        plain = of_all_samples(tensor)  # it outlives vmap
-        copy = plain.detach().to("cpu", copy=True) if self.reference.cpu_offload else _as_it_is(plain)
+        plain = unwrapped(tensor).detach()  # it outlives vmap
+        copy = plain.to("cpu", copy=True) if self.reference.cpu_offload else plain.clone()
         if not tensor.is_inference():  # an inference tensor has no version
             self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
         return copy
@@ -326,21 +327,6 @@ class ReferenceProbe(Probe):
     def _forget(self) -> None:
         self._waiting.clear()
         self._copies.clear()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    """A copy of a tensor; of a whole tensor on a CPU one that copies the values only once one of both is written to."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    is_whole = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    if not is_whole or tensor.is_neg() or tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return tensor.clone()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return tensor.clone()
-    try:
-        return torch._lazy_clone(tensor)
-    except Exception:
-        return tensor.clone()  # private to torch: it may refuse, or be removed
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 
@@ -24,24 +23,15 @@ def unchanged_grad_mode() -> Iterator[None]:
         torch.set_grad_enabled(before)
 
 
-class Guard:
-    """The context of :meth:`ErrorReporter.guard`. A class and no generator, which takes longer: a monitored step has ten of them."""
-
-    def __init__(self, reporter: ErrorReporter, what: str, accumulator: StepAccumulator) -> None:
-        self._reporter = reporter
-        self._what = what
-        self._accumulator = accumulator
-
-    def __enter__(self) -> None:
-        self._grad_mode = torch.set_grad_enabled(False)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        self._grad_mode.__exit__(kind, error, traceback)
-        if not isinstance(error, Exception) or isinstance(error, MonitorError):
-            return False
-        self._accumulator.num_errors += 1
-        self._reporter.report(f"The {self._what} of this step could not be taken ({type(error).__name__}: {error}).", error)
-        return True
+@contextmanager
+def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
+    """Give an error of the block to ``report`` and go on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
+    try:
+        yield
+    except MonitorError:
+        raise
+    except Exception as error:
+        report(error)
 
 
 class ErrorReporter:
@@ -59,13 +49,16 @@ class ErrorReporter:
         self._is_first = is_first
         self._reported: set[str] = set()
 
-    def guard(self, what: str, accumulator: StepAccumulator) -> Guard:
+    @contextmanager
+    def guard(self, what: str, accumulator: StepAccumulator) -> Iterator[None]:
         """Within the block an error is reported and counted; tensors made there have no graph.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
-        return Guard(self, what, accumulator)
+        sentence = f"The {what} of this step could not be taken"
+        with failing_alone(lambda error: self.count(sentence, sentence, error, accumulator)), torch.no_grad():
+            yield
 
     def of_spec(self, spec: MetricSpec, name: str, tensor: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""

@@ -32,12 +32,7 @@ OnError = Callable[[MetricSpec, str, str, Exception], None]
 
 
 class StepAccumulator:
-    """Takes tensors while a step runs, without a host read, and returns their values at its end.
-
-    Args:
-        on_error: Receives every error of a user's function; the value becomes NaN.
-        state: What lives from step to step.
-    """
+    """Takes tensors while a step runs, without a host read, and returns their values at its end."""
 
     def __init__(self, on_error: OnError, state: SeriesState | None = None) -> None:
         self._on_error = on_error

@@ -16,22 +16,8 @@ from lightning_module_monitor.kernels.elements import own_elements
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 
-
-@dataclass(frozen=True)
-class Aggregate:
-    """How results are joined: one of them into a scalar when it arrives, the scalars of a step on the host."""
-
-    reduce: Callable[[Tensor], Tensor]
-    merge: Callable[[Tensor, Tensor], Tensor]
-    """Takes the scalars and their weights, float64, shape ``(results,)``."""
-
-
-AGGREGATES: dict[str, Aggregate] = {
-    "mean": Aggregate(torch.mean, lambda values, weights: (values * weights).sum() / weights.sum()),
-    "sum": Aggregate(torch.sum, lambda values, weights: values.sum()),
-    "min": Aggregate(torch.min, lambda values, weights: values.min()),
-    "max": Aggregate(torch.max, lambda values, weights: values.max()),
-}
+AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
+"""How the elements of a result are joined when it arrives, and the results of a step on the host; for a mean these have weights then."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class Results:
         result = own_elements(result if result.layout is torch.strided else result.to_dense())
         if isinstance(self.aggregate, str):
             wide = result.to(torch.float64 if has_float64(result.device) else torch.float32)
-            self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate].reduce(wide))
+            self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate](wide))
             self.weights.append(num_elements if result.dim() == 0 else result.numel())
         else:
             self.values.append(result.reshape(-1))
@@ -97,7 +83,10 @@ class Results:
         assert isinstance(self.aggregate, str)
         if len(self.weights) == 1 and self.weights != [0]:  # multiplied by its weight and divided by it, a value could round
             return float(values[0])
-        return float(AGGREGATES[self.aggregate].merge(values, torch.tensor(self.weights, dtype=torch.float64, device="cpu")))
+        if self.aggregate != "mean":
+            return float(AGGREGATES[self.aggregate](values))
+        weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
+        return float((values * weights).sum() / weights.sum())
 
 
 def by_part(name: str, result: object) -> dict[str, Results]:

@@ -24,8 +24,6 @@ class Magnitudes:
 
     def __init__(self) -> None:
         self._numbers: list[float | tuple[Tensor, Tensor]] = []
-        self._has_tensors = False
-        self._has_nonfinite = False
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -43,11 +41,8 @@ class Magnitudes:
             return UNKNOWN
         least, largest = torch.aminmax(in_memory(tensor).detach())
         if is_on_host(tensor):
-            number = max(-least.item(), largest.item())  # NaN, if one element is: then both are
-            self._has_nonfinite |= not math.isfinite(number)
-            self._numbers.append(number)
+            self._numbers.append(max(-least.item(), largest.item()))  # NaN, if one element is: then both are
         else:
-            self._has_tensors = True
             self._numbers.append((least, largest))
         return len(self._numbers) - 1
 
@@ -64,14 +59,11 @@ class Magnitudes:
                 found[place] = value
         return found
 
-    def may_have_nonfinite(self) -> bool:
-        """Whether there may be a non-finite element; reads nothing from other devices."""
-        return self._has_nonfinite or self._has_tensors
-
     def nonfinite(self) -> Tensor:
         """Whether an element is not finite: shape ``()``, bool, on the device of the first number that is on one; nothing is read."""
         extremes = [extreme for one in self._numbers if isinstance(one, tuple) for extreme in one]
-        found = torch.full((), self._has_nonfinite, device=extremes[0].device if extremes else "cpu")
+        on_host = any(not math.isfinite(one) for one in self._numbers if isinstance(one, float))
+        found = torch.full((), on_host, device=extremes[0].device if extremes else "cpu")
         for one in extremes:
             found = found | ~one.isfinite().to(found.device)
         return found
@@ -79,4 +71,3 @@ class Magnitudes:
     def clear(self) -> None:
         """Forget them."""
         self._numbers.clear()
-        self._has_tensors = self._has_nonfinite = False

@@ -24,8 +24,8 @@ class _Group(NamedTuple):
     """Specifications with the same statistics, which are finished together."""
 
     first: MetricSpec
-    parts: Sequence[np.ndarray | slice]
-    """For each row of a specification those of all of them: int64, shape ``(specifications,)``, or a slice where they are adjacent."""
+    parts: Sequence[np.ndarray]
+    """For each row of a specification those of all of them: int64, shape ``(specifications,)``."""
     keys: Sequence[str]
     """Of every statistic of the first specification, of the second, and so on."""
 
@@ -41,7 +41,7 @@ class Layout:
         self._groups: list[_Group] = []
         for members in alike.values():
             first = members[0][0]
-            parts = [_index([row + part for _spec, row in members]) for part in range(first.num_rows)]
+            parts = [np.array([row + part for _spec, row in members]) for part in range(first.num_rows)]
             self._groups.append(_Group(first, parts, [key for spec, _row in members for key in spec.statistic_keys]))
         keys = [key for group in self._groups for key in group.keys]
         self._num_keys = len(keys)
@@ -91,12 +91,6 @@ def nan_where_empty(fields: Array) -> Array:
 
 _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
 """The moments that there are none of without an element."""
-
-
-def _index(rows: list[int]) -> np.ndarray | slice:
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))  # nothing is gathered
-    return np.array(rows, dtype=np.int64)
 
 
 def _with_whole_tokens(fields: Array, index: np.ndarray) -> Array:

@@ -21,20 +21,26 @@ CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum"}
 
 
 class ContextController:
-    """Gives a monitor, which has not begun a step, the context of its steps, without a read on the host."""
+    """Gives a monitor the context of the steps of one fit, without a read on the host."""
 
-    def __init__(self, monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, monitor: ModuleMonitor) -> None:
         self._monitor = monitor
-        rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
-        expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-        monitor.logged.expect_context(expected)
+        self.is_announced = False
+        """Whether the monitor knows which values there will be."""
         self._namer = Namer()
-        for name in expected:
-            self._namer.name(name)
         self._names: dict[str, str] = {}
         """Name in keys by name of the module's metric."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers of this step used."""
+
+    def announce(self, optimizers: Sequence[Optimizer]) -> None:
+        """Announce the values to the monitor, before the first step of the fit, when there are optimizers."""
+        self.is_announced = True
+        rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
+        expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
+        self._monitor.logged.expect_context(expected)
+        for name in expected:
+            self._namer.name(name)
 
     def begin_step(self) -> None:
         """A monitored step begins."""

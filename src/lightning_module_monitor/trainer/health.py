@@ -31,15 +31,15 @@ from lightning_module_monitor.trainer.checks import check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.options import messages
-from lightning_module_monitor.trainer.strategy import can_run_again
 
 
 class HealthController:
     """Judges every record by the watches and alerts, whose rules it adds to the monitor, and performs the actions that follow."""
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, on_error: str) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, folder: Folder, *, on_error: str) -> None:
         self.options = options
         self._monitor = monitor
+        self._folder = folder
         self._on_error = on_error
         self.findings: list[Finding] = []
         """All findings of the run, in their order."""
@@ -101,13 +101,7 @@ class HealthController:
         index = planner.index
         self._alerts = Alerts(rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         if self.options.nonfinite != IGNORE:
-            self.nonfinite = NonfiniteController(
-                self.options,
-                self._monitor,
-                has_ranks=trainer.world_size > 1,
-                runs_again=can_run_again(trainer),
-                on_error=self._on_error,
-            )
+            self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, self._folder, on_error=self._on_error)
         if is_fit:
             self._restore(self._alerts)
 
@@ -156,8 +150,8 @@ class HealthController:
         self.findings += found
         return dataclasses.replace(record or Record(step), findings=found)
 
-    def follow(self, trainer: Trainer, findings: Sequence[Finding], folder: Folder) -> None:
-        """Log the findings of a step and perform their actions, on every rank the same; ``folder`` gives that of checkpoints."""
+    def follow(self, trainer: Trainer, findings: Sequence[Finding]) -> None:
+        """Log the findings of a step and perform their actions, on every rank the same."""
         for one in findings if trainer.is_global_zero else ():
             level = logging.ERROR if one.severity == "error" else logging.WARNING
             where = f" at {one.site}" if one.site else ""
@@ -166,7 +160,7 @@ class HealthController:
         for action, finding in following:
             if action == "stop":
                 trainer.should_stop = True
-            elif action == "checkpoint" and (path := folder(trainer)) is not None:
+            elif action == "checkpoint" and (path := self._folder(trainer)) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
                 free_path = free(path / f"monitor-{name}-step={finding.step}.ckpt")
                 self._save_checkpoint(trainer, trainer.strategy.broadcast(free_path))

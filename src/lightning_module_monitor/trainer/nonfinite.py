@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
-from lightning_module_monitor.health.options import ParsedHealth
+from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
 from lightning_module_monitor.model.names import ROOT
@@ -26,6 +26,7 @@ from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.options import messages
 from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
 """The advice where a step that is not monitored was not finite."""
@@ -55,6 +56,11 @@ _FLAGGED = (_Search.RERUN, _Search.PROBE, *_LIGHT)
 _PROBED = (_Search.PROBE, _Search.RECORD)
 
 
+def marks_steps(options: ParsedHealth, trainer: Trainer) -> bool:
+    """Whether the next record shows which step before it was not finite: to read that at once, the host or other ranks would wait."""
+    return options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+
+
 class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
@@ -62,26 +68,24 @@ class NonfiniteController:
     run is possible under manual optimization, and under strategies that run a model only as a whole; monitored steps of several ranks
     need none. With ``warn`` the other steps are searched lightly; where a read would make an accelerator wait, or ranks would have to
     agree, that is deferred.
-
-    Args:
-        options: The options.
-        monitor: The monitor, with the model.
-        has_ranks: Whether several ranks train it.
-        runs_again: Whether a micro-batch can be run again, by all ranks together.
-        on_error: ``raise``: an error in a hook is raised; else it is logged.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, *, has_ranks: bool, runs_again: bool, on_error: str) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, folder: Folder, *, on_error: str) -> None:
         self._options = options
         self._monitor = monitor
+        self._trainer = trainer
+        self._folder = folder
         self._on_error = on_error
-        self._sites = monitor.planner.index.modules
-        self._probe = NonfiniteProbe(self._sites, self._hook_failed)
-        self._flag = FiniteStep(self._sites)
-        self._rerun = StepRerun()
-        self._is_by_record = not options.is_at_every_step and has_ranks
+        sites = monitor.planner.index.modules
+        self._probe = NonfiniteProbe(sites, self._hook_failed)
+        self._flag = FiniteStep(sites)
+        self._rerun = StepRerun(trainer.lightning_module, sites)
+        self._is_by_record = not options.is_at_every_step and trainer.world_size > 1
         """Whether the common record shows whether a monitored step is finite."""
-        self._runs_again = runs_again
+        self._marks_steps = marks_steps(options, trainer)
+        self._runs_again = can_run_again(trainer)
+        self._is_scaled = scaler_of(trainer) is not None
+        """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
         self._search = _Search.NONE
         self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
@@ -95,35 +99,35 @@ class NonfiniteController:
         self.forget_step()
         self._probe.close()
 
-    def begin_micro_batch(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
+    def begin_micro_batch(self, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
         """A micro-batch is about to be run."""
         self._flag.micro_batch = 0 if is_first else self._flag.micro_batch + 1
         if is_first:
             self.forget_step()
-            self._search = self._search_of(pl_module, is_monitored=is_monitored)
+            self._search = self._search_of(is_monitored=is_monitored)
             if self._search in _PROBED and not self._probe.is_attached():
                 self._probe.attach()
         if self._search in _PROBED:
             self._probe.begin_micro_batch()
-        elif self._search in (_Search.RERUN, _Search.LIGHT) and pl_module.automatic_optimization:
-            self._rerun.keep(pl_module, batch, batch_idx, is_first=is_first, is_whole=self._search is _Search.RERUN)
+        elif self._search in (_Search.RERUN, _Search.LIGHT) and self._is_automatic():
+            self._rerun.keep(batch, batch_idx, is_first=is_first, is_whole=self._search is _Search.RERUN)
 
-    def begin_backward(self, loss: Tensor, *, is_scaled: bool) -> None:
-        """The loss of a backward pass exists. Gradients of a scaled one may overflow, which the scaler handles."""
+    def begin_backward(self, loss: Tensor) -> None:
+        """The loss of a backward pass exists."""
         if self._search in _FLAGGED:
             self._flag.observe_loss(loss)
         self._probe.begin_backward(loss)
-        if is_scaled:
+        if self._is_scaled:
             self._probe.end_backward()
 
-    def end_backward(self, *, is_scaled: bool) -> None:
+    def end_backward(self) -> None:
         """The gradients exist."""
-        if self._search in _FLAGGED and not is_scaled:
+        if self._search in _FLAGGED and not self._is_scaled:
             self._flag.observe_gradients(lightly=self._search in _LIGHT)
         self._probe.end_backward()
 
-    def before_update(self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, *, is_scaled: bool) -> Finding | None:
-        """Search the step; parameters are as they were in the forward pass, and ``folder`` gives the place of a snapshot.
+    def before_update(self, step: int) -> Finding | None:
+        """Search the step; parameters are as they were in the forward pass.
 
         Returns:
             The finding, if there is a non-finite value, that is known now, and it is the first of a series.
@@ -143,7 +147,7 @@ class NonfiniteController:
                 if num_steps:
                     return self._marked(step, num_steps)
                 with self._monitor.no_monitor():
-                    return self._find(trainer, pl_module, step, folder, first, is_mine=own == first, is_scaled=is_scaled)
+                    return self._find(step, first, is_mine=own == first)
         return None
 
     def report_marked_steps(self, step: int) -> None:
@@ -183,16 +187,15 @@ class NonfiniteController:
         if not self._options.is_at_every_step:
             self._probe.close()
 
-    def _search_of(self, pl_module: LightningModule, *, is_monitored: bool) -> _Search:
+    def _is_automatic(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
+
+    def _search_of(self, *, is_monitored: bool) -> _Search:
         if not (is_monitored or self._options.is_at_every_step):
-            return _Search.DEFERRED if self._is_left_on_device(pl_module) else _Search.LIGHT
+            return _Search.DEFERRED if self._marks_steps else _Search.LIGHT
         if self._is_by_record:
             return _Search.RECORD
-        return _Search.RERUN if self._runs_again and pl_module.automatic_optimization else _Search.PROBE
-
-    def _is_left_on_device(self, pl_module: LightningModule) -> bool:
-        """Whether the flag of a light search is read with the next record."""
-        return self._is_by_record or pl_module.device.type != "cpu"
+        return _Search.RERUN if self._runs_again and self._is_automatic() else _Search.PROBE
 
     def _marked(self, step: int, num_steps: float) -> Finding:
         """The finding of the first marked step, which was ``num_steps`` before this one."""
@@ -200,9 +203,7 @@ class NonfiniteController:
         words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
         return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
 
-    def _find(
-        self, trainer: Trainer, pl_module: LightningModule, step: int, folder: Folder, first: int, *, is_mine: bool, is_scaled: bool
-    ) -> Finding:
+    def _find(self, step: int, first: int, *, is_mine: bool) -> Finding:
         """Find the module that made a non-finite value, on all ranks.
 
         ``first`` is the first micro-batch of any rank that has one, and ``is_mine`` whether this rank's has.
@@ -214,11 +215,11 @@ class NonfiniteController:
         try:
             if self._search is _Search.PROBE:
                 own = producer(self._probe.observed())
-            elif is_light and not pl_module.automatic_optimization:
+            elif is_light and not self._is_automatic():
                 why = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
             else:
                 # On every rank: in tensor parallel training none can run it alone.
-                own = self._rerun.look(trainer, pl_module, self._sites, first, is_scaled=is_scaled)
+                own = self._rerun.look(first)
                 own = own if own is None or own.is_known or is_mine else None
         except Exception as error:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
@@ -226,21 +227,20 @@ class NonfiniteController:
         if found is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)
-        path = folder(trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
-        snapshot = "" if path is None else self._snapshot(trainer, pl_module, found, step, folder=path, rank=rank)
-        if str(trainer.precision).startswith("16"):
-            words = f"The run computes in float16 (precision: {trainer.precision}): what is above 65504 is infinite in it."
+        folder = self._folder(self._trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
+        snapshot = "" if folder is None else self._snapshot(found, step, folder, rank)
+        if str(self._trainer.precision).startswith("16"):
+            words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         return self._finding(step, rank, found, snapshot)
 
-    def _snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, folder: Path, rank: int) -> str:
+    def _snapshot(self, found: Producer, step: int, folder: Path, rank: int) -> str:
         """Take a snapshot, on every rank, and save it on the one with the value; returns where it is, in words."""
         path, ranks = free(folder / f"monitor.snapshot-step={step}.pt"), self._monitor.ranks
         path = path if ranks is None else ranks.gather(path)[rank]
         try:
-            site = next((site for site in self._sites if site.name == found.site and found.site != ROOT), None)
-            taken = self._rerun.snapshot(trainer, pl_module, found, step, site=site)
-            if rank == trainer.global_rank:
+            taken = self._rerun.snapshot(found, step)
+            if rank == self._trainer.global_rank:
                 save(taken, path)
         except Exception as error:
             messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)

@@ -18,6 +18,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model import copies
+from lightning_module_monitor.model.unchanged import OF_TORCH
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.laid_out import LaidOutCopy
 from lightning_module_monitor.trainer.options import INIT, messages
@@ -68,7 +69,7 @@ class ReferenceController:
         self._module = self._wrapper = self._unconfigured = None
         if self._source != INIT:
             return
-        if self._has_to_run():
+        if self._monitor.planner.first_of_reference(running=True) is not None:
             self._unconfigured = LaidOutCopy.of(trainer, pl_module)
         try:
             live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
@@ -137,10 +138,6 @@ class ReferenceController:
         assert isinstance(reference, LightningModule)
         self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx, self._wrapper))
 
-    def _has_to_run(self) -> bool:
-        """Whether activations of the reference are compared, and not only its parameters."""
-        return self._monitor.planner.first_of_reference(running=True) is not None
-
     def _made_of_shards(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
         """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
 
@@ -150,12 +147,11 @@ class ReferenceController:
         live, why = self._monitor.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-        if not self._has_to_run():
+        needed_by = self._monitor.planner.first_of_reference(running=True)
+        if needed_by is None:
             return copies.parameter_copy(live)
         laid_out = self._unconfigured
-        shares_input = not isinstance(self._monitor.distributed, bool) and self._monitor.distributed.size() > 1
-        if laid_out is None or shares_input:
-            needed_by = self._monitor.planner.first_of_reference(running=True)
+        if laid_out is None or self._monitor.planner.shares_input:
             expected = "expected a model that FSDP alone lays out, and not before this fit"
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
         laid_out.lay_out(trainer, pl_module, attach)
@@ -248,9 +244,6 @@ _SILENT = {
     **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
 }
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module. The monitor's ``Reference`` restores the buffers."""
-
 
 def silence(reference: LightningModule) -> None:
     """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
@@ -291,7 +284,7 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
 def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
     """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
     attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
-    own = [value for _part, values in attributes for name, value in values.items() if name not in _OF_TORCH]
+    own = [value for _part, values in attributes for name, value in values.items() if name not in OF_TORCH]
     inner = [value for one in own if isinstance(one, dict) for value in one.values()]
     gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
     try:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
@@ -22,11 +22,12 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
 from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.reference import run_training_step, silence
+from lightning_module_monitor.trainer.strategy import scaler_of
 
 MAX_EARLIER_BYTES = 2**28
 """Limit of the memory of earlier micro-batches' batches, which Lightning would have released, beside the running one's: 256 MiB."""
@@ -39,7 +40,7 @@ class _Kept:
     """
 
     def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
-        self.batch = copied(batch, {id(tensor): tensor for _path, tensor in named_tensors(batch)}) if is_whole else batch
+        self.batch = with_tensors(batch, lambda tensor: tensor) if is_whole else batch
         self.batch_idx, self.random_states = batch_idx, random_states
         self._versions = _versions(self.batch) if is_whole else None
 
@@ -56,7 +57,8 @@ class _Kept:
 class StepRerun:
     """Keeps the batches of a step, up to a limit, and the random states before each, to run one again before the update."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: LightningModule, sites: Sequence[ModuleSite]) -> None:
+        self._model, self._sites = model, sites
         self._kept: list[_Kept | None] = []
         """By micro-batch; ``None`` where there was no room."""
         self._weights: list[nn.Parameter] = []
@@ -64,7 +66,7 @@ class StepRerun:
         self._versions: list[int] = []
         """The version of each weight before a step that is kept as a whole, whose forward pass may write into some; else empty."""
 
-    def keep(self, pl_module: LightningModule, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
+    def keep(self, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
         """A micro-batch is about to be run.
 
         With ``is_whole`` everything that the step depends on is kept. Else torch's random states alone are kept, and the batch as it is,
@@ -74,10 +76,10 @@ class StepRerun:
             self.forget()
             if is_whole:
                 self._weights = self._weights or [
-                    one for one in pl_module.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
+                    one for one in self._model.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
                 ]
             self._versions = [one._version for one in self._weights] if is_whole else []
-        random_states = RandomStates.now(pl_module.device, of_torch_alone=not is_whole)
+        random_states = RandomStates.now(self._model.device, of_torch_alone=not is_whole)
         self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=is_whole))
         if len(self._kept) > 1:
             self._make_room()
@@ -96,10 +98,8 @@ class StepRerun:
         """The step is over."""
         self._kept.clear()
 
-    def look(
-        self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], micro_batch: int, *, is_scaled: bool
-    ) -> Producer | None:
-        """Run the first micro-batch with a non-finite value again, and observe the modules of ``sites``.
+    def look(self, micro_batch: int) -> Producer | None:
+        """Run the first micro-batch with a non-finite value again, and observe its modules.
 
         If its batch was not kept, the next one that was is run, as non-finite values often persist. Overflow in the backward pass of a
         scaled loss is left to the scaler.
@@ -113,7 +113,7 @@ class StepRerun:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
-        found = producer(self._observed(trainer, pl_module, sites, kept, is_scaled=is_scaled))
+        found = producer(self._observed(kept))
         if found is not None and found.site == ROOT and found.is_forward:
             kinds = _nonfinite_in(kept.batch)
             batch = f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
@@ -125,27 +125,25 @@ class StepRerun:
         # If two ranks have the same micro-batch, the one that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
 
-    def _observed(
-        self, trainer: Trainer, pl_module: LightningModule, sites: list[ModuleSite], kept: _Kept, *, is_scaled: bool
-    ) -> Observed | None:
+    def _observed(self, kept: _Kept) -> Observed | None:
         """The probe's observation of a second run of a micro-batch; ``None`` if all is finite."""
-        sibling, same_sites = self._sibling(pl_module, sites)
+        sibling, same_sites = self._sibling()
         probe = NonfiniteProbe(same_sites)
         probe.attach()
         try:
             probe.begin_micro_batch()
-            loss = _run(trainer, pl_module, sibling, kept)
+            loss = self._run(sibling, kept)
             if loss is not None:
                 probe.begin_backward(loss)
-                if loss.requires_grad and not is_scaled:
+                if loss.requires_grad and scaler_of(self._model.trainer) is None:
                     loss.backward()
             probe.end_micro_batch()
             return probe.observed()
         finally:
             probe.close()
 
-    def snapshot(self, trainer: Trainer, pl_module: LightningModule, found: Producer, step: int, *, site: ModuleSite | None) -> Snapshot:
-        """The call in which a module made the non-finite value, with everything that makes it again; ``site``: the module, if known.
+    def snapshot(self, found: Producer, step: int) -> Snapshot:
+        """The call in which a module made the non-finite value, with everything that makes it again.
 
         Raises:
             RuntimeError: If the batch was not kept.
@@ -161,50 +159,65 @@ class StepRerun:
             batch=kept.batch,
             batch_random_states=kept.random_states,
         )
-        if site is None:
+        if found.site == ROOT:
             return alone
-        device = pl_module.device
-        sibling, [same] = self._sibling(pl_module, [site])
+        device = self._model.device
+        sibling, same_sites = self._sibling()
+        same = next(site for site in same_sites if site.name == found.site)
         snapshots: list[Snapshot] = []
         countdown = itertools.count(-found.call)
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if next(countdown) == 0:
-                memo: dict[int, Tensor] = {}
                 dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-                inputs = {"args": copied(args, memo), "kwargs": copied(kwargs, memo)}
-                snapshots.append(replace(alone, module=_on_host(module), **inputs, random_states=RandomStates.now(device), autocast=dtype))
+                own_args, own_kwargs = copied((args, kwargs))
+                call = replace(alone, args=own_args, kwargs=own_kwargs, random_states=RandomStates.now(device), autocast=dtype)
+                snapshots.append(replace(call, module=_on_host(module)))
 
         same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
         with torch.no_grad():
-            _run(trainer, pl_module, sibling, kept)
+            self._run(sibling, kept)
         return snapshots[0] if snapshots else alone
 
-    def _sibling(self, pl_module: LightningModule, sites: Sequence[ModuleSite]) -> tuple[LightningModule, list[ModuleSite]]:
+    def _sibling(self) -> tuple[LightningModule, list[ModuleSite]]:
         """A copy of the model, and the same sites in it.
 
         Its weights have the same memory; those that the step's forward pass may have written into are copies.
         """
-        for tensor in (*pl_module.parameters(), *pl_module.buffers()):
+        model = self._model
+        for tensor in (*model.parameters(), *model.buffers()):
             in_memory(tensor)
         unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
-        memo = copies_without_graph(pl_module)
-        for one in pl_module.parameters():
+        memo = copies_without_graph(model)
+        for one in model.parameters():
             is_plain = type(one) is nn.Parameter
             # A subclass of Parameter has attributes of its own, and is copied; a parameter of a tensor's class (DTensor) has none.
             if id(one) in unwritten and (is_plain or not issubclass(type(one), nn.Parameter)):
                 memo[id(one)] = (_SharedWeight if is_plain else nn.Parameter)(one.detach(), one.requires_grad)
-        sibling = copy.deepcopy(pl_module, memo)
-        own = set(pl_module.modules()) & set(sibling.modules())
+        sibling = copy.deepcopy(model, memo)
+        own = set(model.modules()) & set(sibling.modules())
         if own:
-            raise RuntimeError(f"a copy of {type(pl_module).__name__} shares its {type(own.pop()).__name__} with it")
-        make_independent(pl_module, sibling, memo)
+            raise RuntimeError(f"a copy of {type(model).__name__} shares its {type(own.pop()).__name__} with it")
+        make_independent(model, sibling, memo)
         silence(sibling)
         for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:
                 weight.register_post_accumulate_grad_hook(_release_gradient)
-        same = dict(zip(pl_module.modules(), sibling.modules(), strict=True))
-        return sibling, [ModuleSite(site.name, site.aliases, same[site.module]) for site in sites]
+        same = dict(zip(model.modules(), sibling.modules(), strict=True))
+        return sibling, [ModuleSite(site.name, site.aliases, same[site.module]) for site in self._sites]
+
+    def _run(self, sibling: LightningModule, kept: _Kept) -> Tensor | None:
+        """Run a micro-batch uncompiled; returns its loss."""
+        uncompiled = Uncompiled()
+        with unchanged_random_states(self._model.device):
+            kept.random_states.restore()
+            uncompiled.begin()
+            try:
+                output = run_training_step(sibling, self._model.trainer, kept.batch, kept.batch_idx)
+            finally:
+                uncompiled.end()
+        loss = output.get("loss") if isinstance(output, dict) else output
+        return loss if isinstance(loss, Tensor) else None
 
 
 class _SharedWeight(nn.Parameter):
@@ -221,20 +234,6 @@ class _SharedWeight(nn.Parameter):
 
 def _release_gradient(weight: Tensor) -> None:
     weight.grad = None
-
-
-def _run(trainer: Trainer, pl_module: LightningModule, sibling: LightningModule, kept: _Kept) -> Tensor | None:
-    """Run a micro-batch uncompiled; returns its loss."""
-    uncompiled = Uncompiled()
-    with unchanged_random_states(pl_module.device):
-        kept.random_states.restore()
-        uncompiled.begin()
-        try:
-            output = run_training_step(sibling, trainer, kept.batch, kept.batch_idx)
-        finally:
-            uncompiled.end()
-    loss = output.get("loss") if isinstance(output, dict) else output
-    return loss if isinstance(loss, Tensor) else None
 
 
 def _versions(batch: object) -> list[tuple[object, int, int]]:

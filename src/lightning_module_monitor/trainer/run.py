@@ -8,13 +8,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch.amp import GradScaler
 
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
@@ -30,6 +28,7 @@ from lightning_module_monitor.record import (
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.nonfinite import marks_steps
 from lightning_module_monitor.trainer.options import Options, messages
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
@@ -73,8 +72,8 @@ class RunController:
         self.reference: ReferenceController | None = None
         if options.source is not None and self.observes_training:
             self.reference = ReferenceController(self.monitor, options.source, options.module, is_saved=options.save_reference)
-        self.health = HealthController(options.parsed_health, self.monitor, on_error=options.on_error)
         self.sinks = SinksController(self.monitor.planner, options)
+        self.health = HealthController(options.parsed_health, self.monitor, self.sinks.folder, on_error=options.on_error)
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
         self.is_fit = False
@@ -148,11 +147,10 @@ class RunController:
 
     def _expect_keys(self, trainer: Trainer) -> None:
         """Announce the keys of this run to the sinks and the watches, and compare them with those of other callbacks."""
-        is_marked = self.health.options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
         measured = {
-            STEP_SKIPPED: scaler_of(trainer) is not None,
+            STEP_SKIPPED: strategy.scaler_of(trainer) is not None,
             OVERHEAD_FRACTION: self.options.max_overhead is not None,
-            STEPS_SINCE_NONFINITE: is_marked and self.is_fit,
+            STEPS_SINCE_NONFINITE: marks_steps(self.health.options, trainer) and self.is_fit,
             RANK_DISAGREEMENT: self.monitor.distributed is not False and trainer.world_size > 1 and self.is_fit,
             SECONDS_PER_STEP: self.options.schedule.by_clock is not None and self.is_fit,
         }
@@ -199,7 +197,7 @@ class RunController:
             # Raw tensors are for the file, and may be large.
             self.last_record = dataclasses.replace(record, tensors=())
         self.sinks.emit(trainer, pl_module, record)
-        self.health.follow(trainer, record.findings, self.sinks.folder)
+        self.health.follow(trainer, record.findings)
 
     def describe(self) -> Description:
         """The rules, the store and the findings, for the prompt and a notebook."""
@@ -220,12 +218,6 @@ class RunController:
             stack.callback(self.sinks.close)
             stack.callback(self.monitor.close)
             stack.callback(self.health.close)
-
-
-def scaler_of(trainer: Trainer) -> GradScaler | None:
-    """The scaler of the loss under 16-mixed, which may skip a step."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 def step_of(trainer: Trainer) -> int:

@@ -22,7 +22,8 @@ from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
-from lightning_module_monitor.trainer.run import RunController, scaler_of, step_of
+from lightning_module_monitor.trainer.run import RunController, step_of
+from lightning_module_monitor.trainer.strategy import scaler_of
 
 
 class StepController:
@@ -41,8 +42,7 @@ class StepController:
         self._overhead: Overhead | None = None
         self._optimizers: OptimizerTracker | EngineTracker | None = None
         """The optimizers of a monitored step."""
-        self._context: ContextController | None = None
-        """The context of the fit, from its first step on: before it there are no optimizers."""
+        self._context = ContextController(self._monitor)
         self._ddp_guards: list[DDPForwardGuard] = []
         """The guard of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
@@ -59,7 +59,7 @@ class StepController:
         """A fit begins; its steps may have a limit of overhead."""
         limit = self._run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(pl_module.device))
-        self._context = None
+        self._context = ContextController(self._monitor)
 
     # A training step
 
@@ -80,8 +80,8 @@ class StepController:
         if self._overhead is not None:
             self._overhead.begin_batch()
         if is_first:
-            if self._context is None:
-                self._context = ContextController(self._monitor, trainer.optimizers)
+            if not self._context.is_announced:
+                self._context.announce(trainer.optimizers)
             if self._begin_step(step):
                 self._context.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
@@ -91,30 +91,29 @@ class StepController:
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
         self._monitor.end_backward()
-        if self._context is not None and self._optimizers is not None:
+        if self._optimizers is not None:
             self._context.observe_batch(trainer, batch)
         if self._run.reference is not None and self._monitor.awaits_reference():
             self._run.reference.run(trainer, batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
         if self._nonfinite is not None:
-            self._nonfinite.begin_micro_batch(pl_module, batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+            self._nonfinite.begin_micro_batch(batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
             if is_first and is_monitored:
                 self._nonfinite.report_marked_steps(step)
 
     def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
         if self._nonfinite is not None:
-            self._nonfinite.begin_backward(loss, is_scaled=scaler_of(trainer) is not None)
+            self._nonfinite.begin_backward(loss)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
-            if self._context is not None:
-                self._context.observe_loss(trainer, loss, self._optimizers.scale)
+            self._context.observe_loss(trainer, loss, self._optimizers.scale)
 
-    def end_backward(self, trainer: Trainer) -> None:
+    def end_backward(self) -> None:
         """The backward pass is over."""
         self._monitor.end_backward()
         if self._nonfinite is not None:
-            self._nonfinite.end_backward(is_scaled=scaler_of(trainer) is not None)
+            self._nonfinite.end_backward()
 
     def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete and not clipped.
@@ -124,18 +123,16 @@ class StepController:
         """
         if trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        health = self._run.health
-        if health.nonfinite is not None:
-            step, is_scaled = step_of(trainer), scaler_of(trainer) is not None
-            found = health.nonfinite.before_update(trainer, pl_module, step, self._run.sinks.folder, is_scaled=is_scaled)
+        if self._nonfinite is not None:
+            step, health = step_of(trainer), self._run.health
+            found = self._nonfinite.before_update(step)
             health.note(found)
             if found is not None and health.options.nonfinite == STOP:
                 self._run.emit(trainer, pl_module, None)
                 raise NonfiniteError(f"Step {step}, {found.site}: {found.words} Training ends here, as health.nonfinite is 'stop'.")
         if self._optimizers is not None:
             self._optimizers.before_clipping(optimizer)
-            if self._context is not None:
-                self._context.observe_rates(optimizer)
+            self._context.observe_rates(optimizer)
 
     def end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A micro-batch is over; the last one of a step ends the step."""
@@ -152,9 +149,10 @@ class StepController:
 
     # Loops without training
 
-    def begin_loop(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begin_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A loop of another stage begins, also in the middle of an accumulated step, whose hooks observe nothing meanwhile."""
-        options = self._run.options
+        options, running = self._run.options, trainer.state.stage
+        stage = "" if running is None else running.value
         if options.observes(stage) and not (trainer.sanity_checking or options.dry_run):
             if self._monitor.module is None:
                 # Outside of fit this is the first event after `configure_model`.
@@ -269,8 +267,7 @@ class StepController:
             if self._optimizers is not None:
                 self._optimizers.finish()
                 self._optimizers = None
-                if self._context is not None:
-                    self._context.end_step(trainer)
+                self._context.end_step(trainer)
             fraction = None if self._overhead is None else self._overhead.fraction()
             if fraction is not None:
                 self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_module_monitor.distributed.shards import fsdp2_units
@@ -91,6 +92,12 @@ def can_copy(trainer: Trainer) -> bool:
 def access_of(trainer: Trainer) -> ParameterAccess:
     """How parameters and gradients are read."""
     return DeepSpeedAccess() if isinstance(trainer.strategy, DeepSpeedStrategy) else ParameterAccess()
+
+
+def scaler_of(trainer: Trainer) -> GradScaler | None:
+    """The scaler of the loss under 16-mixed, which may skip a step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
