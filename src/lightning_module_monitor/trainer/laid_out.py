@@ -14,6 +14,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.model import copies
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 from lightning_module_monitor.model.unchanged import unchanged_random_states
+from lightning_module_monitor.trainer.silent_copy import attach
 
 
 class LaidOutCopy:
@@ -45,14 +46,8 @@ class LaidOutCopy:
             return None
         return cls(strategy, model)
 
-    def lay_out(self, trainer: Trainer, model: LightningModule, attach: Callable[[LightningModule, Trainer], None]) -> None:
-        """Do with the copy what Lightning has done with the model; random states stay as they are.
-
-        Args:
-            trainer: The trainer.
-            model: The model.
-            attach: Gives a copy a trainer.
-        """
+    def lay_out(self, trainer: Trainer, model: LightningModule) -> None:
+        """Do with the copy what Lightning has done with the model, and freeze it; random states stay as they are."""
         strategy, copied = self._strategy, self.module
         copied._device_mesh = model._device_mesh  # the property device_mesh, which configure_model reads, has no setter
         contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
@@ -62,7 +57,7 @@ class LaidOutCopy:
                 copied.configure_model()
         finally:
             copied.trainer = None
-        trainer.precision_plugin.convert_module(copied)
+        trainer.precision_plugin.convert_module(copied.requires_grad_(requires_grad=False))
         if isinstance(strategy, FSDPStrategy):
             self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)
             return

@@ -1,16 +1,11 @@
-"""The reference of a run: how it is made, saved in a checkpoint and restored; and copies that run their own ``training_step``."""
+"""The reference of a run: how it is made, saved in a checkpoint and restored."""
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import share_values_of_first
@@ -18,10 +13,10 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.model.unchanged import OF_TORCH
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.laid_out import LaidOutCopy
 from lightning_module_monitor.trainer.options import INIT, messages
+from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 
 MODULE = "module"
 """Origin of a reference that the user has handed over as a module."""
@@ -154,7 +149,7 @@ class ReferenceController:
         if laid_out is None or self._monitor.planner.shares_input:
             expected = "expected a model that FSDP alone lays out, and not before this fit"
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
-        laid_out.lay_out(trainer, pl_module, attach)
+        laid_out.lay_out(trainer, pl_module)
         silence(laid_out.module)
         self._wrapper = laid_out.wrapper
         reference = laid_out.module.get_submodule(self._within or "")
@@ -214,85 +209,3 @@ def _check_memory(module: nn.Module) -> None:
         except ValueError as error:
             cure = "Bring it back before the fit, or give a module as the reference"
             raise ConfigError(f"reference is a copy of the model, and {name} cannot be copied ({error}). {cure}.") from error
-
-
-# A copy of a LightningModule that runs its own training_step and changes nothing outside of it
-
-
-class _TrainerWithoutLoggers:
-    """The ``trainer`` of a copy: reads from the model's trainer, except the loggers; what the copy sets on it stays here."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.logger = DummyLogger()
-        self.loggers = [self.logger]
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
-        return getattr(object.__getattribute__(self, "_trainer"), name)  # while this is being copied, it has no such attribute yet
-
-
-def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
-
-
-def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
-
-
-_SILENT = {
-    **dict.fromkeys(("log", "log_dict", "print"), _do_nothing),
-    **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
-}
-
-
-def silence(reference: LightningModule) -> None:
-    """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
-    for part in reference.modules():
-        if isinstance(part, LightningModule):
-            vars(part).update(_SILENT)
-
-
-def attach(copied: LightningModule, trainer: Trainer) -> None:
-    """Attach a copy to the trainer of the model, without its loggers."""
-    copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
-
-
-def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # as its own
-    """Run a copy's ``training_step`` as Lightning is about to run the model's.
-
-    Args:
-        reference: A silenced copy.
-        trainer: The copy is attached to this, without its loggers, while it runs.
-        batch: On the device and in the precision of the run. The copy gets a copy, because it may write into it.
-        batch_idx: Number of the batch.
-        wrapper: What runs it under FSDP1, by calling its first argument with all others.
-
-    Returns:
-        The result of ``training_step``.
-    """
-    takes_index = is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
-    arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
-    attach(reference, trainer)
-    try:
-        with trainer.precision_plugin.train_step_context(), _unchanged_attributes(reference):
-            return reference.training_step(*arguments) if wrapper is None else wrapper(reference.training_step, *arguments)
-    finally:
-        reference.trainer = None
-
-
-@contextmanager
-def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
-    """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
-    attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
-    own = [value for _part, values in attributes for name, value in values.items() if name not in OF_TORCH]
-    inner = [value for one in own if isinstance(one, dict) for value in one.values()]
-    gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
-    try:
-        yield
-    finally:
-        for part, values in attributes:
-            vars(part).clear()
-            vars(part).update(values)
-        for one, before in gathered:
-            one.clear()
-            (one.extend if isinstance(one, list | deque) else one.update)(before)

@@ -26,7 +26,7 @@ from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
-from lightning_module_monitor.trainer.reference import run_training_step, silence
+from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 from lightning_module_monitor.trainer.strategy import scaler_of
 
 MAX_EARLIER_BYTES = 2**28
