@@ -7,6 +7,7 @@ import random
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,61 @@ def test_it_ends_before_the_optimizer_uses_it(tmp_path: Path) -> None:
     assert (found.step, found.name, found.site, found.severity) == (3, "nonfinite", "model.1", "error")
     assert found.words in str(raised.value)
     assert load_store(callback.store_path).series("activation/model.0/rms")[0].tolist() == [0]
+
+
+def zero_with_infinite_slope(x: Tensor) -> Tensor:
+    """Zeros, whose gradient is NaN."""
+    return torch.sqrt((x * 0) ** 2)
+
+
+class Between(nn.Module):
+    """Code between two parts, of which the first returns what its own last part returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 6))), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        logits: Tensor = self.head(h + zero_with_infinite_slope(h))
+        return logits
+
+
+class InTheLoss(Classifier):
+    """Code of the LightningModule, behind a container."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]) + zero_with_infinite_slope(logits).sum()
+
+
+@pytest.mark.parametrize("every_n_steps", [1, [5]])
+@pytest.mark.parametrize(
+    ("make", "site", "words"),
+    [
+        (
+            lambda: Classifier(Between()),
+            "model",
+            "Code of its own between its modules gets a gradient that is finite, and hands NaN back to ",
+        ),
+        (
+            lambda: InTheLoss(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))),
+            "_root_",
+            "The loss is finite, and the gradient that it hands to model.1.1 has NaN.",
+        ),
+    ],
+    ids=["between modules", "in the loss"],
+)
+def test_code_behind_a_container_is_not_taken_for_its_own(
+    make: Callable[[], Classifier], site: str, words: str, every_n_steps: Any, tmp_path: Path
+) -> None:
+    """The container returns what its last part returns, unchanged: no code of its own lies between."""
+    seed()
+    callback = ModuleMonitorCallback(every_n_steps, health=Health(nonfinite="always"))
+    trainer(tmp_path, [callback], max_steps=2).fit(make(), loader(), loader(8))
+    found = callback.findings[0]
+    assert (found.name, found.site) == ("nonfinite", site)
+    assert words in found.words
 
 
 def test_it_is_shown_again_in_isolation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,3 +185,20 @@ def test_a_checkpoint_without_its_key_is_reported(tmp_path: Path, caplog: pytest
     found = [record.message for record in caplog.records if "callback_metrics does not match it" in record.message]
     assert [message.split()[0] for message in found] == ["EarlyStopping", "ModelCheckpoint"]
     assert all(f"expected callback_metrics: ['{KEY}']" in message for message in found)
+
+
+@pytest.mark.parametrize(("pattern", "is_told"), [("zzz", True), ("mine/.*", False)])
+def test_a_pattern_of_no_key_is_told_with_the_first_record(
+    pattern: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be of a key that the model logs itself; if the first record has none either, there may be a typo."""
+
+    class Logs(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
+            callback.monitor.log_scalar("mine/value", 1.0)
+
+    callback = monitor([pattern])
+    fit(tmp_path, [callback, Logs()])
+    told = [record.getMessage() for record in caplog.records if "callback_metrics" in record.getMessage()]
+    assert len(told) == is_told
+    assert all(one.startswith(f"callback_metrics {pattern!r} matches none of the keys that are planned, nor of the") for one in told)

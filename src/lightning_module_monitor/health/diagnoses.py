@@ -192,7 +192,7 @@ CAUSES = (
     ),
     Cause(
         "update",
-        "Weights were not finite when the step began: the update of the step before has made them so",
+        "Weights are not finite: the update of the step before has made them so, or code of the model that writes into them",
         NONFINITE,
         (*NONFINITE, *_GROWTH, *_ZERO, *_STILL, *_FLAT),
         "health: {nonfinite: always}, which names the module whose gradient was not finite",

@@ -140,7 +140,7 @@ class _Search:
         given = _Evidence()
         if bad:
             listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-            words = f"Its weights are not finite ({listed}), so that its output has {kind}: they were so when the step began."
+            words = f"Its weights are not finite ({listed}), so that its output has {kind}."
         elif call.entered != NO_CALL:
             given = self._last_output(place)
             words = f"Its own code, after its modules, has made {kind} of what is finite{given.words}."
@@ -169,7 +169,10 @@ class _Search:
             number = self._calls_before(behind, site)
             return self._producer(self._sites[site].name, place, words, arrived, call=number, is_forward=False)
         name = self._sites[call.site].name
-        after = next((one for one in self._calls[first.call + 1 :] if one.is_new or one.entered != NO_CALL), None)
+        # A container that returns what its last part has returned, unchanged, has no code there.
+        after = next(
+            (one for one in self._calls[first.call + 1 :] if one.is_new or (one.entered != NO_CALL and one.output != call.output)), None
+        )
         if after is None:
             words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
             return self._producer(ROOT, place, words, is_forward=False)

@@ -13,11 +13,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
+from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Record
+from lightning_module_monitor.trainer.options import messages
 
 
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
@@ -101,6 +103,14 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     if not _may_come(planner, text):
         raise ConfigError(f"{wrong} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
     return False
+
+
+def warn_of_unmatched(awaited: Sequence[tuple[str, re.Pattern[str]]], record: Record) -> None:
+    """Warn of patterns that match no planned key, and none of the first record either: there may be a typo."""
+    for label, pattern in awaited if is_first_process() else ():
+        if not any(map(pattern.fullmatch, record.values)):
+            first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
+            messages.warning("%s %r matches none of the keys that are planned, %s: it waits for others.", label, pattern.pattern, first)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:

@@ -27,7 +27,7 @@ from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.trainer.checks import check_keys
+from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.options import messages
@@ -135,11 +135,7 @@ class HealthController:
         found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
-            for label, pattern in self._awaited if is_first_process() else ():
-                if not any(map(pattern.fullmatch, record.values)):  # there may be a typo
-                    none = "matches none of the keys that are planned"
-                    first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
-                    messages.warning("%s %r %s, %s: it waits for others.", label, pattern.pattern, none, first)
+            warn_of_unmatched(self._awaited, record)
             self._awaited = []
             self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, self._monitor.access, optimizers))
             for alarm in self._alerts.alarms(record):
