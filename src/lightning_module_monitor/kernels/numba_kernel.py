@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def loops() -> ModuleType | None:
+def loops() -> Any:  # noqa: ANN401  # a module, whose compiled functions have no types
     """The compiled loops; ``None`` where numba is not installed, or does not work."""
     numba_log = logging.getLogger("numba")
     level = numba_log.level
@@ -109,7 +109,6 @@ class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.table.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
-        self._loops: Any = loops()
         self._table = np.tile(_NOTHING, (FIRST_ROWS, 1))
         """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[int, NDArray[np.int64]] = {}
@@ -124,7 +123,7 @@ class NumbaKernel:
         if needs & Need.EVERYTHING:
             features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
             target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
-            (self._loops.add if is_float32 else self._loops.add_bfloat16)(array, features, needs, target)
+            (loops().add if is_float32 else loops().add_bfloat16)(array, features, needs, target)
             if len(rows) > 1:
                 self._merge(target, rows)
         if needs & Need.HISTOGRAM:
@@ -155,7 +154,7 @@ class NumbaKernel:
         features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
         target = _NOTHING.copy()
         arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other, shift)]
-        self._loops.add_difference(*arrays, features, needs, target)
+        loops().add_difference(*arrays, features, needs, target)
         self._merge(target, rows)
 
     def _row(self, row: int) -> NDArray[np.float64]:
@@ -170,11 +169,11 @@ class NumbaKernel:
 
     def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
         for row in rows:
-            self._loops.merge(moments, self._row(row))
+            loops().merge(moments, self._row(row))
 
     def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
-        self._loops.count(bits, _PLACE_OF_CODE, counts)
+        loops().count(bits, _PLACE_OF_CODE, counts)
         for row in rows:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
