@@ -17,6 +17,7 @@ from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -25,6 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.trainer.laid_out import LaidOutCopy
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
 
@@ -789,3 +791,16 @@ def test_a_coordinate_check_without_a_layer_that_it_knows_is_one_line(tmp_path: 
     )
     with pytest.raises(ConfigError, match=expected):
         trainer(tmp_path, [refused], max_steps=1).fit(WithoutLayers(), loader(), loader(8))
+
+
+def test_what_fsdp_ignores_is_found_in_a_copy_and_an_iterator_is_not_used_up() -> None:
+    """The model is wrapped after its copy was made: the wrapper has to get what the user gave."""
+    module = Classifier("mlp")
+    given = [*module.parameters()]
+    strategy = FSDPStrategy(ignored_states=given)
+    copied = LaidOutCopy(strategy, module)
+    mapped = copied._options["ignored_states"]
+    assert [id(one) for one in mapped] == [id(one) for one in copied.module.parameters()]
+    strategy = FSDPStrategy(ignored_states=iter(given))
+    LaidOutCopy(strategy, module)
+    assert [id(one) for one in strategy.kwargs["ignored_states"]] == [id(one) for one in given]

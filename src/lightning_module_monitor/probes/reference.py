@@ -79,7 +79,8 @@ class Reference:
         self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
         # The owner of a parameter may be within a wrapper.
         owners = {without_wrappers(name): one for name, one in module.named_modules(remove_duplicate=False)}
-        within = {one: owners.get(without_wrappers(name)) for name, one in live.named_modules(remove_duplicate=False)}
+        named = reversed([*live.named_modules(remove_duplicate=False)])
+        within = {one: owners.get(without_wrappers(name)) for name, one in named}
         self._owners = {one: owner for one, owner in within.items() if owner is not None}
         self.is_running = False
         self.operator_norms: dict[str, Tensor] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -33,8 +33,11 @@ class LaidOutCopy:
         """What runs it under FSDP1: it calls the function that is its first argument with the others."""
         siblings: dict[object, Any] = dict(zip(model.modules(), self.module.modules(), strict=True))
         siblings |= dict(zip(model.parameters(), self.module.parameters(), strict=True))
+        # An iterator stays as it is: the model's wrapper is to have what it gives.
         self._options = {
-            name: [siblings.get(one, one) for one in value] if name in ("ignored_modules", "ignored_states") and value else value
+            name: [siblings.get(one, one) for one in value]
+            if name in ("ignored_modules", "ignored_states") and isinstance(value, Collection)
+            else value
             for name, value in getattr(strategy, "kwargs", {}).items()
         }
 
