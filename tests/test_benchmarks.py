@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from helpers.lightning_package import Callback, LightningModule, Trainer
 
 from lightning_module_monitor import load_store
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer, seed_everything
+from helpers.lightning_package import Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.documents import DOCUMENTS, ROOT, Model, documents_with, names_in_a_loop, names_in_a_trainer, quiet_trainer, snippets
+from helpers.lightning_package import CSVLogger, LightningCLI
 from helpers.stores import write_store
 from helpers.training import loader, trainer
 from helpers.widths import WideMlp, gaussian_batches
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import LOGGER
 from helpers.tiny import KeepRecords, Tiny, fit
 from torch import Tensor
 
@@ -158,7 +159,7 @@ def test_in_a_run_steps_are_left_out_and_it_is_said(virtual_time: SetClock, tmp_
     rule = Rule(kinds="activation", sites="model.0", functions={"slow": metric})
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[rule], max_overhead=0.1)
     keep = KeepRecords(callback)
-    with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.INFO, LOGGER):
         fit(tmp_path, [callback, keep], Slow, max_steps=60, max_epochs=-1, accumulate_grad_batches=2)
     steps = [record.step for record in keep.records]
     assert steps == [0, 2, 4, *range(13, 60, 9)]
@@ -182,7 +183,7 @@ def test_a_schedule_within_the_limit_is_left_as_it_is(virtual_time: SetClock, tm
 
     callback = ModuleMonitorCallback(every_n_steps=5, max_overhead=0.02)
     keep = KeepRecords(callback)
-    with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.INFO, LOGGER):
         fit(tmp_path, [callback, keep], Slow, max_steps=30, max_epochs=-1)
     assert [record.step for record in keep.records] == list(range(0, 30, 5))
     assert keep.records[-1].values["monitor/overhead_fraction"] == 0.0
@@ -194,7 +195,7 @@ def test_raw_tensors_of_a_step_that_is_left_out_are_said(virtual_time: SetClock,
     capture = Capture(sites="model.2", steps=[4, 5, 7, 9])
     rule = Rule(kinds="activation", statistics="norm")
     callback = ModuleMonitorCallback(every_n_steps=4, rules=[rule], capture=capture, max_overhead=0.5)
-    with caplog.at_level(logging.WARNING, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.WARNING, LOGGER):
         fit(tmp_path, [callback], max_steps=12, max_epochs=-1)
     [said] = [message for message in caplog.messages if "capture" in message]
     assert said.startswith("max_overhead=0.5: capture has step 5, less than 2 steps after another that was monitored;")

@@ -11,10 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
+from helpers.lightning_package import Callback, FSDPStrategy, LightningCLI, LightningModule, Trainer
 from helpers.tiny import Tiny, fit, loader, measured
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Concatenate, ParamSpec
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +17,7 @@ from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.options import Alert, Health
+from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunController
@@ -40,7 +39,7 @@ def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -
     return guarded
 
 
-class ModuleMonitorCallback(Described, Callback):
+class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Callback
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
@@ -227,7 +226,7 @@ class ModuleMonitorCallback(Described, Callback):
             self._steps.before_clipping(trainer, pl_module, optimizer)
 
     @_never_fatal
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
         if not self._steps.is_idle:
             self._steps.end_batch(trainer, pl_module)

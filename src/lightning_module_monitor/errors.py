@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
+from typing import TypeAlias
+
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+"""Receives messages."""
 
 
 class ConfigError(ValueError):

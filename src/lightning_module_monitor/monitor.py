@@ -15,7 +15,7 @@ from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError, Log, nearest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
@@ -89,7 +89,7 @@ class ModuleMonitor(Described, StepEngine):
         monitor_step_fn: Schedule = 1,
         format_module_name_fn: Callable[[str], str] = without_wrappers,
         excluded_modules_regex: str | None = None,
-        logger: logging.Logger | None = None,
+        logger: Log | None = None,
         *,
         rules: Rule | Sequence[Rule | dict[str, Any]] | None = (),
         gradient_flow: GradientFlow | dict[str, Any] | None = None,

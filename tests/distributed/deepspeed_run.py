@@ -10,11 +10,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.lightning_package import CPUAccelerator, DeepSpeedStrategy, LightningModule
+from helpers.lightning_package import deepspeed as of_lightning
 from helpers.training import trainer
-from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.strategies import deepspeed as of_lightning
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

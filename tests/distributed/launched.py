@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.training import Classifier, seed, trainer
 from helpers.zoo import batches
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -19,13 +19,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from helpers.lightning_package import (
+    LOGGER,
+    Callback,
+    DDPStrategy,
+    FSDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Trainer,
+    is_overridden,
+)
 from helpers.training import Classifier, trainer
 from helpers.zoo import batches
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +100,7 @@ class Said(logging.Handler):
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What the monitor says within the block."""
-    said, logger = Said(), logging.getLogger("lightning.pytorch.module_monitor")
+    said, logger = Said(), logging.getLogger(LOGGER)
     logger.addHandler(said)
     try:
         yield said.messages
@@ -748,7 +756,7 @@ def join(folder: Path) -> dict[str, Any]:
         model = nn.Linear(6, 3)
         parallel = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        logger = logging.getLogger("lightning.pytorch.module_monitor")
+        logger = logging.getLogger(LOGGER)
         monitor = ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm"), distributed=monitored, logger=logger)
         with waiting_for(3), listening() as said, monitor:
             monitor.set_module(model)

@@ -14,10 +14,8 @@ from typing import Any
 import h5py
 import pytest
 import torch
+from helpers.lightning_package import LOGGER, AsyncCheckpointIO, LightningModule, TensorBoardLogger, TorchCheckpointIO
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
@@ -40,7 +38,7 @@ def test_it_is_said_in_the_log_the_logger_and_the_store(tmp_path: Path, caplog: 
     """Once, in the same words everywhere."""
     logger = TensorBoardLogger(tmp_path, name="", version="tb")
     options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
-    with caplog.at_level(logging.WARNING, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.WARNING, LOGGER):
         callback = run(tmp_path, Alert(keys=HEAD, above=0.0, for_steps=2, name="any"), **options)
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.key) == (1, "any", "model.layers.3.weight", HEAD)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, LightningModule, MixedPrecision, StochasticWeightAveraging
 from helpers.training import Classifier, seed, trainer
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F

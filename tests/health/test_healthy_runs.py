@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import NAME, seed_everything
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch import seed_everything
 from torch import nn
 
 from lightning_module_monitor import Health, ModuleMonitorCallback, Rule
@@ -25,7 +25,7 @@ EVERYTHING = Health(nonfinite="always", watch="all")
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """The examples make Lightning and its warnings quieter, for the whole process."""
-    logger = logging.getLogger("lightning.pytorch")
+    logger = logging.getLogger(NAME)
     level = logger.level
     with warnings.catch_warnings():
         yield

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.lightning_package import LightningModule
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

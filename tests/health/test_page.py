@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from helpers.documents import DOCUMENTS, generated, snippets
+from helpers.lightning_package import LightningCLI
 from helpers.training import Classifier, loader
-from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 

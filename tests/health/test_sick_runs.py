@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import MixedPrecision
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from helpers.lightning_package import Trainer
 from helpers.training import Classifier, loader
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from lightning_module_monitor import Record
 
 

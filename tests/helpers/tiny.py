@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from lightning_module_monitor import ModuleMonitorCallback, Record
 
 

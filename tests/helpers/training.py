@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.zoo import ZOO
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from helpers.lightning_package import LightningDataModule, LightningModule
 
 IN_FEATURES, CLASSES = 128, 10
 BASE_WIDTH = 128

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import Truth, truth
+from helpers.lightning_package import CSVLogger, EarlyStopping, LightningCLI
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, loader, seed, trainer
 from helpers.zoo import make
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.lightning_package import Callback, LightningModule, ModelCheckpoint, Trainer
 from helpers.textbook import slack, textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, EarlyStopping, ModelCheckpoint, Trainer
 from helpers.tiny import KeepRecords, Tiny, fit
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, LightningModule, ModelCheckpoint, Trainer
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
@@ -225,7 +224,7 @@ def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> No
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from helpers.training import Classifier, loader, seed, trainer
-        from lightning.pytorch import Callback
+        from helpers.lightning_package import Callback
         from lightning_module_monitor import Capture, ModuleMonitorCallback
 
         class Kill(Callback):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from helpers.offline_wandb import config, history
 from helpers.tiny import KeepRecords, Tiny, fit
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from torch import Tensor, nn
 

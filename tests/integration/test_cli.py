@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.lightning_package import NAME, LightningCLI, LightningDataModule
 from helpers.tiny import Tiny, loader
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -346,7 +345,7 @@ def test_callback_metrics_and_progress_bar() -> None:
 def test_max_logged_keys() -> None:
     """Loggers get roll-ups beyond it."""
     config = write_config(every_n_steps=1, rules=[rule()], max_logged_keys=2)
-    logger = '{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, name: "", version: csv}}'
+    logger = f'{{class_path: {NAME}.loggers.CSVLogger, init_args: {{save_dir: logs, name: "", version: csv}}}}'
     run_cli(config, f"--trainer.logger={logger}")
     head = Path("logs/csv/metrics.csv").read_text().splitlines()[0].split(",")
     assert {column for column in head if column.startswith("activation")} == {

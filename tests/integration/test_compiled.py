@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.equivalence import TENSORS
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset

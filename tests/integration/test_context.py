@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import CSVLogger, EarlyStopping, MixedPrecision, Trainer
 from helpers.operations import no_host_reads
 from helpers.tiny import KeepRecords, Tiny, fit, loader, trainer
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
 

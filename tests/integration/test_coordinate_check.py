@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.lightning_package import Callback
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.lightning_package import Callback, ModelCheckpoint, Trainer
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.textbook import slack, textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.lightning_package import NAME, CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from helpers.offline_wandb import history
 from helpers.textbook import histogram
 from helpers.tiny import KeepRecords, Tiny, fit
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -108,7 +108,7 @@ def test_wandb_has_them_in_its_own_type(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That they are left out is logged once; the logger beside it has them."""
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+    with caplog.at_level(logging.INFO, logger=NAME):
         train(tmp_path, [CSVLogger(tmp_path, name="", version="csv"), TensorBoardLogger(tmp_path, name="", version="tb")])
     said = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]
     assert said == ["Histograms are left out of CSVLogger, which has no place for them; the store has them."]
@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_counted_apart(
     made: list[Logger] = [TensorBoardLogger(tmp_path, name="", version="tb")] if loggers == ["tb"] else []
     made += [WandbLogger(project="tiny", save_dir=tmp_path, offline=True)] if loggers == ["wandb"] else []
     callback = ModuleMonitorCallback(1, rules=RULES, health=Health(nonfinite="ignore"))
-    with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
+    with caplog.at_level(logging.WARNING, logger=NAME):
         fit(tmp_path, [callback], Sick, logger=made or False, max_steps=2)
     assert not caplog.records
     store = load_store(callback.store_path)
@@ -207,7 +207,7 @@ def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptur
             return self.model(self.late(batch[0])[0]).pow(2).mean()
 
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="hist")])
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+    with caplog.at_level(logging.INFO, logger=NAME):
         fit(tmp_path, [callback], Grows, max_steps=4)
     store = load_store(callback.store_path)
     assert store.histogram("activation/late/hist")[0].tolist() == [0, 1, 2, 3]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.training import Classifier, loader, seed, trainer
 from helpers.zoo import batches, make
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack

@@ -16,13 +16,21 @@ import numpy as np
 import pytest
 import torch
 from helpers.equivalence import TENSORS
+from helpers.lightning_package import (
+    BatchSizeFinder,
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    LightningModule,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Trainer,
+    Tuner,
+)
 from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from helpers.zoo import raw_tensors
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

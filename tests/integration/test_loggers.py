@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.lightning_package import NAME, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from helpers.offline_wandb import history
 from helpers.tiny import KeepRecords, Tiny, fit, loader
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
@@ -209,7 +209,7 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
     """A logger that raises is logged once; training goes on, and the logger beside it gets everything, in either order."""
     loggers: list[Logger] = [CSVLogger(tmp_path, name="", version="csv")]
     loggers.insert(place, Failing(tmp_path, name="", version="failing"))
-    with caplog.at_level(logging.WARNING, logger="lightning.pytorch"):
+    with caplog.at_level(logging.WARNING, logger=NAME):
         kept = train(tmp_path, loggers)
     assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
@@ -327,7 +327,7 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
 
 def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That loggers get roll-ups is said at the start, with the option that changes it."""
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+    with caplog.at_level(logging.INFO, logger=NAME):
         with_roll_ups(tmp_path)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
     assert len(said) == 1

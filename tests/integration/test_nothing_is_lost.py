@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import truth
+from helpers.lightning_package import Callback
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, trainer
 from helpers.zoo import make
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 

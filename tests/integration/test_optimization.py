@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.equivalence import PARAMETERS, TENSORS
+from helpers.lightning_package import BaseFinetuning, Callback, LightningModule, MixedPrecision, Trainer
 from helpers.textbook import slack, textbook
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F

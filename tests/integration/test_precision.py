@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, LightningModule, MixedPrecision, Trainer
 from helpers.operations import no_host_reads
 from helpers.textbook import histogram, slack, textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from helpers.zoo import batches, make
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F

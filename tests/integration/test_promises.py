@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, CSVLogger, LightningModule, Trainer
 from helpers.operations import no_host_reads, operations
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 

@@ -11,13 +11,10 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from helpers.lightning_package import Callback, CSVLogger, FSDPStrategy, LightningModule, ModelCheckpoint, Trainer
 from helpers.memory import peak_bytes
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize

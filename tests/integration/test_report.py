@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.lightning_package import LOGGER, Callback, LightningModule, Trainer
 from helpers.tiny import Tiny, fit, loader, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, cli
 from lightning_module_monitor.errors import ConfigError
@@ -30,7 +30,7 @@ class Fail(Callback):
 def test_the_page_is_there_when_fit_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Beside the store, of all its steps; one line has both paths; without the option there is none."""
     callback = ModuleMonitorCallback(2, report=True)
-    with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.INFO, LOGGER):
         fit(tmp_path, [callback])
     html = (tmp_path / "monitor.html").read_text()
     assert "3 monitored steps, 0 to 4; 7 sites" in html
@@ -46,14 +46,14 @@ def test_one_line_at_the_end_has_the_store_and_the_command(tmp_path: Path, caplo
     """After a run and after an exception; the command can be copied, also with a space in the path; without a store there is no line."""
     for options in ([ModuleMonitorCallback(2)], [Fail(), ModuleMonitorCallback(1)]):
         folder = tmp_path / f"my runs {len(options)}"
-        with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"), suppress(RuntimeError):
+        with caplog.at_level(logging.INFO, LOGGER), suppress(RuntimeError):
             fit(folder, options)
         (line,) = [message for message in caplog.messages if "lightning-module-monitor " in message]
         caplog.clear()
         words, command = line.split(" Page: ")
         assert words == f"Monitored values: {folder / 'monitor.h5'}."
         assert cli.main(shlex.split(command)[1:]) == 0
-    with caplog.at_level(logging.INFO, "lightning.pytorch.module_monitor"):
+    with caplog.at_level(logging.INFO, LOGGER):
         fit(tmp_path / "none", [ModuleMonitorCallback(2, store=False)])
     assert not [message for message in caplog.messages if "lightning-module-monitor" in message]
 

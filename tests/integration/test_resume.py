@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import CSVLogger, ModelCheckpoint
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store

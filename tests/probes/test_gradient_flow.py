@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.flow import NORM_FORMULAS, Block, batch, chain, loss_of, true_norms
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.tiny import KeepRecords
 from helpers.training import loader, seed, trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

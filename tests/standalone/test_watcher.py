@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.lightning_package import CSVLogger, TensorBoardLogger
 from helpers.operations import operations
 from helpers.textbook import histogram, textbook
 from helpers.zoo import ZOO, RawTensors, batches, make, raw_tensors
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 

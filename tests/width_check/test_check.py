@@ -13,11 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from helpers.lightning_package import NAME, Callback, LightningModule, ModelCheckpoint, Trainer
 from helpers.plain_rcc import PlainCoordinateCheck
 from helpers.training import seed
 from helpers.widths import CLASSES, IN_FEATURES, Gaussian, WideMlp, gaussian_batches
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -111,7 +110,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     generator = torch.Generator().manual_seed(3)
     loader, datamodule = gaussian_batches(4, generator=generator), Gaussian()
-    level, environment = logging.getLogger("lightning.pytorch").level, dict(os.environ)
+    level, environment = logging.getLogger(NAME).level, dict(os.environ)
     seed()
     expected = [torch.rand(1).item(), np.random.rand(), random.random()]
     drawn = generator.get_state()
@@ -121,7 +120,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [torch.rand(1).item(), np.random.rand(), random.random()] == expected
     assert torch.equal(generator.get_state(), drawn)
     assert datamodule.trainer is None
-    assert logging.getLogger("lightning.pytorch").level == level
+    assert logging.getLogger(NAME).level == level
     assert dict(os.environ) == environment
     assert list(tmp_path.iterdir()) == []
 
@@ -136,11 +135,11 @@ def test_a_training_that_fails_leaves_nothing_behind() -> None:
     seed()
     expected = torch.rand(1).item()
     seed()
-    level = logging.getLogger("lightning.pytorch").level
+    level = logging.getLogger(NAME).level
     with pytest.raises(ZeroDivisionError, match="of the user's own"):
         check(Fails)
     assert torch.rand(1).item() == expected
-    assert logging.getLogger("lightning.pytorch").level == level
+    assert logging.getLogger(NAME).level == level
 
 
 def test_every_width_sees_the_same_batches() -> None:

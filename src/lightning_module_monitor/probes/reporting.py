@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.errors import Log, MonitorError
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -43,7 +43,7 @@ class ErrorReporter:
         is_first: Whether this is the process, of several with the same message, that logs it.
     """
 
-    def __init__(self, logger: logging.Logger, on_error: str, is_first: Callable[[], bool]) -> None:
+    def __init__(self, logger: Log, on_error: str, is_first: Callable[[], bool]) -> None:
         self._logger = logger
         self._raises = on_error == "raise"
         self._is_first = is_first

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import math
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
-from lightning.fabric.loggers.tensorboard import TensorBoardLogger
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger, WandbLogger
 from numpy.typing import NDArray
 
-from lightning_module_monitor.errors import require
+from lightning_module_monitor.errors import Log, require
 from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
@@ -63,7 +60,7 @@ class LoggerSink:
         loggers: Sequence[Logger],
         roll_up: bool,
         always: Sequence[re.Pattern[str]],
-        messages: logging.Logger,
+        messages: Log,
         planned_keys: Sequence[str] = (),
     ) -> None:
         self._loggers = list(loggers)
@@ -107,9 +104,17 @@ def without_context(values: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if not is_context(key)}
 
 
+def _is_tensorboard(logger: object) -> TypeGuard[Logger]:
+    return is_a(logger, "TensorBoardLogger")
+
+
+def _is_wandb(logger: object) -> TypeGuard[Logger]:
+    return is_a(logger, "WandbLogger")
+
+
 def takes_histograms(logger: object) -> bool:
     """Whether a logger has a histogram type of its own."""
-    return isinstance(logger, TensorBoardLogger | WandbLogger)
+    return _is_tensorboard(logger) or _is_wandb(logger)
 
 
 class TakesMetrics(Protocol):
@@ -125,20 +130,20 @@ def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[s
     The empty bins at the ends of a histogram are left away, and a histogram without a finite element is.
     """
     trimmed = {key: histogram.occupied() for key, histogram in histograms.items() if histogram.counts.any()}
-    if isinstance(logger, WandbLogger):
+    if _is_wandb(logger):
         # In one call: each makes a row of its own.
         of_wandb = importlib.import_module("wandb").Histogram if trimmed else None
         own = {key: of_wandb(np_histogram=(counts.tolist(), edges.tolist())) for key, (counts, edges) in trimmed.items() if of_wandb}
         logger.log_metrics({**values, **own}, step=step)
         return
-    if isinstance(logger, TensorBoardLogger):
+    if _is_tensorboard(logger):
         _log_to_tensorboard(logger, values, trimmed, step)
         return
     logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # all loggers call it so; the first argument has many names
 
 
 def _log_to_tensorboard(
-    logger: TensorBoardLogger,
+    logger: Logger,
     values: Mapping[str, float],
     histograms: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
     step: int,
@@ -147,7 +152,7 @@ def _log_to_tensorboard(
     prefix = _before_keys(logger)
     writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
     is_of_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has its own Summary
-    if is_of_torch and type(logger).log_metrics is TensorBoardLogger.log_metrics:
+    if is_of_torch and not is_overridden(logger, "log_metrics"):
         summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary()
         for key, value in values.items():
             summary.value.add(tag=prefix + key, simple_value=value)
@@ -161,7 +166,7 @@ def _log_to_tensorboard(
         logger.experiment.add_histogram_raw(prefix + key, num=int(counts.sum()), **unknown, **limits, global_step=step)
 
 
-def _before_keys(logger: TensorBoardLogger) -> str:
+def _before_keys(logger: Logger) -> str:
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
@@ -186,7 +191,7 @@ def charts_of(keys: Iterable[str]) -> Counter[Chart]:
 
 def lay_out(logger: object, charts: Collection[Chart]) -> None:
     """Give TensorBoard a chart for each kind and statistic, with the lines of all sites in it; its tab is CUSTOM SCALARS."""
-    if isinstance(logger, TensorBoardLogger) and charts:
+    if _is_tensorboard(logger) and charts:
         before = _before_keys(logger)
         layout: dict[str, dict[str, list[Any]]] = {}
         for chart in charts:
@@ -196,10 +201,10 @@ def lay_out(logger: object, charts: Collection[Chart]) -> None:
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:
     """Log findings, if the logger takes texts."""
-    if findings and isinstance(logger, WandbLogger):
+    if findings and _is_wandb(logger):
         columns = ["step", "name", "site", "words"]
         logger.log_text(FINDINGS, columns=columns, data=[[str(one.step), one.name, one.site, one.words] for one in findings])
-    elif isinstance(logger, TensorBoardLogger):
+    elif _is_tensorboard(logger):
         for one in findings:
             logger.experiment.add_text(f"{FINDINGS}/{one.name}", f"{one.site}: {one.words}" if one.site else one.words, one.step)
 
@@ -347,9 +352,9 @@ def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int)
     """Give a logger heat maps, and W&B a chart with the lines of all sites as well."""
     for chart in charts:
         name = f"{chart.kind}/{chart.statistic}"
-        if isinstance(logger, TensorBoardLogger):
+        if _is_tensorboard(logger):
             logger.experiment.add_image(f"{_before_keys(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
-        elif isinstance(logger, WandbLogger):
+        elif _is_wandb(logger):
             by_site = lines(store, chart)
             xs, ys = zip(*by_site.values(), strict=True)
             of_wandb = importlib.import_module("wandb").plot
@@ -364,7 +369,7 @@ class HeatMaps:
     That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
     """
 
-    def __init__(self, loggers: Sequence[Logger], messages: logging.Logger) -> None:
+    def __init__(self, loggers: Sequence[Logger], messages: Log) -> None:
         has_matplotlib = importlib.util.find_spec("matplotlib") is not None
         self._loggers = [logger for logger in loggers if has_matplotlib and takes_histograms(logger)]
         self._messages = messages

@@ -8,18 +8,15 @@ import re
 from collections.abc import Collection, Sequence
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Record
-from lightning_module_monitor.trainer.options import messages
 
 
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
@@ -69,13 +66,13 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
     Raises:
         ConfigError: If EarlyStopping would end the run by an error; other callbacks are logged.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+    for callback in trainer.callbacks:  # type: ignore[union-attr]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
         if not isinstance(key, str) or key not in keys or any(pattern.fullmatch(key) for pattern in patterns):
             continue
         wrong = f"{type(callback).__name__} monitors {key!r}, and callback_metrics does not match it"
         message = f"{wrong}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
-        if isinstance(callback, EarlyStopping) and callback.strict:
+        if is_a(callback, "EarlyStopping") and callback.strict:
             raise ConfigError(message)
         reporter.log_once(message, logging.WARNING)
 
@@ -130,7 +127,7 @@ def _may_come(planner: Planner, pattern: str) -> bool:
 
 def makes_layers_late(pl_module: LightningModule) -> bool:
     """Whether the module may make layers after the ``setup`` of the callbacks."""
-    return any(is_overridden(hook, pl_module, LightningModule) for hook in ("setup", "configure_model"))
+    return any(is_overridden(pl_module, hook) for hook in ("setup", "configure_model"))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.lightning_packages import Trainer
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.monitor import ModuleMonitor

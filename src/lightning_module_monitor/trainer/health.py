@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,6 +18,7 @@ from lightning_module_monitor.health.alerts import Action, Alerts, Training
 from lightning_module_monitor.health.detectors import DIVERGING
 from lightning_module_monitor.health.diagnoses import diagnose
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
+from lightning_module_monitor.lightning_packages import Trainer, is_a, messages
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
@@ -30,7 +29,6 @@ from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 from lightning_module_monitor.trainer.optimizers import parameter_ids
-from lightning_module_monitor.trainer.options import messages
 
 
 class HealthController:
@@ -167,7 +165,7 @@ class HealthController:
     def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """Save a checkpoint, on every rank; it gets its name when it is complete."""
         # This plugin writes in its own thread, which may not have begun when the call returns.
-        is_written_later = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        is_written_later = is_a(trainer.strategy.checkpoint_io, "AsyncCheckpointIO")
         written = path if is_written_later else path.with_name(f".{path.name}.new")
         try:
             trainer.save_checkpoint(written)

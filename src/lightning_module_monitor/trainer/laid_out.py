@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_module_monitor.distributed.shards import is_laid_out
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a
 from lightning_module_monitor.model import copies
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 from lightning_module_monitor.model.unchanged import unchanged_random_states
@@ -21,11 +20,11 @@ class LaidOutCopy:
     """A copy of a model that no strategy has laid out yet.
 
     Args:
-        strategy: The strategy of the run.
+        strategy: The FSDPStrategy or ModelParallelStrategy of the run.
         model: The model, before ``configure_model``.
     """
 
-    def __init__(self, strategy: FSDPStrategy | ModelParallelStrategy, model: LightningModule) -> None:
+    def __init__(self, strategy: Any, model: LightningModule) -> None:  # noqa: ANN401  # of either package
         self._strategy = strategy
         self.module = cast(LightningModule, copies.frozen_copy(model))
         """The copy."""
@@ -45,7 +44,7 @@ class LaidOutCopy:
     def of(cls, trainer: Trainer, model: LightningModule) -> LaidOutCopy | None:
         """A copy of a model that the strategy of a run is going to lay out over ranks; ``None`` if it does not, or already has."""
         strategy = trainer.strategy
-        if not isinstance(strategy, FSDPStrategy | ModelParallelStrategy) or is_laid_out(model):
+        if not is_a(strategy, "FSDPStrategy", "ModelParallelStrategy") or is_laid_out(model):
             return None
         return cls(strategy, model)
 
@@ -61,7 +60,7 @@ class LaidOutCopy:
         finally:
             copied.trainer = None
         trainer.precision_plugin.convert_module(copied.requires_grad_(requires_grad=False))
-        if isinstance(strategy, FSDPStrategy):
+        if is_a(strategy, "FSDPStrategy"):
             self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)
             return
         if any(one.is_meta for one in copies.tensors_of(copied).values()):
@@ -84,7 +83,7 @@ class _Call(nn.Module):
         return function(*args, **kwargs)
 
 
-def _wrapped(copied: nn.Module, strategy: FSDPStrategy, options: dict[str, Any]) -> nn.Module:
+def _wrapped(copied: nn.Module, strategy: Any, options: dict[str, Any]) -> nn.Module:  # noqa: ANN401  # of either package
     """A copy in FSDP1's wrapper, with the options of the model's."""
     # No backward pass follows, for which the other strategies keep whole parameters.
     without_backward = {

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
@@ -18,13 +17,13 @@ from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.health.snapshot import save
+from lightning_module_monitor.lightning_packages import Trainer, messages
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
-from lightning_module_monitor.trainer.options import messages
 from lightning_module_monitor.trainer.rerun import StepRerun
 from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,6 @@ from lightning_module_monitor.record import TRAIN
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Stage in a key by Lightning's name of it."""
-
-messages = logging.getLogger("lightning.pytorch.module_monitor")
-"""A child of Lightning's logger: shown, and silenced, with Lightning's own messages."""
 
 INIT = "init"
 """The reference is the model as it was at the start of the run."""

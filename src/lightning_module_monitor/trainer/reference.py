@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import share_values_of_first
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
 from lightning_module_monitor.model import copies
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.laid_out import LaidOutCopy
-from lightning_module_monitor.trainer.options import INIT, messages
+from lightning_module_monitor.trainer.options import INIT
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 
 MODULE = "module"
@@ -130,8 +130,9 @@ class ReferenceController:
     def run(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""
         reference = self._module
-        assert isinstance(reference, LightningModule)
-        self._monitor.run_reference(lambda: run_training_step(reference, trainer, batch, batch_idx, self._wrapper))
+        assert reference is not None
+        copied = cast(LightningModule, reference)  # it has a training_step
+        self._monitor.run_reference(lambda: run_training_step(copied, trainer, batch, batch_idx, self._wrapper))
 
     def _made_of_shards(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
         """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
@@ -170,15 +171,14 @@ class ReferenceController:
         if isinstance(self._source, nn.Module):
             # It is copied too: the user's module stays as it is.
             live = self._source
-        if self._within is None and not isinstance(live, LightningModule):
+        if self._within is None and not callable(getattr(live, "training_step", None)):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
         _check_memory(live)
         reference = copies.frozen_copy(live, self._within or "")
         if isinstance(self._source, str) and self._source != INIT:
             copies.load_weights(reference, self._source, self._within)
-        if isinstance(reference, LightningModule):
-            silence(reference)
+        silence(reference)
         return reference
 
     def _values_of_resumed_run(self) -> Mapping[str, Tensor] | None:

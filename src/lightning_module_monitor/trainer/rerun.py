@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
 from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite

@@ -7,13 +7,12 @@ import logging
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -29,7 +28,7 @@ from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.nonfinite import marks_steps
-from lightning_module_monitor.trainer.options import Options, messages
+from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.sinks import SinksController
 from lightning_module_monitor.trainer.summary import dry_run, summary
@@ -86,6 +85,7 @@ class RunController:
         Raises:
             ConfigError: If the run cannot be monitored, or a rule matches nothing in the model.
         """
+        messages.follow(trainer)
         self.is_fit = stage == "fit"
         self.reporter.forget()
         self.sinks.begin(trainer)
@@ -157,7 +157,7 @@ class RunController:
         self.sinks.expect([name for name, is_measured in measured.items() if is_measured], [*CONTEXT] if self.is_fit else [])
         keys, histograms = self.sinks.planned_keys(), self.sinks.planned_histograms()
         self.health.begin(trainer, keys, histograms, is_fit=self.is_fit)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where mypy does not look
+        for callback in trainer.callbacks:  # type: ignore[union-attr]  # set by a connector, where mypy does not look
             run = vars(callback).get("_run")
             if isinstance(run, RunController) and run is not self and run.monitor.module is not None:
                 common = {*keys, *histograms} & {*run.sinks.planned_keys(), *run.sinks.planned_histograms()}

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, package_of
 from lightning_module_monitor.model.unchanged import OF_TORCH
 
 
@@ -21,7 +19,7 @@ class _TrainerWithoutLoggers:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.logger = DummyLogger()
+        self.logger = package_of(trainer).loggers.logger.DummyLogger()
         self.loggers = [self.logger]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
@@ -42,14 +40,14 @@ _SILENT = {
 }
 
 
-def silence(reference: LightningModule) -> None:
+def silence(reference: nn.Module) -> None:
     """Shadow the methods of a copy, and of the LightningModules within it, that log or reach optimizers."""
     for part in reference.modules():
-        if isinstance(part, LightningModule):
+        if is_a(part, "LightningModule"):
             vars(part).update(_SILENT)
 
 
-def attach(copied: LightningModule, trainer: Trainer) -> None:
+def attach(copied: nn.Module, trainer: Trainer) -> None:
     """Attach a copy to the trainer of the model, without its loggers."""
     copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
 
@@ -67,7 +65,7 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
     Returns:
         The result of ``training_step``.
     """
-    takes_index = is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
+    takes_index = package_of(trainer).utilities.signature_utils.is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)
     attach(reference, trainer)
     try:
@@ -78,9 +76,9 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
 
 
 @contextmanager
-def _unchanged_attributes(reference: LightningModule) -> Iterator[None]:
+def _unchanged_attributes(reference: nn.Module) -> Iterator[None]:
     """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
-    attributes = [(part, dict(vars(part))) for part in reference.modules() if isinstance(part, LightningModule)]
+    attributes = [(part, dict(vars(part))) for part in reference.modules() if is_a(part, "LightningModule")]
     own = [value for _part, values in attributes for name, value in values.items() if name not in OF_TORCH]
     inner = [value for one in own if isinstance(one, dict) for value in one.values()]
     gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]

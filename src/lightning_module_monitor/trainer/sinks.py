@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.record import Record, is_context
 from lightning_module_monitor.report.page import write_report
@@ -18,7 +17,7 @@ from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_cal
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
-from lightning_module_monitor.trainer.options import STAGES, Options, messages
+from lightning_module_monitor.trainer.options import STAGES, Options
 
 
 class SinksController:

@@ -6,14 +6,13 @@ import logging
 import math
 from contextlib import ExitStack
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import OVERHEAD_FRACTION
@@ -246,7 +245,7 @@ class StepController:
             self._ddp_guards.pop()
 
     def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
+        if is_a(trainer.strategy, "DeepSpeedStrategy"):
             self._optimizers = EngineTracker(self._monitor, trainer.strategy.model)
             return
         is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)

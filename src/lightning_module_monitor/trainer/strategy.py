@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import ShardingStrategy
@@ -15,12 +12,14 @@ from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.lightning_packages import Trainer, is_a
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 _OF_REFERENCE = tuple(kind.name for kind in KINDS.values() if kind.needs_reference)
 _OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "parameter" or kind.needs_reference)
@@ -59,39 +58,40 @@ class DeepSpeedAccess(ParameterAccess):
 def is_known(trainer: Trainer) -> bool:
     """Whether it is known how a strategy trains on its ranks; a subclass counts as its base class."""
     strategy = trainer.strategy
-    if isinstance(strategy, XLAStrategy):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
+    if is_a(strategy, "XLAStrategy"):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
         return False
-    return trainer.world_size == 1 or isinstance(strategy, DDPStrategy | ModelParallelStrategy | FSDPStrategy)
+    return trainer.world_size == 1 or is_a(strategy, "DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
 
 
 def has_parameters(trainer: Trainer) -> bool:
     """Whether parameters keep their names, and it is known which elements of them each rank has."""
-    strategy = trainer.strategy
-    return is_known(trainer) and (not isinstance(strategy, FSDPStrategy) or bool(strategy.kwargs.get("use_orig_params")))
+    strategy: Any = trainer.strategy
+    return is_known(trainer) and (not is_a(strategy, "FSDPStrategy") or bool(strategy.kwargs.get("use_orig_params")))
 
 
 def ranks_of(trainer: Trainer) -> bool | DeviceMesh:
     """The ranks that reduce their values together: ``distributed`` of :class:`~lightning_module_monitor.monitor.ModuleMonitor`."""
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        mesh: DeviceMesh = trainer.strategy.device_mesh["tensor_parallel"]
+    strategy: Any = trainer.strategy
+    if is_a(strategy, "ModelParallelStrategy"):
+        mesh: DeviceMesh = strategy.device_mesh["tensor_parallel"]
         return mesh
     return is_known(trainer) and trainer.world_size > 1
 
 
 def can_run_again(trainer: Trainer) -> bool:
     """Whether all ranks together can run a part of a step again, by a copy of the model: FSDP and DeepSpeed have no copies."""
-    has_copies = not isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) and not fsdp2_units(trainer.lightning_module)
+    has_copies = not is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy") and not fsdp2_units(trainer.lightning_module)
     return is_known(trainer) and has_copies
 
 
 def can_copy(trainer: Trainer) -> bool:
     """Whether the model can be copied into a reference."""
-    return has_parameters(trainer) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+    return has_parameters(trainer) and not is_a(trainer.strategy, "DeepSpeedStrategy")
 
 
 def access_of(trainer: Trainer) -> ParameterAccess:
     """How parameters and gradients are read."""
-    return DeepSpeedAccess() if isinstance(trainer.strategy, DeepSpeedStrategy) else ParameterAccess()
+    return DeepSpeedAccess() if is_a(trainer.strategy, "DeepSpeedStrategy") else ParameterAccess()
 
 
 def scaler_of(trainer: Trainer) -> GradScaler | None:
@@ -102,10 +102,10 @@ def scaler_of(trainer: Trainer) -> GradScaler | None:
 
 def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
     """The kinds that cannot be recorded under a strategy."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     if not has_parameters(trainer):
         return _OF_PARAMETERS
-    if isinstance(strategy, DeepSpeedStrategy):
+    if is_a(strategy, "DeepSpeedStrategy"):
         configuration = strategy.config if isinstance(strategy.config, dict) else {}
         # DeepSpeed clips within its step: what the optimizer uses cannot be read.
         clips = trainer.gradient_clip_val or configuration.get("gradient_clipping")
@@ -120,7 +120,8 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
         ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which all ranks have
             to decide together; if under FSDP1 a rule asks for norms of tokens, of which a rank has parts.
     """
-    name = type(trainer.strategy).__name__
+    strategy: Any = trainer.strategy
+    name = type(strategy).__name__
     if not is_known(trainer) and trainer.world_size > 1:
         together = [f"{rule.name!r}: then {action!r}" for rule in health.alerts for action in rule.then if action in ("stop", "checkpoint")]
         if health.nonfinite == STOP:
@@ -128,7 +129,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
         if together:
             why = f"under {name} each rank judges its own values, and the others would wait for it"
             raise ConfigError(f"{together[0]}: {why}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
-    if isinstance(trainer.strategy, FSDPStrategy) and trainer.strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
+    if is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
         for rule in planner.rules:
             of_tokens = [one for one, statistic in rule.statistics.items() if statistic.needs & Need.TOKENS]
             kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
@@ -141,7 +142,7 @@ def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
     """A message: the kinds that are not recorded under a strategy, why, and which ranks' values the others are."""
     name = type(trainer.strategy).__name__
     what = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if is_a(trainer.strategy, "DeepSpeedStrategy"):
         return f"{name} clips gradients within its step, and has no copy of the model: {what}. gradient_before_clip is there."
     if is_known(trainer):
         return f"{name} with use_orig_params=False makes flat parameters without names: {what}. use_orig_params=True gives all kinds."

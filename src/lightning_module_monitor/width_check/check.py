@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
+from tqdm import tqdm
 
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
 from lightning_module_monitor.width_check.layers import over_widths
 from lightning_module_monitor.width_check.report import WidthCheck
@@ -100,7 +100,7 @@ def coordinate_check(
     check_width_is_used(make_module, settings)
     data = Batches.of(data)
     trainings: Trainings = {}
-    with Tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
+    with tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
         for seed in settings.seeds:  # all widths of a seed first: networks that cannot be compared are found early
             for width in settings.widths:
                 bar.set_postfix_str(f"width {width}, seed {seed}")

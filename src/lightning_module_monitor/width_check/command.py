@@ -7,14 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Union
 
 from lightning_module_monitor.errors import ConfigError, require
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-T = TypeVar("T")
+    from lightning_module_monitor.lightning_packages import LightningModule
 
 NAME = "coordinate-check"
 HELP = "train a model at several widths, and report which of its layers depend on the width in the wrong way"
@@ -61,8 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If CONFIG is wrong.
         ImportError: If an extra is not installed.
     """
-    from lightning.pytorch import LightningDataModule
-
     from lightning_module_monitor.width_check.check import coordinate_check
 
     # Expected in small runs, and from Lightning's own calls of torch.
@@ -77,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not path.parent.is_dir():
                 raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
     make_module = _factory(config["model"], config["width_argument"])
-    data = None if config.get("data") is None else _maker(LightningDataModule, config["data"], "data")()
+    data = None if config.get("data") is None else _maker("LightningDataModule", config["data"], "data")()
     check = coordinate_check(make_module, data=data, **{name: config[name] for name in PASSED_ON if name in config})
     if arguments.table is not None:
         check.to_frame().to_csv(arguments.table, index=False)
@@ -110,8 +106,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _factory(model: object, width_argument: object) -> Callable[[int], LightningModule]:
     """A function from a width to the module that the configuration describes."""
-    from lightning.pytorch import LightningModule
-
     spec: object = {"class_path": model} if isinstance(model, str) else model
     if not isinstance(spec, Mapping) or "class_path" not in spec:
         raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")
@@ -122,17 +116,20 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
         raise ConfigError(f"model.init_args is {given!r}; expected arguments by name.")
 
     def maker(width: int) -> Callable[[], LightningModule]:
-        return _maker(LightningModule, {**spec, "init_args": {**given, width_argument: width}}, "model")
+        return _maker("LightningModule", {**spec, "init_args": {**given, width_argument: width}}, "model")
 
     maker(1)  # reports a wrong model before the first training
     return lambda width: maker(width)()
 
 
-def _maker(base: type[T], spec: object, label: str) -> Callable[[], T]:
-    """A function that makes an object from its class_path and init_args, like LightningCLI."""
+def _maker(base: str, spec: object, label: str) -> Callable[[], Any]:
+    """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
+    from lightning_module_monitor.lightning_packages import PACKAGES
+
     jsonargparse = require("jsonargparse", "cli")
+    bases = tuple(getattr(package, base) for package in PACKAGES)
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{label}", type=base)
+    parser.add_argument(f"--{label}", type=Union[bases])  # noqa: UP007  # known at run time
     try:
         parsed = parser.parse_object({label: spec})
     except jsonargparse.ArgumentError as error:
@@ -141,8 +138,4 @@ def _maker(base: type[T], spec: object, label: str) -> Callable[[], T]:
     # Called so before version 4.49.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
 
-    def make() -> T:
-        instance: T = instantiate(parsed)[label]
-        return instance
-
-    return make
+    return lambda: instantiate(parsed)[label]

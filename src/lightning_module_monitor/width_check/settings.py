@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeGuard
 
-from lightning.pytorch import Trainer
-
 from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.lightning_packages import PACKAGES
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
 
 DEFAULT_TERMS = ("effective_update", "propagating_update")
@@ -104,7 +103,7 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
         return {}
     if not isinstance(trainer, Mapping):
         raise ConfigError(f"trainer is {trainer!r}; expected options of the Trainer by name, e.g. {{'precision': 'bf16-mixed'}}.")
-    known = inspect.signature(Trainer).parameters
+    known = inspect.signature(PACKAGES[0].Trainer).parameters
     for name in trainer:
         if name in _OWN:
             raise ConfigError(f"trainer has {name!r}, which the check sets itself; leave it out.")

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.lightning_packages import Callback, LightningDataModule, LightningModule, Trainer, is_a, package_of
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.checks import makes_layers_late
@@ -86,13 +86,14 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
     """
     with ExitStack() as undo:
         undo.enter_context(_unchanged_randomness())
-        logger = logging.getLogger("lightning.pytorch")  # every Trainer logs the devices
-        undo.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.WARNING)
         for generator in _generators(data):
             undo.callback(generator.set_state, generator.get_state())
         folder = undo.enter_context(tempfile.TemporaryDirectory())
         module = _make(make_module, width, seed)
+        package = package_of(module)
+        logger = logging.getLogger(package.__name__)  # every Trainer logs the devices
+        undo.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
         # Again: wide networks draw more numbers than narrow ones, and the order of batches is the same at every width.
         _seed(seed)
         # The user's callbacks write files, and expect metrics of a validation that does not run.
@@ -102,9 +103,9 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         topology = _ReadTopology()
         undo.callback(topology.close)
         options = {"devices": 1, **settings.trainer, **TRAINER_OPTIONS, "max_steps": steps + 1, "default_root_dir": folder}
-        trainer = Trainer(**options, callbacks=[topology, monitor, _StopWithoutBatches()])
-        if isinstance(data, LightningDataModule):
-            undo.callback(setattr, data, "trainer", data.trainer)
+        trainer = package.Trainer(**options, callbacks=[topology, monitor, _StopWithoutBatches()])
+        if is_a(data, "LightningDataModule"):
+            undo.callback(setattr, data, "trainer", getattr(data, "trainer", None))
             trainer.fit(module, datamodule=data)
         else:
             trainer.fit(module, data)
@@ -133,7 +134,7 @@ def check_width_is_used(make_module: Callable[[int], LightningModule], settings:
 def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) -> LightningModule:
     _seed(seed)
     module = make_module(width)
-    if not isinstance(module, LightningModule):
+    if not is_a(module, "LightningModule"):
         raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
     if not module.automatic_optimization:
         raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")

@@ -20,7 +20,7 @@ from lightning_module_monitor.histogram import EDGES, LABELS
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.space import NoSpaceError
 
-_logger = logging.getLogger("lightning.pytorch.module_monitor")
+_logger = logging.getLogger(__name__)
 """Without Lightning it has no handler, and Python prints its warnings to the standard error."""
 
 _MAX_LISTED = 10

@@ -19,7 +19,7 @@ import numpy as np
 from filelock import BaseFileLock
 from numpy.typing import NDArray
 
-from lightning_module_monitor.errors import package_version
+from lightning_module_monitor.errors import Log, package_version
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
@@ -56,7 +56,7 @@ class Writer(ABC):
         configuration: Mapping[str, object],
         resumed: Path | None = None,
         resume_from: int | None = None,
-        logger: logging.Logger = _logger,
+        logger: Log = _logger,
     ) -> None:
         # Without links: replacing the file at a link's name would leave the file it points to behind.
         self.path = self._wanted = Path(path).resolve()

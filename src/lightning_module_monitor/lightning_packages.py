@@ -1,0 +1,86 @@
+"""The two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``: the same classes, each package with its own."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import lightning.pytorch
+    import pytorch_lightning
+
+LightningModule: TypeAlias = "lightning.pytorch.LightningModule | pytorch_lightning.LightningModule"
+LightningDataModule: TypeAlias = "lightning.pytorch.LightningDataModule | pytorch_lightning.LightningDataModule"
+Logger: TypeAlias = Any
+"""A logger, of which each has methods of its own."""
+Trainer: TypeAlias = "lightning.pytorch.Trainer | pytorch_lightning.Trainer"
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+_ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""Names of the top packages that Lightning's classes are in."""
+
+
+def _installed() -> list[ModuleType]:
+    """The packages that can be imported: after the first, the second takes 0.1 s.
+
+    Raises:
+        ImportError: If there is none.
+    """
+    packages, errors = [], []
+    for name in NAMES:
+        try:
+            packages.append(importlib.import_module(name))
+        except Exception as error:  # a package that fails, e.g. one that is too old for this torch, runs no Trainer
+            errors.append(f"{name}: {type(error).__name__}: {error}")
+    if not packages:
+        message = f"Neither package of Lightning can be imported ({'; '.join(errors)}). Install one with: pip install lightning"
+        raise ImportError(message)
+    return packages
+
+
+PACKAGES = _installed()
+
+if TYPE_CHECKING:
+
+    class Callback(lightning.pytorch.Callback, pytorch_lightning.Callback):  # type: ignore[misc]  # each has a Trainer of its own
+        """A callback of both packages."""
+else:
+    Callback = type("Callback", tuple(package.Callback for package in PACKAGES), {"__doc__": "A callback of every installed package."})
+
+
+def is_a(value: object, *names: str) -> bool:
+    """Whether the class of an object is, or extends, a class of Lightning with one of these names, in either package."""
+    return any(base.__name__ in names and base.__module__.partition(".")[0] in _ROOTS for base in type(value).__mro__)
+
+
+def is_overridden(value: object, name: str) -> bool:
+    """Whether a method of an object is not Lightning's own."""
+    return getattr(getattr(value, name), "__module__", "").partition(".")[0] not in _ROOTS
+
+
+def package_of(value: object) -> ModuleType:
+    """The package whose class an object's class is or extends; the first installed one if there is none."""
+    roots = [base.__module__.partition(".")[0] for base in type(value).__mro__]
+    return next((package for root in roots for package in PACKAGES if package.__name__.partition(".")[0] == root), PACKAGES[0])
+
+
+class _Messages(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
+    """Logs below the logger of the package whose Trainer runs: shown, and silenced, with Lightning's own messages."""
+
+    def follow(self, trainer: Trainer) -> None:
+        """A run of a Trainer begins; a process runs one at a time."""
+        self.logger = _logger_of(package_of(trainer))
+
+    def __reduce__(self) -> str:
+        """A copy of what logs here logs here, too."""
+        return "messages"
+
+
+def _logger_of(package: ModuleType) -> logging.Logger:
+    return logging.getLogger(f"{package.__name__}.module_monitor")
+
+
+messages = _Messages(_logger_of(PACKAGES[0]))
+"""Receives all messages of a run."""
