@@ -10,7 +10,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-triton test-deepspeed check docs release bench bench-gpu dev clean
+.PHONY: help demo rcc test test-pytorch-lightning test-triton test-deepspeed check docs release bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -23,6 +23,9 @@ rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its wi
 
 test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py

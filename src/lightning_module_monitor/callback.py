@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -111,12 +112,16 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
+        self._original: ModuleMonitorCallback | None = None
+        """The callback that this one is a deep copy of."""
         self._refusal: ConfigError | None = None
         """The error in the options; there is no run then."""
         try:
             self._run = RunController(Options(**arguments))
             self._steps = StepController(self._run)
             self.monitor = self._run.monitor
+            self._shown = self._run
+            """The latest run of this callback or of a deep copy of it: some libraries train with copies of their callbacks."""
         except ConfigError as error:
             # Raised in `setup`, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own:
             # it tries every type that a callback may have, and prints what was wrong with each.
@@ -125,24 +130,27 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     @property
     def last_record(self) -> Record | None:
         """The newest record, without its raw tensors."""
-        return None if self._refusal is not None else self._run.last_record
+        return None if self._refusal is not None else self._shown.last_record
 
     @property
     def store_path(self) -> str | None:
-        """Where the store of this run is, once something was recorded."""
-        return None if self._refusal is not None else self._run.sinks.store_path
+        """Where the latest store is, once something was recorded; it stays until another store is written."""
+        return None if self._refusal is not None else self._shown.sinks.store_path
 
     @property
     def findings(self) -> list[Finding]:
         """The findings of this run, in their order; a notebook shows them as a table."""
-        return Findings() if self._refusal is not None else Findings(self._run.health.findings)
+        return Findings() if self._refusal is not None else Findings(self._shown.health.findings)
 
     def _describe(self) -> Description:
-        return Description(f"refused: {self._refusal}", (), ()) if self._refusal is not None else self._run.describe()
+        if self._refusal is not None:
+            return Description(f"refused: {self._refusal}", (), ())
+        shown = self._shown.describe()
+        return shown if self._shown is self._run else shown._replace(title=f"{shown.title}, of a copy that was trained with")
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return diagnose([] if self._refusal is not None else self._run.health.findings)
+        return diagnose([] if self._refusal is not None else self._shown.health.findings)
 
     # The life of a run
 
@@ -164,8 +172,17 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._run.note_checkpoint(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what Lightning binds to a callback, which refers to the whole model."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        """Without what Lightning binds to a callback, which refers to the whole model, and without the runs of other copies."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return state | {"_original": None} | ({"_shown": self._run} if self._refusal is None else {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMonitorCallback:
+        """A copy that trains; this callback then shows the run of the copy."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        copied._original = self
+        return copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the model's names and check the rules against them, before the first batch.
@@ -176,6 +193,10 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         if self._refusal is not None:
             raise self._refusal
         self._close()
+        if self._run.options.observes_run(stage):
+            callback: ModuleMonitorCallback | None = self
+            while callback is not None:
+                callback._shown, callback = self._run, callback._original
         self._run.begin(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_utilities.core import rank_zero
 
 if TYPE_CHECKING:
     import lightning.pytorch
@@ -29,11 +32,15 @@ def _installed() -> list[ModuleType]:
         ImportError: If there is none.
     """
     packages, errors = [], []
+    # The last package to be imported makes its logger that of both; the one that the program has imported keeps it.
+    log = rank_zero.log if any(name in sys.modules for name in NAMES) else None
     for name in NAMES:
         try:
             packages.append(importlib.import_module(name))
         except Exception as error:  # a package that fails, e.g. one that is too old for this torch, runs no Trainer
             errors.append(f"{name}: {type(error).__name__}: {error}")
+    if log is not None:
+        rank_zero.log = log
     if not packages:
         message = f"Neither package of Lightning can be imported ({'; '.join(errors)}). Install one with: pip install lightning"
         raise ImportError(message)

@@ -40,7 +40,7 @@ class HealthController:
         self._folder = folder
         self._on_error = on_error
         self.findings: list[Finding] = []
-        """All findings of the run, in their order."""
+        """All findings since the latest fit began, in their order."""
         monitor.add_rules(watch_rules(options.recorded), "health.watch", are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
@@ -66,6 +66,7 @@ class HealthController:
     def begin_fit(self) -> None:
         """A fit begins, anew unless :meth:`resume` follows."""
         self._state = {}
+        self.findings = []
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue the run that gave a state; before or after :meth:`begin`."""
@@ -91,7 +92,6 @@ class HealthController:
             (label, one) for label, one in self.options.patterns if not check_keys(planner, one, label, planned_keys, histograms)
         ]
         self._is_fit = is_fit
-        self.findings = []
         rules = self.options.alerts
         if not getattr(self._monitor.module, "automatic_optimization", True):
             # Several losses, which work against each other as those of a GAN, need not fall.

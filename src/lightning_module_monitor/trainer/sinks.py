@@ -29,6 +29,8 @@ class SinksController:
         self._planner = planner
         self._stages = [name for stage, name in STAGES.items() if options.observes(stage)]
         self.store_path: str | None = None
+        """Where the latest store is, of this run or, until this run has recorded something, of one before."""
+        self._path: str | None = None
         """Where the store of this run is, once something was recorded."""
         self._files: RunFiles | None = None
         self._loggers: LoggerSink | None = None
@@ -55,8 +57,8 @@ class SinksController:
         self._runs_steps_again = False
         if self._last_trainer is None or self._last_trainer() is not trainer:
             self._last_trainer = weakref.ref(trainer)
-            self.store_path = None
-        self._earlier_path = self.store_path
+            self._path = None
+        self._earlier_path = self._path
 
     def resume(self, state: Mapping[str, object]) -> None:
         """Go on from the store of the resumed run, whose later steps are run again.
@@ -68,12 +70,12 @@ class SinksController:
         if path is not None and not is_file and self._options.store is not False:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
             messages.warning(message, path)
-        self.store_path, self._earlier_path = None, str(path) if is_file else None
+        self._path, self._earlier_path = None, str(path) if is_file else None
         self._runs_steps_again = True
 
     def state(self) -> dict[str, object]:
         """The state for a checkpoint: the path of the store with the steps so far."""
-        return {"store": self.store_path or self._earlier_path}
+        return {"store": self._path or self._earlier_path}
 
     def note_step(self, step: int) -> None:
         """Note the first step of a run: a resumed run repeats the earlier run's steps from there."""
@@ -158,7 +160,7 @@ class SinksController:
             self._files = self._open_files(path.resolve())
         if self._files is not None:
             self._files.write(record)
-            self.store_path = str(self._files.path)
+            self._path = self.store_path = str(self._files.path)
         self._loggers.write(record)
         self._last_step = record.step
         if self._files is not None and self._files.has_begun and self._heat_maps is not None:

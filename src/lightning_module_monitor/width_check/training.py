@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lightning_module_monitor.trainer.checks import makes_layers_late
 from lightning_module_monitor.width_check.layers import LayerAtWidth, Topology, describe, find_units
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
 
-Data = Iterable[Any] | LightningDataModule | None
+Data: TypeAlias = "Iterable[Any] | LightningDataModule | None"
 
 
 class Batches(list[Any]):

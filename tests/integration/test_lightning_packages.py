@@ -1,0 +1,140 @@
+"""Both packages of Lightning in one process, and either of them alone: what cannot be shown by running all tests with one of them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_module_monitor import ModuleMonitorCallback, coordinate_check, load_store
+from lightning_module_monitor.lightning_packages import NAMES, is_a, is_overridden, package_of
+
+SCRIPT = Path(__file__).with_name("one_package.py")
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 2,
+}
+
+
+def model_of(package: Any, width: int = 4) -> Any:
+    """A small regression, as a LightningModule of one of the packages."""
+
+    class Model(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, width)
+            self.head = nn.Linear(width, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.head(self.fc(batch)).pow(2).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
+
+
+def batches() -> DataLoader[Any]:
+    """Two batches."""
+    return DataLoader(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=NAMES)
+def package(request: pytest.FixtureRequest) -> Any:
+    """One of the two packages."""
+    return importlib.import_module(request.param)
+
+
+def test_the_callback_is_one_of_every_package(package: Any) -> None:
+    """As a class, for LightningCLI, and as an object, for a Trainer that gets no list."""
+    callback = ModuleMonitorCallback()
+    assert issubclass(ModuleMonitorCallback, package.Callback)
+    assert callback in package.Trainer(**QUIET, logger=False, callbacks=callback).callbacks
+
+
+def test_one_callback_serves_trainers_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """References, histograms and charts in TensorBoard are alike; each run's messages go to the logger of its own Trainer's package."""
+    values, tags, callback = (
+        [],
+        [],
+        ModuleMonitorCallback(1, reference="init", rcc=True, rules=[{"kinds": "gradient", "statistics": "hist"}]),
+    )
+    for name in NAMES:
+        package = importlib.import_module(name)
+        logger = package.loggers.TensorBoardLogger(tmp_path, name=name)
+        torch.manual_seed(0)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, name):
+            package.Trainer(**QUIET, callbacks=callback, logger=logger, log_every_n_steps=1).fit(model_of(package), batches())
+        loggers = {record.name for record in caplog.records if "module_monitor" in record.name}
+        assert loggers == {f"{name}.module_monitor"}
+        store = load_store(callback.store_path or "")
+        values.append({key: store.series(key)[1].tolist() for key in store if "seconds" not in key})
+        accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(logger.log_dir)
+        events.Reload()
+        tags.append({kind: found for kind, found in events.Tags().items() if isinstance(found, list)})
+    assert values[0] == values[1]
+    assert values[0]["rcc_output/fc/rms"][0] == values[0]["rcc_reference_output/fc/rms"][0] != 0
+    assert tags[0] == tags[1]
+    assert "gradient/fc.weight/hist" in tags[0]["histograms"]
+
+
+def test_the_width_check_trains_modules_of_either(package: Any) -> None:
+    """A module is trained by the Trainer of its own package."""
+    check = coordinate_check(lambda width: model_of(package, width), [8, 16], batches(), seeds=1, quiet=True, parametrization={".*": None})
+    assert {row.module for row in check.rows} == {"fc", "head"}
+
+
+def test_classes_are_recognised_in_either(package: Any) -> None:
+    """By the name of a class of Lightning's in the object's ancestry, and not by another library's class of that name."""
+    model = model_of(package)
+    assert is_a(model, "LightningModule")
+    assert not is_a(model, "Trainer")
+    assert package_of(model) is package
+    assert not is_overridden(model, "setup")
+    assert is_overridden(model, "configure_optimizers")
+
+    class LightningModule(nn.Module):
+        """Another library's."""
+
+    assert not is_a(LightningModule(), "LightningModule")
+
+
+def _run(*arguments: str) -> str:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_either_package_alone_is_enough(name: str, tmp_path: Path) -> None:
+    """Where the other one is not installed, the callback trains, and its reference and its check run."""
+    assert "rcc_output/fc/rms" in _run("alone", name, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_logger_of_lightning_stays_the_one_of_the_package_in_use(name: str, tmp_path: Path) -> None:
+    """A program that imports one of the packages, and then the callback, keeps its log: the import of the other one does not take it."""
+    assert _run("logger", name, str(tmp_path)).split() == [f"{name}.utilities.rank_zero"]
+
+
+def test_without_lightning_the_error_names_both(tmp_path: Path) -> None:
+    """And what to install."""
+    printed = _run("none", "-", str(tmp_path))
+    assert "Neither package of Lightning can be imported" in printed
+    assert "pip install lightning" in printed
