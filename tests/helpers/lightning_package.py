@@ -13,7 +13,19 @@ NAME = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
 LOGGER = f"{NAME}.module_monitor"
 """The logger of our messages."""
 _PACKAGE = importlib.import_module(NAME)
-_PARTS = ("", ".callbacks", ".loggers", ".loggers.logger", ".plugins", ".plugins.io", ".strategies", ".utilities", ".tuner")
+_PARTS = (
+    "",
+    ".accelerators",
+    ".callbacks",
+    ".loggers",
+    ".loggers.logger",
+    ".plugins",
+    ".plugins.io",
+    ".strategies",
+    ".tuner",
+    ".utilities",
+    ".utilities.model_helpers",
+)
 
 
 def __getattr__(name: str) -> Any:
