@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 
+from lightning_module_monitor.config.plain import PlainFields
 from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
@@ -32,7 +33,7 @@ _OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_di
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(PlainFields):
     """The valid options of :func:`~lightning_module_monitor.coordinate_check`."""
 
     widths: tuple[int, ...]
