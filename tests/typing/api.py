@@ -133,6 +133,8 @@ def compared(model: nn.Module, reference: nn.Module) -> None:
     check.refined_coordinate_check()
     watched: list[nn.Module | None] = [monitor.module, monitor.reference_module, check.module, check.reference_module]
     assert watched[0] is model
+    names: dict[nn.Module, str] = monitor.module_names
+    assert names[model] == "_root_"
     monitor.module = model  # type: ignore[misc]
     monitor.reference_module = None  # type: ignore[misc]
     check.module = check.reference_module = None  # type: ignore[misc]
