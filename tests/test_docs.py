@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shlex
 import subprocess
@@ -10,16 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.documents import DOCUMENTS, ROOT, Model, documents_with, names_in_a_loop, names_in_a_trainer, quiet_trainer, snippets
-from helpers.lightning_package import CSVLogger, LightningCLI
+from helpers.lightning_package import CSVLogger, LightningCLI, seed_everything
 from helpers.stores import write_store
 from helpers.training import loader, trainer
 from helpers.widths import WideMlp, gaussian_batches
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.cli import COMMANDS, main
@@ -263,10 +266,12 @@ RECORDED = {
     "docs/how_to/raw_tensors.md": [{"gradient/model.head.weight/norm"}],
     "docs/cost.md": [{"gradient/model.head.weight/norm"}],
 }  # fmt: skip
-"""Keys that each block records; nothing where it is a dry run. tests/health/test_page.py runs the block of docs/health.md."""
+"""Keys that each block records; nothing where it is a dry run. tests/health/test_page.py runs the block of docs/health.md.
+
+Those of docs/how_to/hydra.md are no configuration of LightningCLI, and run below."""
 
 
-@pytest.mark.parametrize("document", documents_with("yaml", but=["docs/health.md"]))
+@pytest.mark.parametrize("document", documents_with("yaml", but=["docs/health.md", "docs/how_to/hydra.md"]))
 def test_yaml_of_a_page(document: str, tmp_path: Path) -> None:
     """Each block runs in the real LightningCLI, and its rules give values."""
 
@@ -286,6 +291,52 @@ def test_yaml_of_a_page(document: str, tmp_path: Path) -> None:
         assert keys <= recorded
         assert bool(keys) == bool(recorded)
         assert not [key for key in recorded if key.startswith("update/") and "bias" in key]
+
+
+HYDRA = "docs/how_to/hydra.md"
+MY_PROJECT = """
+from helpers.documents import Model
+from helpers.training import loader
+from lightning.pytorch import LightningDataModule
+
+class MyModule(Model):
+    def __init__(self):
+        super().__init__()
+
+class MyData(LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+"""
+
+
+def test_the_page_about_hydra(tmp_path: Path) -> None:
+    """The program runs with the files of the page and a flag, and records what the same options in Python record."""
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    for block in snippets("yaml", HYDRA) + snippets("python", HYDRA):
+        path = tmp_path / block.splitlines()[0].removeprefix("# ")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block)
+    flags = ["callbacks.module_monitor.every_n_steps=5", "+trainer.accelerator=cpu", "+trainer.logger=false", "hydra.run.dir=run"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
+    subprocess.run([sys.executable, "train.py", *flags], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    of_hydra = load_store("run/monitor.h5")
+
+    rules = [
+        Rule(kinds=["activation", "activation_gradient"], statistics=["rms", "abs_max"]),
+        Rule(kinds="update", statistics="ratio", sites=".*weight"),
+        Rule(kinds="activation", types=nn.Linear, functions={"spread": torch.std, "average": MeanMetric()}),
+    ]
+    callback = ModuleMonitorCallback(5, rules=rules, callback_metrics="update/.*/ratio", store="python.h5")
+    seed_everything(1)
+    quiet_trainer(callbacks=[callback], max_epochs=2).fit(Model(), loader())
+    of_python = load_store("python.h5")
+    assert [*of_hydra] == [*of_python]
+    assert {"activation/model.head/average", "update/model.first.weight/ratio"} <= {*of_python}
+    for key in of_python:
+        assert of_hydra.series(key)[0].tolist() == of_python.series(key)[0].tolist() == [0, 5, 10, 15]
+        np.testing.assert_array_equal(of_hydra.series(key)[1], of_python.series(key)[1])
+    [run] = of_hydra.attributes["configurations"]
+    assert run["configuration"]["rules"][0] == {"kinds": ["activation", "activation_gradient"], "statistics": ["rms", "abs_max"]}
 
 
 # ------------------------------------------------------------------ commands

@@ -649,6 +649,27 @@ def test_no_wrapper_is_in_a_name(wrapper: str) -> None:
         assert sites == {"_root_", "block", "block.0", "block.0.weight", f"my{wrapper}", f"my{wrapper}.weight"}
 
 
+def test_module_names_has_every_module_by_the_name_that_it_has_in_keys() -> None:
+    """As in torch-module-monitor, excluded ones too: formatted, without wrappers, and as loggers take them."""
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(OrderedDict({"a": shared, "b c": nn.ReLU(), "again": shared, "_orig_mod": nn.Sequential(nn.Tanh())}))
+    monitor = ModuleMonitor(rules=Rule(kinds="activation", statistics="norm"), exclude="0")
+    assert monitor.module_names == {}
+    with monitor:
+        monitor.set_module(model)
+        names = monitor.module_names
+        assert {names[module] for module in model if module is not model[3]} <= {
+            key.split("/")[1] for key in monitor.planner.planned_keys()
+        }
+    assert names == {model: "_root_", shared: "a", model[1]: "b_c", model[3]: "_root_", model[3][0]: "0"}
+    assert monitor.module_names == {}
+
+    formatted = ModuleMonitor(format_module_name_fn=lambda name: f"net.{name}", excluded_modules_regex=r"net\.0")
+    formatted.set_module(plain := nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert formatted.module_names == {plain: "net.", plain[0]: "net.0", plain[1]: "net.1"}
+    formatted.close()
+
+
 def test_engine_misuse_is_told() -> None:
     """A second module, no module, a repeated name."""
     monitor = ModuleMonitor()

@@ -31,9 +31,10 @@ MODULE_MONITOR = {
         "test_engine.py::test_the_constructor_has_the_names_that_people_know",
     ),
     "module and reference": Row(
-        "set_module set_reference_module remove_reference_module has_reference_module close with ValueError",
+        "set_module set_reference_module remove_reference_module has_reference_module close with ValueError module_names",
         "test_engine.py::test_engine_misuse_is_told probes/test_reference.py::test_misuse_of_the_reference_is_told "
-        "test_engine.py::test_hooks_come_off_by_close_and_with",
+        "test_engine.py::test_hooks_come_off_by_close_and_with "
+        "test_engine.py::test_module_names_has_every_module_by_the_name_that_it_has_in_keys",
     ),
     "phases of a step": Row(
         "begin_step after_micro_batch end_step is_step_monitored is_monitoring no_monitor raises",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Concatenate, ParamSpec
 
@@ -89,21 +89,21 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         every_n_steps: Schedule = 50,
         *,
         module: str | None = None,
-        exclude: str | list[str] | None = None,
-        rules: Sequence[Rule | dict[str, Any]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        rules: Sequence[Rule | Mapping[str, Any]] | None = None,
         reference: str | os.PathLike[str] | nn.Module | None = None,
         rcc: bool = False,
         save_reference: bool = True,
         attention: bool = False,
-        gradient_flow: GradientFlow | dict[str, Any] | None = None,
-        capture: Capture | dict[str, Any] | None = None,
-        health: Health | dict[str, Any] | bool | str | None = None,
-        alerts: list[Alert | dict[str, Any]] | dict[str, Any] | str | None = None,
+        gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        capture: Capture | Mapping[str, Any] | None = None,
+        health: Health | Mapping[str, Any] | bool | str | None = None,
+        alerts: Sequence[Alert | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
         store: bool | str = True,
         report: bool = False,
-        callback_metrics: str | list[str] | None = None,
+        callback_metrics: str | Sequence[str] | None = None,
         progress_bar: bool = False,
-        stages: str | list[str] | None = None,
+        stages: str | Sequence[str] | None = None,
         prefix: str = "",
         max_logged_keys: int = 500,
         max_overhead: float | None = None,

@@ -91,9 +91,9 @@ class ModuleMonitor(Described, StepEngine):
         excluded_modules_regex: str | None = None,
         logger: Log | None = None,
         *,
-        rules: Rule | Sequence[Rule | dict[str, Any]] | None = (),
-        gradient_flow: GradientFlow | dict[str, Any] | None = None,
-        capture: Capture | dict[str, Any] | None = None,
+        rules: Rule | Sequence[Rule | Mapping[str, Any]] | None = (),
+        gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        capture: Capture | Mapping[str, Any] | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
         prefix: str = "",
@@ -170,6 +170,7 @@ class ModuleMonitor(Described, StepEngine):
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
         if self._module is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
+        self._awaits_attention |= self._reporter.begin(module)
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
@@ -385,7 +386,6 @@ class ModuleMonitor(Described, StepEngine):
         _monitors[:] = [ref for ref in _monitors if ref() is not self]
         self._forget_module()
         self.planner.forget_names()
-        self._reporter.forget()
 
     def __enter__(self) -> ModuleMonitor:
         return self

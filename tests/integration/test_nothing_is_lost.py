@@ -123,3 +123,47 @@ def test_attention_that_pauses_is_not_reported(tmp_path: Path, caplog: pytest.Lo
         Classifier(net), loader(), loader(8)
     )
     assert not [message for message in caplog.messages if "attention: step" in message]
+
+
+class Loops(Classifier):
+    """Attends in its training step alone."""
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.model.how = None
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.model.how = None
+        return super().predict_step(batch, batch_idx)
+
+
+def median_fails(x: Tensor) -> Tensor:
+    """A function of the user's that fails."""
+    raise ValueError("no median")
+
+
+@pytest.mark.parametrize("how", [None, "sdpa"])
+def test_a_message_comes_once_in_all_runs_of_a_model(how: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fit, test, predict and a second fit, by several Trainers, log nothing twice but where the store is; another model has its own."""
+    rule = Rule(kinds=["activation", "update"], types=nn.Linear, functions={"median": median_fails})
+    options: dict[str, Any] = {"attention": True, "rcc": True, "rules": [rule], "stages": ["train", "test", "predict"]}
+    options |= {"callback_metrics": "own/.*", "alerts": [{"keys": "mine/.*", "above": 1.0}]}
+    callback = ModuleMonitorCallback(1, **options)
+
+    def run(model: Loops) -> None:
+        caplog.clear()
+        for loop in ("fit", "test", "predict", "fit"):
+            validation = [loader(8)] if loop == "fit" else []
+            getattr(trainer(tmp_path, [callback], max_steps=2), loop)(model, loader(), *validation)
+
+    with caplog.at_level("INFO"):
+        for number in range(2):
+            run(Loops(Attends(how)))
+            ours = [one.getMessage() for one in caplog.records if one.name == "lightning.pytorch.module_monitor"]
+            messages = [one for one in ours if "Monitored values" not in one and "The store at" not in one]
+            assert len(messages) == len({*messages}), messages
+            assert sum("attention: step" in one for one in messages) == (how is None)
+            assert sum("median failed with ValueError" in one for one in messages) == 2
+            assert sum(one.startswith("Watching ") for one in messages) == 1
+            waiting = [sum("it waits for others" in one and key in one for one in messages) for key in ("own/", "mine/")]
+            assert waiting == ([1, 1] if number == 0 else [0, 0])  # the options, which stay the same, are the cause

@@ -268,3 +268,21 @@ def moments_of(tensor: Tensor, needs: int) -> Moments:
     table = MomentTable()
     table.add((0,), tensor, needs)
     return Moments(*table.collect(1)[0])
+
+
+@pytest.mark.slow
+def test_compiling_is_logged_and_reading_the_cache_is_not(tmp_path: Path) -> None:
+    """The first process compiles the loops, the second reads them from numba's cache, however long that takes."""
+    program = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from lightning_module_monitor.kernels import numba_kernel
+numba_kernel.NOTICEABLE_S = 0.0
+assert numba_kernel.loops() is not None
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    logged = [
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True).stderr
+        for _ in range(2)
+    ]
+    assert ["Compiled the kernel for CPU tensors" in text for text in logged] == [True, False]

@@ -70,7 +70,7 @@ def callback() -> Trainer:
     one = ModuleMonitorCallback(
         every_n_steps={"minutes": 5},
         module="model",
-        exclude=[".*dropout.*"],
+        exclude=(".*dropout.*",),
         rules=rules,
         reference="init",
         health=Health(nonfinite="stop", watch=["dead_units"], then="checkpoint", snapshot=True),
@@ -78,8 +78,8 @@ def callback() -> Trainer:
         rcc=True,
         save_reference=False,
         attention=True,
-        gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=[0.5, 2.0]),
-        capture=Capture(sites="model.head", steps=[0, 100], kinds=["activation", "gradient"]),
+        gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=(0.5, 2.0)),
+        capture=Capture(sites="model.head", steps=range(0, 100, 10), kinds=["activation", "gradient"]),
         store="run.h5",
         report=True,
         callback_metrics=["update/.*"],
@@ -133,6 +133,8 @@ def compared(model: nn.Module, reference: nn.Module) -> None:
     check.refined_coordinate_check()
     watched: list[nn.Module | None] = [monitor.module, monitor.reference_module, check.module, check.reference_module]
     assert watched[0] is model
+    names: dict[nn.Module, str] = monitor.module_names
+    assert names[model] == "_root_"
     monitor.module = model  # type: ignore[misc]
     monitor.reference_module = None  # type: ignore[misc]
     check.module = check.reference_module = None  # type: ignore[misc]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
 from lightning_module_monitor.record import CAPTURED, KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
@@ -21,8 +22,9 @@ from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Threshol
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
 
 
+@any_hints
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(PlainFields):
     """What to observe, where, and what to compute of it.
 
     Attributes:
@@ -44,19 +46,20 @@ class Rule:
         every_n_steps: The rule's own schedule, instead of the monitor's.
     """
 
-    kinds: str | list[str]
-    sites: str | list[str] = ".*"
-    exclude: str | list[str] | None = None
-    types: str | type[nn.Module] | list[str | type[nn.Module]] | None = None
+    kinds: str | Sequence[str]
+    sites: str | Sequence[str] = ".*"
+    exclude: str | Sequence[str] | None = None
+    types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None
     leaf_modules: bool = False
-    statistics: str | list[str] = field(default_factory=list)
-    functions: dict[str, Metric | Callable[..., Any]] = field(default_factory=dict)
+    statistics: str | Sequence[str] = field(default_factory=list)
+    functions: Mapping[str, Metric | Callable[..., Any]] = field(default_factory=dict)
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
 
 
+@any_hints
 @dataclass(frozen=True, kw_only=True)
-class GradientFlow:
+class GradientFlow(PlainFields):
     """How the gradient grows and shrinks from block to block.
 
     The gain of a transition is the norm of the loss's gradient at the output of its first block over that at the output of its
@@ -69,9 +72,9 @@ class GradientFlow:
         thresholds: A gain below the first counts as damping, one above the second as amplifying. Heuristics.
     """
 
-    blocks: str | list[str]
+    blocks: str | Sequence[str]
     norm: str = "l2"
-    thresholds: list[float] = field(default_factory=lambda: list(HEURISTIC))
+    thresholds: Sequence[float] = field(default_factory=lambda: list(HEURISTIC))
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ class ParsedGradientFlow:
     thresholds: Thresholds
 
 
+@any_hints
 @dataclass(frozen=True, kw_only=True)
-class Capture:
+class Capture(PlainFields):
     """Which raw tensors to write to a file beside the store, and at which steps.
 
     Of several ranks the first one's activations and their gradients are written; parameters, their gradients and their updates whole.
@@ -97,9 +101,9 @@ class Capture:
             ``gradient_before_clip``, ``update``.
     """
 
-    sites: str | list[str]
-    steps: int | list[int]
-    kinds: str | list[str] = field(default_factory=lambda: ["activation", "activation_gradient", "parameter", "gradient"])
+    sites: str | Sequence[str]
+    steps: int | Sequence[int]
+    kinds: str | Sequence[str] = field(default_factory=lambda: ["activation", "activation_gradient", "parameter", "gradient"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +274,7 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
     """
     if isinstance(value, kind):
         return value
+    value = plain(value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{label} is {value!r}; expected options, e.g. {example}.")
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass
@@ -299,9 +304,10 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     >>> as_tuple("rms"), as_tuple(["rms", "max"]), as_tuple(None)
     (('rms',), ('rms', 'max'), ())
     """
+    value = plain(value)
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 _FAMILIES = ("attention_", "rcc_")
@@ -339,7 +345,7 @@ def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[st
     for name, given in rule.functions.items():
         if name in (*statistics, *histograms, *functions, *units):
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
-        function = _imported(given, f"{label}.functions {name!r}") if isinstance(given, str) else given
+        function = _function(given, f"{label}.functions {name!r}")
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         _check_name(name, f"{label}.functions")
@@ -398,6 +404,20 @@ def _not_empty(value: object, label: str, example: str) -> tuple[Any, ...]:
     if not as_tuple(value):
         raise ConfigError(f"{label} is empty; expected at least one, e.g. {example}.")
     return as_tuple(value)
+
+
+def _function(given: object, label: str) -> object:
+    """A function, of its import path, or an object of ``class_path`` and ``init_args``, as LightningCLI makes them."""
+    if isinstance(given, str):
+        return _imported(given, label)
+    path = given.get("class_path") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(path, str):
+        return given
+    made: Any = _imported(path, label)
+    try:
+        return made(**given.get("init_args") or {})
+    except Exception as error:
+        raise ConfigError(f"{label} {path!r} was not made ({type(error).__name__}: {error}); expected init_args that it takes.") from error
 
 
 def _parse_type(value: object, label: str) -> type[nn.Module] | str:

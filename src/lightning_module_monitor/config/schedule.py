@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.errors import ConfigError
 
-Schedule = int | list[int] | Literal["log"] | dict[str, float] | Callable[[int], bool]
+Schedule = int | Sequence[int] | Literal["log"] | Mapping[str, float] | Callable[[int], bool]
 """Every n-th step from 0 on, the listed steps, 1, 2, 5, 10, 20, 50, ..., one every so many minutes, or where a function returns True."""
 
 GROWTH = 10
@@ -100,29 +101,29 @@ def parse_schedule(value: object, label: str, *, may_be_by_clock: bool = False) 
     Raises:
         ConfigError: If it has none of the forms.
     """
+    value = plain(value)
     if value == "log":
         return ParsedSchedule("log")
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ConfigError(f"{label} is {value}; expected a number of steps >= 1. Use 1 to monitor every step.")
         return ParsedSchedule(value)
-    if isinstance(value, Mapping) and may_be_by_clock:
+    if isinstance(value, dict) and may_be_by_clock:
         return ParsedSchedule(_parse_minutes(value, label))
-    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
-        steps = list(value)
-        for step in steps:
+    if isinstance(value, list):
+        for step in value:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ConfigError(f"{label} lists {step!r}; expected step numbers >= 0, e.g. [0, 100, 1000].")
-        if not steps:
+        if not value:
             raise ConfigError(f"{label} is an empty list; expected at least one step. Leave the rule out to monitor nothing.")
-        return ParsedSchedule(frozenset(steps))
+        return ParsedSchedule(frozenset(value))
     if callable(value):
         return ParsedSchedule(value)
     clock = "{minutes: 5}, " if may_be_by_clock else ""
     raise ConfigError(f"{label} is {value!r}; expected a number of steps, a list of steps, 'log', {clock}or a function of the step.")
 
 
-def _parse_minutes(value: Mapping[object, object], label: str) -> MinutesSchedule:
+def _parse_minutes(value: dict[object, object], label: str) -> MinutesSchedule:
     wrong = next((name for name in value if name != "minutes"), None)
     if wrong is not None or not value:
         raise ConfigError(f"{label} has {f'the unit {wrong!r}' if value else 'no unit'}; expected minutes, e.g. {{minutes: 5}}.")

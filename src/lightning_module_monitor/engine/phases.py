@@ -48,6 +48,8 @@ class StepEngine:
         self.distributed = distributed
         self.access = ParameterAccess()
         """Reads parameters and their gradients."""
+        self._awaits_attention = True
+        """Whether no step of this module has ended yet in which attention was due."""
         self._forget_module()
 
     def _forget_module(self) -> None:
@@ -74,13 +76,16 @@ class StepEngine:
         self._suspended: list[StepContext | None] = []
         self._silences: set[object] = set()
         """One for each block in which nothing is observed."""
-        self._awaits_attention = True
-        """Whether no step has ended yet in which attention was due."""
 
     @property
     def module(self) -> nn.Module | None:
         """The module that is monitored; ``None`` before :meth:`set_module`."""
         return self._module
+
+    @property
+    def module_names(self) -> dict[nn.Module, str]:
+        """The name of every module of the monitored one, also of those that are excluded; empty before :meth:`set_module`."""
+        return {} if self._module is None else self.planner.index.names()
 
     @property
     def current_step(self) -> int | None:

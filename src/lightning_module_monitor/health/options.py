@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import nn
 
+from lightning_module_monitor.config.plain import PlainFields, any_hints
 from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
@@ -30,8 +31,9 @@ WATCH = (ALL, *BUILT_IN)
 EXAMPLE = "{keys: gradient/.*/norm, above: 100}"
 
 
+@any_hints
 @dataclass(frozen=True, kw_only=True)
-class Health:
+class Health(PlainFields):
     """Which signs of ill health are looked for, beside the alerts.
 
     Attributes:
@@ -47,14 +49,15 @@ class Health:
     """
 
     nonfinite: str = WARN
-    watch: str | list[str] | None = None
-    then: str | list[str] = "warn"
+    watch: str | Sequence[str] | None = None
+    then: str | Sequence[str] = "warn"
     capture_steps: int = 5
     snapshot: bool = False
 
 
+@any_hints
 @dataclass(frozen=True, kw_only=True)
-class Alert:
+class Alert(PlainFields):
     """A rule on recorded values: their limits, and what follows when they leave them.
 
     Attributes:
@@ -70,13 +73,13 @@ class Alert:
         name: Its name in findings; default: the first pattern.
     """
 
-    keys: str | list[str] = ""
+    keys: str | Sequence[str] = ""
     above: float | None = None
     below: float | None = None
     relative_to_median: bool = False
     changes_by: float | None = None
     for_steps: int = 1
-    then: str | list[str] = "warn"
+    then: str | Sequence[str] = "warn"
     name: str = ""
 
 

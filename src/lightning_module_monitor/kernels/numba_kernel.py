@@ -41,7 +41,7 @@ def loops() -> Any:  # noqa: ANN401  # a module, whose compiled functions have n
         start = time.perf_counter()
         from lightning_module_monitor.kernels import numba_loops  # noqa: PLC0415  # numba is optional, and takes a second
 
-        _compile(numba_loops)
+        is_compiled = _compile(numba_loops)
         duration = time.perf_counter() - start
     except Exception as error:
         if not (isinstance(error, ModuleNotFoundError) and error.name in ("numba", "llvmlite")):
@@ -49,19 +49,21 @@ def loops() -> Any:  # noqa: ANN401  # a module, whose compiled functions have n
         return None
     finally:
         numba_log.setLevel(level)
-    if duration > NOTICEABLE_S:
+    if is_compiled and duration > NOTICEABLE_S:
         _log.info("Compiled the kernel for CPU tensors in %.1f s; numba caches it.", duration)
     return numba_loops
 
 
-def _compile(numba_loops: ModuleType) -> None:
-    """Run every loop once, which compiles it or reads numba's cache."""
+def _compile(numba_loops: ModuleType) -> bool:
+    """Run every loop once, which compiles it or reads numba's cache; returns whether one was compiled."""
     row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
     wide.flags.writeable = halves.flags.writeable = False  # as the memory of a tensor is
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
     numba_loops.count(wide.view(np.uint32), np.zeros(1024, np.int64), np.zeros(NUM_COUNTS, np.int64))
+    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.add_difference, numba_loops.count)
+    return any(loop.stats.cache_misses for loop in compiled if hasattr(loop, "stats"))  # it has none with NUMBA_DISABLE_JIT
 
 
 def takes(tensor: Tensor) -> bool:

@@ -197,6 +197,12 @@ class ModelIndex:
             self.parameters = [site for site in self.parameters if site.owner in there]
         return removed
 
+    def names(self) -> dict[nn.Module, str]:
+        """The name of every module: in keys if it is observed, and otherwise as it is formatted."""
+        in_keys = {alias: site.name for site in self.modules for alias in site.aliases}
+        formatted = ((module, self._format_name(raw)) for raw, module in self._root.named_modules())
+        return {module: in_keys.get(name, name) for module, name in formatted} | {site.module: site.name for site in self.modules}
+
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
         """Every module that has the name of a site: the site's own, and what that wraps."""
         names = {alias for site in self.modules for alias in site.aliases}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_module_monitor.errors import Log, MonitorError
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -35,7 +38,7 @@ def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class ErrorReporter:
-    """Reports everything once. An error of the monitor never ends a run.
+    """Reports everything once for each model, in all its runs. An error of the monitor never ends a run.
 
     Args:
         logger: Receives the messages.
@@ -48,6 +51,18 @@ class ErrorReporter:
         self._raises = on_error == "raise"
         self._is_first = is_first
         self._reported: set[str] = set()
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None}
+
+    def begin(self, model: nn.Module) -> bool:
+        """A model is about to be observed. Of another one than before everything may be reported again; returns whether it is."""
+        is_other = self._model is None or self._model() is not model
+        if is_other:
+            self._reported.clear()
+            self._model = weakref.ref(model)
+        return is_other
 
     @contextmanager
     def guard(self, what: str, accumulator: StepAccumulator) -> Iterator[None]:
@@ -98,7 +113,3 @@ class ErrorReporter:
         if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
             self._logger.log(level, message, exc_info=error)
-
-    def forget(self) -> None:
-        """Allow everything to be reported again."""
-        self._reported.clear()

@@ -102,12 +102,24 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     return False
 
 
-def warn_of_unmatched(awaited: Sequence[tuple[str, re.Pattern[str]]], record: Record) -> None:
-    """Warn of patterns that match no planned key, and none of the first record either: there may be a typo."""
-    for label, pattern in awaited if is_first_process() else ():
-        if not any(map(pattern.fullmatch, record.values)):
-            first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
-            messages.warning("%s %r matches none of the keys that are planned, %s: it waits for others.", label, pattern.pattern, first)
+class AwaitedKeys:
+    """Patterns of options that match no planned key: the first record may have some."""
+
+    def __init__(self) -> None:
+        self._patterns: dict[tuple[str, re.Pattern[str]], bool] = {}
+        """Whether the first record has come, of any run, by label and pattern."""
+
+    def add(self, label: str, pattern: re.Pattern[str]) -> None:
+        """Wait for the keys of a pattern, if no earlier run has."""
+        self._patterns.setdefault((label, pattern), False)
+
+    def compare(self, record: Record) -> None:
+        """Warn of patterns that match no key of the first record either: there may be a typo."""
+        for label, pattern in [one for one, has_come in self._patterns.items() if not has_come]:
+            self._patterns[label, pattern] = True
+            if is_first_process() and not any(map(pattern.fullmatch, record.values)):
+                first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
+                messages.warning("%s %r matches none of the keys that are planned, %s: it waits for others.", label, pattern.pattern, first)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:

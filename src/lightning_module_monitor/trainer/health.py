@@ -26,7 +26,7 @@ from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
+from lightning_module_monitor.trainer.checks import AwaitedKeys, check_keys
 from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 
@@ -45,8 +45,7 @@ class HealthController:
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
         """The result of :meth:`state` for the resumed run, or at the end of this one."""
-        self._awaited: list[tuple[str, re.Pattern[str]]] = []
-        """Patterns that match no planned key: the first record may have some."""
+        self._awaited = AwaitedKeys()
         self._is_fit = False
         self.nonfinite: NonfiniteController | None = None
         """Finds non-finite values, while there is a model; ``None`` where ``nonfinite`` is ``ignore``."""
@@ -88,9 +87,9 @@ class HealthController:
             ConfigError: If an alert can match no key.
         """
         planner = self._monitor.planner
-        self._awaited = [
-            (label, one) for label, one in self.options.patterns if not check_keys(planner, one, label, planned_keys, histograms)
-        ]
+        for label, pattern in self.options.patterns:
+            if not check_keys(planner, pattern, label, planned_keys, histograms):
+                self._awaited.add(label, pattern)
         self._is_fit = is_fit
         rules = self.options.alerts
         if not getattr(self._monitor.module, "automatic_optimization", True):
@@ -133,8 +132,7 @@ class HealthController:
         found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None and self._alerts is not None:
-            warn_of_unmatched(self._awaited, record)
-            self._awaited = []
+            self._awaited.compare(record)
             self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, self._monitor.access, optimizers))
             for alarm in self._alerts.alarms(record):
                 found.append(alarm.finding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_module_monitor.config.plain import PlainFields
 from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, check_choice, parse_patterns
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
@@ -27,8 +28,8 @@ INIT = "init"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of ``ModuleMonitorCallback``, which documents them, as the user gave them.
+class Options(PlainFields):
+    """The arguments of ``ModuleMonitorCallback``, which documents them, in plain containers.
 
     Options that ``ModuleMonitor`` and health have too are checked there.
 
@@ -60,6 +61,7 @@ class Options:
     dry_run: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("rcc", "attention", "progress_bar", "dry_run", "save_reference", "report"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false.")
@@ -113,7 +115,7 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """The options in types that JSON has, and the names of the watches, for the store."""
-        given = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        given = {field.name: _in_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
         nonfinite = ["nonfinite"] if self.parsed_health.nonfinite != IGNORE else []
         return {**given, "watched": [*nonfinite, *self.parsed_health.watches]}
 
@@ -140,13 +142,13 @@ class Options:
             raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
 
 
-def _plain(value: object) -> object:
+def _in_json(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return {field.name: _in_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _in_json(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_in_json(one) for one in value]
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "__qualname__", repr(value))

@@ -87,7 +87,7 @@ class RunController:
         """
         messages.follow(trainer)
         self.is_fit = stage == "fit"
-        self.reporter.forget()
+        self.reporter.begin(pl_module)
         self.sinks.begin(trainer)
         if self.reference is not None:
             self.reference.begin()
@@ -122,7 +122,7 @@ class RunController:
         if trainer.is_global_zero and self.options.dry_run:
             print(dry_run(planner, schedule, trainer.max_steps))
         elif trainer.is_global_zero:
-            messages.info(summary(planner, schedule, self.sinks.roll_ups_in_words()))
+            self.reporter.log_once(summary(planner, schedule, self.sinks.roll_ups_in_words()))
 
     def set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the module to monitor, and check the options against its names.

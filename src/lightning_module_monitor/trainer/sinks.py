@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
-from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
+from lightning_module_monitor.trainer.checks import AwaitedKeys, check_keys
 from lightning_module_monitor.trainer.options import STAGES, Options
 
 
@@ -43,8 +42,7 @@ class SinksController:
         self._runs_steps_again = False
         self._figures: Sequence[str] = ()
         self._context: Sequence[str] = ()
-        self._awaited: list[tuple[str, re.Pattern[str]]] = []
-        """Patterns that match no planned key: the first record may have some."""
+        self._awaited = AwaitedKeys()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None, "_heat_maps": None}
@@ -112,11 +110,10 @@ class SinksController:
         """
         self._figures, self._context = figures, context
         keys, histograms = self.planned_keys(), self.planned_histograms()
-        self._awaited = []
         for pattern in self._patterns:
             known = [key for key in keys if not is_context(key) or names_context(pattern)]
             if not check_keys(self._planner, pattern, "callback_metrics", known, histograms):
-                self._awaited.append(("callback_metrics", pattern))
+                self._awaited.add("callback_metrics", pattern)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
@@ -141,8 +138,7 @@ class SinksController:
 
     def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record) -> None:
         """Give a record to every sink; the first process writes."""
-        warn_of_unmatched(self._awaited, record)
-        self._awaited = []
+        self._awaited.compare(record)
         if trainer.is_global_zero:
             self._write(trainer, record)
         if self._patterns:

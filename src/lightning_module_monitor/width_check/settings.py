@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeGuard
 
+from lightning_module_monitor.config.plain import PlainFields
 from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.lightning_packages import PACKAGES
@@ -31,7 +32,7 @@ _OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_di
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(PlainFields):
     """The valid options of :func:`~lightning_module_monitor.coordinate_check`."""
 
     widths: tuple[int, ...]
