@@ -137,6 +137,10 @@ def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module:
     return product.view(*x.shape[:-1], weight.shape[1])
 
 
+def _scaled_by_mup(module: AnyModule, x: Tensor) -> Tensor:
+    return module.output_mult * x / module.width_mult()  # type: ignore[no-any-return]  # as its forward does, in this order
+
+
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
     if module.training or module.running_mean is None:  # without the running statistics, which the call would move
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=module.eps)
@@ -255,6 +259,9 @@ _OF_CLASS: dict[type[nn.Module] | str, LayerType | Parts] = {
     _BatchNorm: _normalization(_batch_norm, features=_channels_second, vectors=_vectors_of_batch_norm),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
+    "mup.layer.MuReadout": LayerType(
+        function=lambda x, weight, bias, module: F.linear(_scaled_by_mup(module, x), weight, bias), inputs=("x",), vectors=_scaled_by_mup
+    ),
 }
 """The linear map of each class, or several by name; by a class's name where its package may be missing."""
 
