@@ -79,8 +79,10 @@ $(VENV)/docs.stamp: $(VENV)/torch.stamp
 	$(INSTALL) -e '.[docs]'
 	@touch $@
 
+# mup alone: it asks for torchvision, pandas and seaborn, which only its plots and examples use. Of what it imports, dev has all.
 $(VENV)/dev.stamp: $(VENV)/torch.stamp
 	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps mup
 	@touch $@
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

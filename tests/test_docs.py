@@ -297,7 +297,7 @@ HYDRA = "docs/how_to/hydra.md"
 MY_PROJECT = """
 from helpers.documents import Model
 from helpers.training import loader
-from lightning.pytorch import LightningDataModule
+from helpers.lightning_package import LightningDataModule
 
 class MyModule(Model):
     def __init__(self):

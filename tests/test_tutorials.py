@@ -133,12 +133,13 @@ def test_is_my_model_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_transfer_across_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The standard parametrization grows in the two layers behind the width, muP is sound, and its best learning rate stays."""
+    """The standard parametrization grows in two layers; muP is sound, also by the package mup, and its best learning rate stays."""
     wanted = (
-        '{"grows": sorted({row.module for row in standard.rows if row.verdict == "grows"}), "is_sound": [standard.is_sound, mup.is_sound]}'
+        '{"grows": sorted({row.module for row in standard.rows if row.verdict == "grows"}), '
+        '"is_sound": [one.is_sound for one in (standard, mup, package)]}'
     )
     notebook, found = run("transfer_across_width", tmp_path, monkeypatch, wanted)
-    assert found == {"grows": ["head", "second"], "is_sound": [False, True]}
+    assert found == {"grows": ["head", "second"], "is_sound": [False, True, True]}
     [cell] = [cell for cell in notebook.cells if "best learning rate" in cell.source]
     best = [float(line.split()[-1]) for line in cell.outputs[0].text.splitlines()]
     assert best[1] <= best[0] / 2

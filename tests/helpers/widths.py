@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import mup
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,6 +81,30 @@ class WideMlp(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return gaussian_batches()
+
+
+class MicrosoftMlp(WideMlp):
+    """The network under muP by the package mup: its base shapes, readout and optimizers.
+
+    Args:
+        width: Features of both hidden layers.
+        optimizer: ``sgd`` or ``adam``.
+    """
+
+    def __init__(self, width: int, optimizer: Literal["sgd", "adam"] = "sgd") -> None:
+        super().__init__(width, "mup", optimizer)
+
+        def net(width: int) -> nn.Sequential:
+            hidden = [nn.Linear(IN_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+            return nn.Sequential(*hidden, mup.MuReadout(width, CLASSES))
+
+        self.net = net(width)
+        mup.set_base_shapes(self.net, net(BASE_WIDTH), delta=net(2 * BASE_WIDTH))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        make: Any = mup.MuSGD if self.is_sgd else mup.MuAdam
+        optimizer: torch.optim.Optimizer = make(self.parameters(), lr=self.learning_rate)
+        return optimizer
 
 
 class Gaussian(LightningDataModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.model.copies import copies_without_graph, frozen_copy
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.model.copies import copied, frozen_copy, plain_copy, tensors_within
 from lightning_module_monitor.model.hooks import UncopiedHook
 
 
@@ -76,4 +78,106 @@ def test_what_copies_itself_is_not_searched() -> None:
     held = Cache(linear(torch.ones(1, 2)))
     linear.register_forward_hook(UncopiedHook(lambda *_args: print(held)))
     linear.register_forward_hook(UncopiedHook(functools.partial(print, held)))
-    assert copies_without_graph(linear) == {}
+    assert {id(one) for one in tensors_within(linear)} == {id(one) for one in linear.parameters()}
+
+
+class Shape(tuple):  # type: ignore[type-arg]
+    """A tuple with attributes, as the shapes of mup."""
+
+    def __init__(self, *_args: Any) -> None:
+        self.main = self[-1]
+
+
+class Rescaled(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Net(nn.Module):
+    """Parameters and other tensors, which all have attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.readout = nn.Linear(4, 3)
+        self.readout.weight = self.embedding.weight
+        self.scale = Rescaled(torch.ones(4))
+        self.register_buffer("mask", torch.ones(3))
+        self.kept = [torch.zeros(2)]
+        self.computed = self.scale * 2
+        for number, one in enumerate((*self.parameters(), self.mask, *self.kept, self.computed)):
+            one.shape_of_base = Shape(([number], [4]))
+
+
+def test_tensors_of_a_copy_have_the_attributes_of_their_originals() -> None:
+    """A shared parameter, one of a class of its own, a buffer, a tensor in a container and a computed one; each attribute is a copy."""
+    net = Net()
+    clone = frozen_copy(net)
+    assert clone.readout.weight is clone.embedding.weight
+    assert type(clone.scale) is Rescaled
+    pairs = [*zip((*net.parameters(), *net.buffers()), (*clone.parameters(), *clone.buffers()), strict=True)]
+    for one, other in (*pairs, (net.kept[0], clone.kept[0]), (net.computed, clone.computed)):
+        assert one is not other
+        assert vars(other) == vars(one)
+        assert type(other.shape_of_base) is Shape
+        assert other.shape_of_base[0] is not one.shape_of_base[0]
+        assert other.shape_of_base.main is other.shape_of_base[-1]
+
+
+def test_an_attribute_of_a_parameter_may_refer_to_the_model() -> None:
+    """It refers to the copy then, also within a function, and to copies of parameters that are nowhere else in the model."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    first, other = net[0].weight, nn.Parameter(torch.ones(1))
+    first.model, first.bias, first.other, first.me = net, [net[0].bias], other, first
+    first.width = lambda: net[0].in_features
+    first.loader = net[0].extra_repr
+    other.owner = first
+    clone = frozen_copy(net)
+    weight = clone[0].weight
+    assert weight.model is clone
+    assert weight.bias[0] is clone[0].bias
+    assert weight.me is weight
+    assert weight.other is not other
+    assert weight.other.owner is weight
+    assert weight.loader.__self__ is clone[0]
+    net[0].in_features = 7
+    assert weight.width() == 2
+
+
+def test_an_attribute_that_cannot_be_copied_is_left_out() -> None:
+    """The copy is made, and has all others; hooks on parameters stay the model's."""
+    net = nn.Linear(2, 2)
+    calls: list[Tensor] = []
+    net.weight.lock, net.weight.shape_of_base = threading.Lock(), [2, 2]
+    net.weight.register_hook(calls.append)
+    net.weight.register_post_accumulate_grad_hook(calls.append)
+    clone = frozen_copy(net)
+    assert vars(clone.weight) == {"shape_of_base": [2, 2]}
+    clone.requires_grad_()(torch.ones(1, 2)).sum().backward()
+    assert not calls
+
+
+def test_a_module_that_is_copied_as_itself_is_refused() -> None:
+    """The hooks of the model would be taken off, and its part frozen."""
+
+    class Shared(nn.Linear):
+        def __deepcopy__(self, _memo: Any) -> Any:
+            return self
+
+    net = nn.Sequential(Shared(2, 2))
+    net[0].register_forward_hook(lambda *_call: None)
+    with pytest.raises(ConfigError, match="a copy of Sequential shares its Shared with it"):
+        frozen_copy(net)
+    assert net[0].weight.requires_grad
+    assert net[0]._forward_hooks
+
+
+def test_arguments_keep_their_attributes() -> None:
+    """Plain ones: no code of their classes is run. A tensor may refer to itself."""
+    mask = torch.ones(2)
+    mask.me, mask.names, mask.lock = mask, ["a"], threading.Lock()
+    for clone in (plain_copy([mask])[0], copied([mask])[0]):
+        assert clone is not mask
+        assert clone.me is clone
+        assert clone.names == ["a"]
+        assert clone.names is not mask.names
+        assert not hasattr(clone, "lock")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import mup
 import pytest
 import torch
 from helpers.zoo import ZOO, batches, make
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, register_rcc_layer
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.model.copies import frozen_copy
 from lightning_module_monitor.probes.operator_norms import TOLERANCE, operator_norms
 from lightning_module_monitor.probes.rcc_layers import EFFECTIVE, OUTPUT, PROPAGATING, REFERENCE_OUTPUT, TERMS, layer_parts
 from lightning_module_monitor.statistics.precision import Difference
@@ -54,6 +56,19 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
 
 
+def of_mup(shared: bool = False) -> nn.Module:
+    """A readout of mup's, twice as wide as its base: it multiplies its input by 3 / 2."""
+
+    def make_layer(width: int) -> nn.Module:
+        if shared:
+            return mup.MuSharedReadout(nn.Embedding(6, width).weight, bias=False, output_mult=3.0)
+        return mup.MuReadout(width, 6, output_mult=3.0)
+
+    layer = make_layer(4)
+    mup.set_base_shapes(layer, make_layer(2), delta=make_layer(3))
+    return layer
+
+
 @pytest.fixture(autouse=True)
 def name_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check knows the class by its name. Only within a test: others look for every class of modules, and import what it names."""
@@ -79,6 +94,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
     "bilinear": (lambda: nn.Bilinear(3, 4, 5), ((6, 3), (6, 4)), {}),
     "a type of the user": (Scale, ((3, 4),), {}),
     "Conv1D": (lambda: Conv1D(6, 4), ((3, 5, 4),), {}),
+    "readout of mup": (of_mup, ((3, 5, 4),), {}),
+    "shared readout of mup": (lambda: of_mup(shared=True), ((5, 4),), {}),
 }
 
 
@@ -106,7 +123,7 @@ class Run:
         torch.manual_seed(3)
         make_layer, args, kwargs = LAYERS[name]
         self.module = make_layer().double()
-        self.reference = copy.deepcopy(self.module)
+        self.reference = frozen_copy(self.module)
         for parameter in self.module.parameters():
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         for buffer in self.module.buffers():
@@ -159,12 +176,15 @@ def test_the_two_terms_add_up(name: str) -> None:
     torch.set_rng_state(state)
 
 
+OF_MUP = ("readout of mup", "shared readout of mup")
 CHANNELS_SECOND = {name for name in LAYERS if "conv" in name or name == "group norm" or "batch norm" in name} - {"conv3d, no batch"}
 
 
 def by_hand(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, Tensor]:
     """The terms of some layers' weights alone, written out: sums over indices, without torch's layers."""
     W, W0 = module.weight.detach(), reference.weight.detach()
+    if isinstance(module, mup.MuReadout):
+        W, W0 = 1.5 * W, 1.5 * W0
     if isinstance(module, nn.Linear):
         return {EFFECTIVE: torch.einsum("oi,...i->...o", W - W0, x), PROPAGATING: torch.einsum("oi,...i->...o", W0, x - x0)}
     if isinstance(module, nn.Conv1d):
@@ -182,7 +202,7 @@ def by_hand(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, Ten
     return {EFFECTIVE: (W - W0) * hat, PROPAGATING: W0 * (hat - hat0)}
 
 
-@pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm"])
+@pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm", *OF_MUP])
 @pytest.mark.shows("plain loop", "RCC")
 def test_the_terms_of_the_weight_alone(name: str) -> None:
     """At ``fc.weight``: (W - W0) x and W0 (x - x0), written out; their rms is the textbook's."""
@@ -219,7 +239,7 @@ def test_operator_norms_are_the_largest_singular_values_and_no_alignment_is_abov
         assert run.values[f"rcc_operator_norm/_root_/{which}"] == pytest.approx(expected, rel=CLOSE), which
     for which in ("effective", "propagating"):
         assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1
-    if name == "linear":
+    if name == "linear" or name in OF_MUP:
         x = run.x[0][0]
         expected = float((x @ (weight - own).T).norm() / torch.linalg.matrix_norm(weight - own, 2) / x.norm())
         assert run.values["rcc_alignment/_root_/effective"] == pytest.approx(expected, rel=CLOSE)

@@ -252,3 +252,20 @@ def test_what_was_said_in_training_stands_first() -> None:
         ("watch", "loss is large", "", "", "train_loss", 20),
     ]
     assert verdict.findings[0].words == "It made the first value that is not finite."
+
+
+@pytest.mark.parametrize("is_partly", [False, True])
+def test_a_series_without_a_value_was_not_looked_at(is_partly: bool) -> None:
+    """Where no value could be computed a check says so, and not that it found none; an infinite value is one."""
+    nothing = [math.nan] * STEPS
+    rows = {"a": nothing, "b": nothing, **({"c": FLAT} if is_partly else {})}
+    names = ("activation/nonfinite_count", "activation/zero_fraction")
+    verdict = verdict_on([table(name, {site: [0.0] * STEPS if row is FLAT else row for site, row in rows.items()}) for name in names])
+    for name in ("values that are not finite", "outputs that are zero"):
+        [check] = [one for one in verdict.checks if one.name == name]
+        assert (check.num_series, check.num_empty) == (int(is_partly), 2)
+        assert (check in verdict.passed, check in verdict.blind) == (is_partly, not is_partly)
+        assert is_partly or check.obstacle == "no value could be computed: NaN in all of 2 series"
+    infinite = verdict_on([table("activation/rms", {"a": [math.inf] * STEPS})])
+    assert next(one.num_series for one in infinite.checks if one.name == "values that are not finite") == 1
+    assert [one.name for one in infinite.findings] == ["values that are not finite"]

@@ -16,7 +16,7 @@ import torch
 from helpers.lightning_package import NAME, Callback, LightningModule, ModelCheckpoint, Trainer
 from helpers.plain_rcc import PlainCoordinateCheck
 from helpers.training import seed
-from helpers.widths import CLASSES, IN_FEATURES, Gaussian, WideMlp, gaussian_batches
+from helpers.widths import CLASSES, IN_FEATURES, Gaussian, MicrosoftMlp, WideMlp, gaussian_batches
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +74,17 @@ def test_published_exponents(
     assert len(alignments) == 5
     for row in alignments:
         assert abs(row.exponent) < 0.1, row
+    assert found.is_sound
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_network_of_the_package_mup_is_sound(optimizer: Literal["sgd", "adam"]) -> None:
+    """Its parameters carry their shapes as attributes, which its readout and optimizers read: all exponents are 0."""
+    found = check(lambda width: MicrosoftMlp(width, optimizer), [64, 128, 256, 512], seeds=3, terms=list(TERMS))
+    assert {row.module for row in found} == {"net.0", "net.2", "net.4"}
+    changing = [row for row in found if (row.module, row.term) not in [("net.0", "propagating_update"), ("net.0", "propagating_alignment")]]
+    assert [row.exponent for row in changing] == pytest.approx([0.0] * len(changing), abs=0.25)
+    assert {row.expected for row in changing} == {0.0}
     assert found.is_sound
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_module_monitor.engine.step_context import StepContext
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.functions import UserFunction
 from lightning_module_monitor.statistics.spec import MetricSpec
@@ -47,5 +48,5 @@ class LoggedValues:
     ) -> None:
         """Add a value to a step; a tensor is not read before the step ends."""
         spec, function = self.spec(kind, name, site=site, stage=context.stage), UserFunction(name, float, aggregate)
-        value, size = (value.detach(), value.numel()) if isinstance(value, Tensor) else (value, 1)
+        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
         context.accumulator.add_result(spec, function, value, size)

@@ -9,6 +9,22 @@ PLAIN = (Tensor, nn.Parameter)
 """The types whose elements are where their storage is."""
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor without the class that a program gave it, e.g. for metadata, whose code every operation on it would run.
+
+    Args:
+        tensor: Any tensor. One of a class with operations of its own (``__torch_dispatch__``), or without values yet, is returned as it is.
+
+    Returns:
+        A tensor with the same elements, and without a graph if it is another.
+    """
+    kind = type(tensor)
+    if kind in PLAIN or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or nn.parameter.is_lazy(tensor):
+        return tensor
+    with torch.no_grad():
+        return Tensor.as_subclass(tensor, Tensor)  # which no class can override
+
+
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor itself, to be read by operations of torch, which would end the process where a program has given its memory back.
 
@@ -54,6 +70,7 @@ def strided(tensor: Tensor) -> Tensor:
     Raises:
         ValueError: If it has no data, or no elements of its own.
     """
+    tensor = plain(tensor)
     if tensor.is_meta:
         raise ValueError("it is on the meta device, and has no data")
     if tensor.is_nested:
@@ -64,14 +81,15 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
+    """The :func:`plain` tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
 
     Args:
-        tensor: Any tensor; one that is not wrapped is returned as it is.
+        tensor: Any tensor; a plain one that is not wrapped is returned as it is.
 
     Returns:
         Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
     """
+    tensor = plain(tensor)
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         inside: Tensor = functorch.get_unwrapped(tensor)

@@ -11,7 +11,7 @@ import numbers
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,8 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
         where = ".".join(filter(None, (name, lazy[0])))
         cure = "Run a batch through the model before the fit, or in its setup or configure_model"
         raise ConfigError(f"reference is a copy of the model, and {where} has no values before the first batch. {cure}.")
-    memo = copies_without_graph(module)
     try:
-        # With a graph, copies of tensors in TorchScript are computed tensors, which cannot be frozen.
-        with torch.no_grad():
-            clone = copy.deepcopy(module, memo)
-        make_independent(module, clone, memo)
+        clone = independent_copy(module)
     except Exception as error:
         where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
         cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
@@ -56,16 +52,36 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     return clone.requires_grad_(False)
 
 
-def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) -> None:
-    """Make a deep copy of a module call no code that refers to the original: ``deepcopy``, whose memo it takes, copies no functions.
+def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a module that calls no code that refers to the original.
 
-    Functions among the attributes refer to the copy then. Hooks that are neither methods of the module nor torch's own are removed.
+    Functions among the attributes refer to the copy, unlike those of ``deepcopy``. Parameters keep the Python attributes that a program
+    has given them, which ``deepcopy`` leaves out: as copies, but for those that cannot be copied. Hooks that are neither methods of the
+    module nor torch's own are removed.
+
+    Args:
+        module: The module.
+        known: Copies by the identity of the original, which take the place of further ones.
+
+    Raises:
+        RuntimeError: If a module within it is copied as itself.
+        Exception: Whatever the copy of an attribute raises.
     """
-    for part in module.modules():
-        for attribute, value in vars(part).items():
+    tensors = tensors_within(module)
+    memo = {**_without_graph(tensors), **(known or {})}
+    # With a graph, copies of tensors in TorchScript are computed tensors, which cannot be frozen.
+    with torch.no_grad():
+        clone = copy.deepcopy(module, memo)
+        for tensor in tensors:
+            if id(tensor) in memo:
+                _keep_attributes(tensor, memo[id(tensor)], functools.partial(copy.deepcopy, memo=memo))
+    modules, own = set(module.modules()), set(clone.modules())
+    if modules & own:
+        raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & own).pop()).__name__} with it")
+    for one in (*module.modules(), *tensors):
+        for attribute, value in vars(one).items() if id(one) in memo else ():
             if isinstance(value, types.FunctionType) and value.__closure__:
-                vars(memo[id(part)])[attribute] = _rebound(value, set(module.modules()), memo)
-    own = set(clone.modules())
+                vars(memo[id(one)])[attribute] = _rebound(value, modules, memo)
     for part in own:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
@@ -74,14 +90,20 @@ def make_independent(module: nn.Module, clone: nn.Module, memo: dict[int, Any]) 
                     del hooks[key]
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
+    return clone
 
 
-def copies_without_graph(module: nn.Module) -> dict[int, Any]:
-    """A memo for ``deepcopy`` with copies of the computed tensors that modules keep, which torch does not copy.
+def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
+    """Give a copy of a tensor copies of the Python attributes that it lacks: torch copies those of few tensors, and of no parameter."""
+    for name, value in vars(tensor).items():
+        if name not in vars(clone):
+            with suppress(Exception):
+                vars(clone)[name] = copy_of(value)
 
-    A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
-    """
-    memo: dict[int, Any] = {}
+
+def tensors_within(module: nn.Module) -> list[Tensor]:
+    """Every tensor that a module refers to, also by attributes of other objects, and of tensors."""
+    tensors: list[Tensor] = []
     visited: dict[int, object] = {}
     waiting: list[object] = [module]
     while waiting:
@@ -92,13 +114,22 @@ def copies_without_graph(module: nn.Module) -> dict[int, Any]:
         if issubclass(type(one), nn.Module):
             waiting.append(_state(one))  # type: ignore[arg-type]
         elif isinstance(one, Tensor):
-            memo.update({} if one.is_leaf else {id(one): one.detach().clone()})
+            tensors.append(one)
+            waiting += vars(one).values()
         else:
             # ``deepcopy`` copies the attributes of a class, but one with copying code of its own may refer to the whole program.
             own = (getattr(type(one), name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
             if issubclass(type(one), Mapping) or not any(isinstance(method, types.FunctionType) for method in own):
                 waiting += gc.get_referents(one)
-    return memo
+    return tensors
+
+
+def _without_graph(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """Copies of computed tensors by their identity, which torch does not copy.
+
+    A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
+    """
+    return {id(one): one.detach().clone() for one in tensors if not one.is_leaf}
 
 
 _OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
@@ -221,7 +252,7 @@ def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[i
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
     """The name of an attribute that cannot be copied."""
-    known = {**copies_without_graph(module), **{id(part): part for part in module.modules()}}
+    known = {**_without_graph(tensors_within(module)), **{id(part): part for part in module.modules()}}
     for name, part in module.named_modules():
         state = _state(part)
         for attribute, value in state.items() if isinstance(state, dict) else ():
@@ -263,12 +294,14 @@ def _written_once(tensor: Tensor) -> tuple[slice, ...]:
 
 def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
     """A module's arguments with copies of their tensors, without a graph; a tensor that occurs twice occurs twice in the copy."""
-    memo: dict[int, Tensor] = {}
+    memo: dict[int, Any] = {}
 
     def copy_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
-        return memo[id(tensor)]
+            _keep_attributes(tensor, memo[id(tensor)], functools.partial(plain_copy, memo=memo))
+        one: Tensor = memo[id(tensor)]
+        return one
 
     return with_tensors(value, copy_of)
 
@@ -309,7 +342,9 @@ def plain_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:  # noqa: 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  # as above
     kind = type(value)
     if isinstance(value, Tensor):
-        return _tensor_copy(value)
+        memo[id(value)] = _tensor_copy(value)  # before its attributes, which may refer to it
+        _keep_attributes(value, memo[id(value)], functools.partial(plain_copy, memo=memo))
+        return memo[id(value)]
     if kind is np.ndarray and not value.dtype.hasobject:
         return value.copy()
     if kind in _DICTS:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import _trace as jit
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
+
+Result = TypeVar("Result")
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that runs, or -1. torch has no public function for it."""
@@ -64,6 +66,17 @@ def _note_unobserved() -> None:
 # As set by ``torch.compiler.assume_constant_result``, which also loads the compiler: a compiler that traces a hook calls the function
 # at once, and compiles nothing of it.
 _note_unobserved._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def as_torch_itself(function: Callable[..., Result], *args: object) -> Result:
+    """Call a function in which torch runs no code of the classes of tensors: as these call torch, by ``super().__torch_function__``."""
+    result: Result = Tensor.__torch_function__(function, (), args)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return result
+
+
+def requires_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor requires a gradient, without code of its class."""
+    return tensor.requires_grad if type(tensor) is Tensor else as_torch_itself(Tensor.requires_grad.__get__, tensor)  # type: ignore[attr-defined]
 
 
 class HookSet:

@@ -14,9 +14,6 @@ from torch import Tensor
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
 
-MAIN_NAMES = ("hidden_states", "last_hidden_state")
-"""Conventional names of the main part of an output."""
-
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in an output, with the path to it, which begins with ``path``.
@@ -28,19 +25,6 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
         return
     for name, part in parts(output):
         yield from named_tensors(part, (*path, name))
-
-
-def main_tensor(output: object) -> Tensor | None:
-    """The tensor of a block's output that the next block goes on from.
-
-    It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
-    first real floating tensor in it. ``None`` if there is none.
-    """
-    for name in () if isinstance(output, Tensor) else MAIN_NAMES:
-        part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(part, Tensor) and part.is_floating_point():
-            return part
-    return next((tensor for _path, tensor in named_tensors(output) if tensor.is_floating_point()), None)
 
 
 def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappings: bool = False) -> Any:  # noqa: ANN401  # of its structure

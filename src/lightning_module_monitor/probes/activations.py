@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.model.hooks import is_in_backward
+from lightning_module_monitor.kernels.elements import plain, unwrapped
+from lightning_module_monitor.model.hooks import is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
@@ -62,17 +62,18 @@ class ActivationProbe(GradientProbe[_Target]):
             with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
                 self._compare(*compared, output)
         for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
-            if not tensor.is_floating_point():
-                self._unsupported[tensor.dtype].append(site)
+            elements = plain(tensor)
+            if not elements.is_floating_point():
+                self._unsupported[elements.dtype].append(site)
                 continue
             of_output, of_gradient = activation, gradient
             if path and not is_first(path):
                 name = self._tools.names.further_name(site, path)
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
             if of_output is not None and not is_in_backward():
-                self._accumulator.observe(of_output, elements_of(tensor))
+                self._accumulator.observe(of_output, elements_of(elements))
             # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
-            if of_gradient is not None and (differentiated := in_graph(tensor)).requires_grad:
+            if of_gradient is not None and requires_gradient(differentiated := in_graph(tensor)):
                 self.watch_gradient(differentiated, GradientHook(self, of_gradient))
 
     def finish(self) -> None:
@@ -99,9 +100,9 @@ class ActivationProbe(GradientProbe[_Target]):
         assert self._reference is not None
         references = dict(self._reference.take(sibling, DIFFERENCE) or ())
         for path, tensor in named_tensors(output):
-            if path not in references or not tensor.is_floating_point():
+            elements = unwrapped(tensor).detach()
+            if path not in references or not elements.is_floating_point():
                 continue
-            elements = unwrapped(tensor.detach())
             if elements.shape != references[path].shape:  # as of routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
@@ -111,7 +112,7 @@ class ActivationProbe(GradientProbe[_Target]):
 
 
 def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
-    return [(path, tensor) for path, tensor in named_tensors(output) if tensor.is_floating_point()]
+    return [(path, tensor) for path, tensor in named_tensors(output) if plain(tensor).is_floating_point()]
 
 
 class ModuleTable:
@@ -155,7 +156,7 @@ class OutputShapeProbe(ModuleProbe[str]):
 
     def observe_call(self, target: str, _args: object, output: object) -> None:
         """Note what a module has returned, if it is the first time."""
-        tensor = None if target in self._outputs else next((tensor for _path, tensor in named_tensors(output)), None)
+        tensor = None if target in self._outputs else next((plain(tensor) for _path, tensor in named_tensors(output)), None)
         if tensor is not None:
             self._outputs[target] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
@@ -136,7 +136,7 @@ class AttentionProbe(Probe):
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
-            heads = read(call, not watched.specs.keys().isdisjoint(KINDS_OF_TENSORS))
+            heads = as_torch_itself(read, call, not watched.specs.keys().isdisjoint(KINDS_OF_TENSORS))
             if not self._is_repeated(watched, heads, is_reported):
                 self._observe_figures(watched, heads)
                 self._observe_heads(watched, heads)
@@ -149,7 +149,7 @@ class AttentionProbe(Probe):
         if "activation_difference" not in watched.specs or self.is_suspended:
             return
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
-            tensors = self._tensors(watched, read(call, True))
+            tensors = self._tensors(watched, as_torch_itself(read, call, True))
             kept = {name: one.to("cpu", copy=True) if to_host else one.clone() for name, one in tensors}
             self._of_reference[watched.site.name].append(kept)
 

@@ -62,7 +62,7 @@ _NO_ALIGNMENT = -1.0
 
 SKIPPED = (
     "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
-    "tensor subclass. monitor/rcc_skipped_calls counts such calls."
+    "class that defines __torch_dispatch__. monitor/rcc_skipped_calls counts such calls."
 )
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import is_in_backward
-from lightning_module_monitor.model.outputs import main_tensor
+from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.base import GradientProbe, StepTools, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 KIND = "gradient_flow"
+
+MAIN_NAMES = ("hidden_states", "last_hidden_state")
+"""Conventional names of the main part of an output."""
 
 
 def norm_spec(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
@@ -46,6 +50,19 @@ class Chain:
         found = transitions(norms, EPS, self.thresholds)
         values = [value for one in found for value in (one.gain, one.log_gain)] + [*summary(found).values()]
         return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
+
+
+def main_tensor(output: object) -> Tensor | None:
+    """The tensor of a block's output that the next block goes on from.
+
+    It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
+    first real floating tensor in it. ``None`` if there is none.
+    """
+    for name in () if isinstance(output, Tensor) else MAIN_NAMES:
+        part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(part, Tensor) and plain(part).is_floating_point():
+            return part
+    return next((tensor for _path, tensor in named_tensors(output) if plain(tensor).is_floating_point()), None)
 
 
 class BlockGradientProbe(GradientProbe[tuple[int, ...]]):

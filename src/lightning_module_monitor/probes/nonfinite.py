@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_module_monitor.distributed.shards import local_part
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
+from lightning_module_monitor.kernels.elements import plain
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing, requires_gradient
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
@@ -314,7 +315,7 @@ class NonfiniteProbe:
     def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
         """Places of a call's inputs beside its first tensor, without those that it returned."""
         tensors = (tensor for _path, tensor in named_tensors(values) if tensor is not value and tensor is not output)
-        return tuple(self._numbers.add(_part_here(tensor)) for tensor in tensors if tensor.is_floating_point())
+        return tuple(self._numbers.add(_part_here(tensor)) for tensor in map(plain, tensors) if tensor.is_floating_point())
 
     def _caller(self) -> int:
         return self._running[-1][0] if self._running else NO_CALL
@@ -322,8 +323,9 @@ class NonfiniteProbe:
     def _note(self, call: Call, value: Tensor | None, output: Tensor | None) -> None:
         calls = self._passes[-1].calls
         for tensor, of_input in ((value if call.is_new else None, True), (output, False)):
-            if tensor is not None and tensor.requires_grad:
-                self._tensor_hooks.add(tensor.register_hook(functools.partial(self._observe_gradient, len(calls), of_input)))
+            if tensor is not None and requires_gradient(tensor):
+                observe = functools.partial(self._observe_gradient, len(calls), of_input)
+                self._tensor_hooks.add(as_torch_itself(Tensor.register_hook, tensor, observe))
         calls.append(call)
 
     def _observe_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:
@@ -342,20 +344,21 @@ class NonfiniteProbe:
 
     def _place(self, value: Tensor | None) -> tuple[int, bool]:
         """The place of an input or output, and whether it is not the last output, unchanged."""
-        if value is None or not value.is_floating_point():
+        elements = None if value is None else plain(value)
+        if elements is None or not elements.is_floating_point():
             return UNKNOWN, False
         tensor, version, place = self._last
-        if value is tensor and value._version == version:
+        if value is tensor and elements._version == version:
             return place, False
-        place = self._numbers.add(_part_here(value))
-        if not value.is_inference():
-            self._last = value, value._version, place
+        place = self._numbers.add(_part_here(elements))
+        if not elements.is_inference():
+            self._last = value, elements._version, place
         return place, True
 
     def _places(self, output: object) -> Iterator[tuple[Tensor, int]]:
         """The tensors of an output, each with its place."""
         for tensor in (output,) if isinstance(output, Tensor) else (tensor for _path, tensor in named_tensors(output)):
-            if tensor.is_floating_point():
+            if plain(tensor).is_floating_point():
                 yield tensor, self._place(tensor)[0]  # a container may return the output of its last part
 
     # Afterwards
@@ -373,4 +376,4 @@ class NonfiniteProbe:
 
 def _part_here(tensor: Tensor) -> Tensor:
     """The part of a tensor on this rank, also of one that is still to be summed over ranks: a non-finite part makes the sum so."""
-    return local_part(tensor, is_reduced=False)
+    return local_part(plain(tensor), is_reduced=False)

@@ -20,7 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.distributed.shards import whole
-from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.kernels.elements import in_memory, plain
 from lightning_module_monitor.model.names import UNWATCHED
 from lightning_module_monitor.statistics.precision import widened
 
@@ -105,7 +105,7 @@ class LayerType:
         if len(args) > len(names) or (self.gives_output and any(value is not None for value in more.values())):
             return None
         found = [given.get(name) for name in self.inputs]
-        tensors = [one for one in found if is_plain(one)]
+        tensors = [plain(one) for one in found if is_plain(one)]
         return tensors if len(tensors) == len(found) else None
 
 
@@ -119,7 +119,7 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     # No public function recognizes a tensor under vmap.
-    return value.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return plain(value).layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
@@ -135,6 +135,10 @@ def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module:
     rows = x.reshape(-1, x.shape[-1])
     product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return product.view(*x.shape[:-1], weight.shape[1])
+
+
+def _scaled_by_mup(module: AnyModule, x: Tensor) -> Tensor:
+    return module.output_mult * x / module.width_mult()  # type: ignore[no-any-return]  # as its forward does, in this order
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
@@ -255,6 +259,9 @@ _OF_CLASS: dict[type[nn.Module] | str, LayerType | Parts] = {
     _BatchNorm: _normalization(_batch_norm, features=_channels_second, vectors=_vectors_of_batch_norm),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
+    "mup.layer.MuReadout": LayerType(
+        function=lambda x, weight, bias, module: F.linear(_scaled_by_mup(module, x), weight, bias), inputs=("x",), vectors=_scaled_by_mup
+    ),
 }
 """The linear map of each class, or several by name; by a class's name where its package may be missing."""
 
@@ -326,7 +333,7 @@ def weight_and_bias(part: LayerType, module: nn.Module, *, is_running: bool) -> 
     assert weight is not None
     if not is_plain(weight) or (bias is not None and not is_plain(bias)):
         raise ValueError(f"its weight is a {type(weight).__name__}; expected a plain tensor")
-    return in_memory(weight).detach(), None if bias is None else in_memory(bias).detach()
+    return in_memory(plain(weight)).detach(), None if bias is None else in_memory(plain(bias)).detach()
 
 
 def layer_sites(module: nn.Module, kind: str) -> list[str]:

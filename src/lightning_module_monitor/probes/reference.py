@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import gathered, reshard
-from lightning_module_monitor.kernels.elements import unwrapped
+from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
 from lightning_module_monitor.model.outputs import Path, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
@@ -302,7 +302,7 @@ class ReferenceProbe(Probe):
             return None
         call, is_of_user = self._runs.pop()
         call.close()
-        if is_of_user and any(tensor.requires_grad for _path, tensor in named_tensors(output)):
+        if is_of_user and any(requires_gradient(tensor) for _path, tensor in named_tensors(output)):
             with suppress(Exception):  # a container that cannot be rebuilt
                 return with_tensors(output, Tensor.detach)
         return None
@@ -317,12 +317,12 @@ class ReferenceProbe(Probe):
         if id(tensor) in self._copies:
             original, version, known = self._copies[id(tensor)]
             copy = known()
-            if copy is not None and original() is tensor and tensor._version == version:
+            if copy is not None and original() is tensor and plain(tensor)._version == version:
                 return copy
-        plain = unwrapped(tensor).detach()  # it outlives vmap
-        copy = plain.to("cpu", copy=True) if self.reference.cpu_offload else plain.clone()
-        if not tensor.is_inference():  # an inference tensor has no version
-            self._copies[id(tensor)] = (weakref.ref(tensor), tensor._version, weakref.ref(copy))
+        elements = unwrapped(tensor).detach()  # it outlives vmap
+        copy = elements.to("cpu", copy=True) if self.reference.cpu_offload else elements.clone()
+        if not plain(tensor).is_inference():  # an inference tensor has no version
+            self._copies[id(tensor)] = (weakref.ref(tensor), plain(tensor)._version, weakref.ref(copy))
         return copy
 
     def _forget(self) -> None:

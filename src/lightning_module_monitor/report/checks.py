@@ -26,9 +26,18 @@ class Check:
     name: str
     """Name of the detector."""
     num_series: int
-    """Number of series that it judged; 0 if none was recorded."""
+    """Number of series that it judged; 0 if none was recorded, or none has a value."""
     needs: str
     """The options that record them."""
+    num_empty: int = 0
+    """Number of series without a value in any record, as none could be computed."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why it judged no series."""
+        return (
+            f"no value could be computed: NaN in all of {self.num_empty} series" if self.num_empty else f"not recorded; needs {self.needs}"
+        )
 
 
 class _Violation(NamedTuple):
@@ -49,13 +58,18 @@ def judge(detector: Detector, tables: Sequence[Table], skipped_steps: Collection
     for kinds, statistics in detector.sources:
         candidates = (of_training(tables, kind, statistic) for kind in kinds for statistic in statistics)
         sources += next(filter(None, candidates), [])
-    check = Check(detector.name, sum(len(table.sites) for table in sources), detector.needs)
+    num_empty = _num_empty(sources)
+    check = Check(detector.name, sum(len(table.sites) for table in sources) - num_empty, detector.needs, num_empty)
     if is_known:
         return check, []
     if detector.rule is not None:
         return check, _by_record(detector, sources, skipped_steps)
     violations = ((table, one) for table in sources for one in _WHOLE_RUN[detector.name](table, detector))
     return check, [_finding(detector.name, table, violation) for table, violation in violations]
+
+
+def _num_empty(tables: Sequence[Table]) -> int:
+    return sum(int(np.isnan(table.values).all(axis=1).sum()) for table in tables)
 
 
 def _finding(name: str, table: Table, violation: _Violation) -> Finding:
@@ -272,8 +286,9 @@ def judge_nonfinite(tables: Sequence[Table], skipped_steps: Collection[int], *, 
         words = f"the first: {first.words}, of {counted(at_once, 'series')} at that step and {len(findings)} in all"
         findings[0] = dataclasses.replace(first, words=words)
     # After the training's own search the check has the name of its findings: it is not "ok" beside them.
-    num_series = sum(len(table.sites) for table in sources)
-    return Check("nonfinite" if is_known else _NONFINITE, num_series, "statistics: nonfinite_count"), findings
+    num_empty = _num_empty([table for table in sources if table.statistic == "nonfinite_count"])  # another that is NaN is a finding
+    num_series = sum(len(table.sites) for table in sources) - num_empty
+    return Check("nonfinite" if is_known else _NONFINITE, num_series, "statistics: nonfinite_count", num_empty), findings
 
 
 def _firsts(table: Table, skipped_steps: Collection[int]) -> Iterator[tuple[tuple[int, int, int], Finding]]:

@@ -98,7 +98,9 @@ def as_markdown(run: Run, verdict: Verdict) -> str:
         at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
         rows = [(key, *(_value_at(*series[key], step) for step in at)) for key in shown]
         parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
-    checks = [(one.name, str(one.num_series), one.needs if not one.num_series else "") for one in verdict.checks]
+    checks = [
+        (one.name, str(one.num_series), "" if one.num_series else one.obstacle if one.num_empty else one.needs) for one in verdict.checks
+    ]
     parts += ["## Checks", _table(["name", "series looked at", "recorded by"], checks)]
     if run.modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]

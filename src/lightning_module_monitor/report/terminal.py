@@ -43,7 +43,7 @@ def _table(verdict: Verdict) -> Table:
     for check in verdict.passed:
         table.add_row(f"[{STYLES['ok']}]ok", check.name, "", f"none in {check.num_series} series")
     for check in verdict.blind:
-        table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(f"not recorded; needs {check.needs}"))
+        table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(check.obstacle))
     return table
 
 

@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def blind(self) -> list[Check]:
-        """The checks without a series."""
+        """The checks without a series that has a value."""
         return [check for check in self.checks if not check.num_series]
 
     @property
@@ -102,7 +102,7 @@ def verdict_on(
     for name, one in DETECTORS.items():
         if one.is_known_later or name in known:
             check, found = judge(one, figures if one.is_of_monitor else tables, skipped, is_known=name in known)
-            if check.num_series or check.needs:
+            if check.num_series or check.num_empty or check.needs:
                 checked.append((check, found))
     together = sorted(findings, key=lambda finding: finding.name) + [one for _check, found in checked for one in found]
     return Verdict(sorted(together, key=lambda finding: finding.severity != "error"), [check for check, _found in checked])

@@ -18,8 +18,17 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, Unobserved, backward_pass, is_in_backward, is_tracing
+from lightning_module_monitor.kernels.elements import plain, unwrapped
+from lightning_module_monitor.model.hooks import (
+    HookSet,
+    UncopiedHook,
+    Unobserved,
+    as_torch_itself,
+    backward_pass,
+    is_in_backward,
+    is_tracing,
+    requires_gradient,
+)
 from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
 
 if TYPE_CHECKING:
@@ -283,7 +292,7 @@ class Tracker:
         return frame
 
     def _await_gradient(self, event: Event) -> None:
-        tensors: dict[int, Tensor] = {id(tensor): tensor for _path, tensor in named_tensors(event.value) if tensor.requires_grad}
+        tensors: dict[int, Tensor] = {id(tensor): tensor for _path, tensor in named_tensors(event.value) if requires_gradient(tensor)}
         if not tensors:
             return
         place = {identity: _Place(index) for index, identity in enumerate(tensors)}
@@ -294,9 +303,11 @@ class Tracker:
         if len(tensors) == 1:
             (tensor,) = tensors.values()
             # None: one function has several outputs (e.g. ``chunk``), and this one was not used.
-            self._tensor_hooks.add(tensor.register_hook(lambda gradient: take([gradient]) if gradient is not None else None))
+            self._tensor_hooks.add(
+                as_torch_itself(Tensor.register_hook, tensor, lambda gradient: take([gradient]) if gradient is not None else None)
+            )
         else:
-            self._tensor_hooks.add(register_multi_grad_hook(list(tensors.values()), take))
+            self._tensor_hooks.add(as_torch_itself(register_multi_grad_hook, list(tensors.values()), take))
 
     def _observe_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of an output, before those of a module inside that returned the same tensor."""
@@ -315,10 +326,10 @@ class Tracker:
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor, until it is overwritten."""
         version, number = cast("tuple[int, int]", self._outputs.get(tensor, (-1, -1)))
-        if version != tensor._version:
+        if version != plain(tensor)._version:
             self._num_outputs += 1
             number = self._num_outputs
-            self._outputs[tensor] = (tensor._version, number)
+            self._outputs[tensor] = (plain(tensor)._version, number)
         return number
 
     def _stashed(self, event: Event) -> Stash:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.kernels.elements import own_elements
+from lightning_module_monitor.kernels.elements import own_elements, plain
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 
@@ -57,6 +57,7 @@ class Results:
         """
         if isinstance(result, Real):
             result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
+        result = plain(result) if isinstance(result, Tensor) else result
         if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
             what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise TypeError(f"returned {what}; expected a real tensor or a number")

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.kernels.elements import in_memory, plain
 from lightning_module_monitor.kernels.transfer import is_on_host, transfer
 
 UNKNOWN = -1
@@ -34,6 +34,7 @@ class Magnitudes:
         Returns:
             The place of its number; ``UNKNOWN`` if it has no element.
         """
+        tensor = plain(tensor)
         if tensor.is_complex() or tensor.layout is not torch.strided:
             stored = tensor.detach() if tensor.layout is torch.strided else tensor.detach().coalesce().values()
             tensor = torch.view_as_real(stored.resolve_conj()) if stored.is_complex() else stored

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import Trainer
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
@@ -48,7 +49,7 @@ class ContextController:
 
     def observe_batch(self, trainer: Trainer, batch: object) -> None:
         """Count the samples of a micro-batch: the length of its first tensor. Ranks that share their input count it once."""
-        size = next((len(tensor) for _path, tensor in named_tensors(batch) if tensor.dim()), None)
+        size = next((len(tensor) for tensor in (plain(one) for _path, one in named_tensors(batch)) if tensor.dim()), None)
         if size is not None:
             num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
             self._monitor.monitor_context(BATCH_SIZE, size * num_replicas / trainer.world_size, CONTEXT[BATCH_SIZE])
@@ -56,7 +57,8 @@ class ContextController:
     def observe_loss(self, trainer: Trainer, loss: Tensor, scale: Tensor | None) -> None:
         """Record a loss that is about to be differentiated, without ``scale``, by which a ``GradScaler`` has multiplied it."""
         # Under automatic optimization the trainer has divided it by its number of micro-batches.
-        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        loss = plain(loss).detach()
+        own = loss.to(torch.promote_types(loss.dtype, torch.float32))
         own = own if trainer.accumulate_grad_batches == 1 else own * trainer.accumulate_grad_batches
         self._monitor.monitor_context(LOSS, own if scale is None else own / scale, CONTEXT[LOSS])
 

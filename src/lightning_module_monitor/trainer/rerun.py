@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule
-from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
+from lightning_module_monitor.model.copies import copied, independent_copy
 from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
@@ -188,17 +187,13 @@ class StepRerun:
         for tensor in (*model.parameters(), *model.buffers()):
             in_memory(tensor)
         unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
-        memo = copies_without_graph(model)
+        shared: dict[int, Any] = {}
         for one in model.parameters():
             is_plain = type(one) is nn.Parameter
             # A subclass of Parameter has attributes of its own, and is copied; a parameter of a tensor's class (DTensor) has none.
             if id(one) in unwritten and (is_plain or not issubclass(type(one), nn.Parameter)):
-                memo[id(one)] = (_SharedWeight if is_plain else nn.Parameter)(one.detach(), one.requires_grad)
-        sibling = copy.deepcopy(model, memo)
-        own = set(model.modules()) & set(sibling.modules())
-        if own:
-            raise RuntimeError(f"a copy of {type(model).__name__} shares its {type(own.pop()).__name__} with it")
-        make_independent(model, sibling, memo)
+                shared[id(one)] = (_SharedWeight if is_plain else nn.Parameter)(one.detach(), one.requires_grad)
+        sibling = cast(LightningModule, independent_copy(model, shared))
         silence(sibling)
         for weight in sibling.parameters():
             if weight.requires_grad and weight.is_leaf:
@@ -264,7 +259,7 @@ def _on_host(module: nn.Module) -> nn.Module:
     for one in module.parameters():
         if type(one) in (nn.Parameter, _SharedWeight):
             memo[id(one)] = nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
-    own = copy.deepcopy(module, memo)
+    own = independent_copy(module, memo)
     for part in own.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()
