@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
@@ -136,7 +136,7 @@ class ModuleTable:
         """All modules; the same object until more is known."""
 
         def num_parameters(site: ModuleSite) -> int:
-            return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))
+            return sum(one.numel() for one in site.module.parameters() if not is_lazy(one))
 
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
             self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)
