@@ -21,7 +21,8 @@ from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from helpers.zoo import raw_tensors
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -240,10 +241,11 @@ def with_and_without(folder: Path, more: Callable[[], list[Callback]], model: st
     return records
 
 
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="Lightning before 2.6 has no EMAWeightAveraging")
 @pytest.mark.shows("EMA (WeightAveraging)", *TENSORS, "differences", "RCC", "histograms", "training unchanged")
 def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
     """Training's values are those of a run without it; validation runs, and is watched, with the averaged weights."""
-    averaged = with_and_without(tmp_path / "ema", lambda: [EMAWeightAveraging(decay=0.5)])
+    averaged = with_and_without(tmp_path / "ema", lambda: [callbacks.EMAWeightAveraging(decay=0.5)])
     plain = with_and_without(tmp_path / "plain", list)
     of_training = [[one for one in records.records if "monitor/errors" in one.values] for records in (averaged, plain)]
     assert_same_records(*of_training)

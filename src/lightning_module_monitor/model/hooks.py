@@ -29,7 +29,7 @@ def is_tracing() -> bool:
     ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
     activation checkpointing, counters of operations.
     """
-    if _is_exporting() or _dispatch_mode() or jit.is_tracing():
+    if torch.compiler.is_compiling() or _dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
     # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the

@@ -60,6 +60,10 @@ class ParameterSite:
             return parameter
         return None if is_lazy(parameter) else parameter
 
+    def is_removed(self) -> bool:
+        """Whether its owner has no such parameter any more; a lazy one has none yet."""
+        return self.owner._parameters.get(self.attribute) is None
+
     def has(self, kind: str) -> bool:
         """Whether there are values of a kind: of real floating parameters, and gradients of those that are trained."""
         parameter = self.tensor()

@@ -52,7 +52,7 @@ class ActivationProbe(GradientProbe[_Target]):
         self._tools = tools
         self._accumulator = tools.accumulator
         self._reference = reference
-        self._unsupported: defaultdict[torch.dtype, list[str]] = defaultdict(list)
+        self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
@@ -61,7 +61,10 @@ class ActivationProbe(GradientProbe[_Target]):
         if compared is not None and not is_in_backward():
             with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
                 self._compare(*compared, output)
-        for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
+        tensors = [*named_tensors(output)]
+        if not tensors and output is not None:
+            self._unsupported[type(output)].append(site)
+        for path, tensor in tensors:
             if not tensor.is_floating_point():
                 self._unsupported[tensor.dtype].append(site)
                 continue
