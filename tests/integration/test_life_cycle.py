@@ -20,8 +20,7 @@ from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from helpers.zoo import raw_tensors
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch import callbacks
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
