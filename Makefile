@@ -1,5 +1,5 @@
 # Every target sets up what it needs, on a machine with Python 3 (>= 3.10, with venv), make and git.
-# Set-up is repeated only when pyproject.toml or constraints.txt changes; "rm -rf .venv" starts afresh.
+# Set-up is repeated only when pyproject.toml or its constraints change; "rm -rf .venv" starts afresh.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -7,10 +7,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
+CORE := -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/,statistics kernels model probes integration sinks)
+LOWEST := .venv-lowest
+NEWEST := .venv-newest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-pytorch-lightning test-triton test-deepspeed check docs release bench bench-gpu dev clean
+.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-triton test-deepspeed check docs release bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -26,6 +29,14 @@ test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
 	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+
+test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
+
+test-newest: ## test the core with the newest versions that there are
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
@@ -60,7 +71,7 @@ bench-gpu: $(VENV)/bench.stamp ## measure the overhead of monitoring on a GPU; n
 
 dev: $(VENV)/dev.stamp ## only set up .venv for development
 
-clean: ## remove caches, build results and run outputs; .venv stays
+clean: ## remove caches, build results and run outputs; the environments stay
 	rm -rf build dist src/*.egg-info demo_output lightning_logs mlruns wandb htmlcov .coverage .coverage.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -87,6 +98,13 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp
 	$(INSTALL) -e '.[triton]'
+	@touch $@
+
+$(LOWEST)/core.stamp: pyproject.toml constraints-lowest.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || { \
+	    echo "The lowest torch has no wheels for $$($(PYTHON) --version); choose an older one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c constraints-lowest.txt -e '.[test-core]'
 	@touch $@
 
 # From source, with the torch that is there, and without its compiled operations.

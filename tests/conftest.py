@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from typing import Any
 
@@ -9,6 +10,9 @@ import lightning
 import pytest
 import torch
 from helpers.equivalence import CLAIMS, PAGE, Claim, Outcome, claims_of, page
+
+# Lightning keeps its messages from the root logger, where caplog reads them, if that has no handler when Lightning is imported.
+logging.getLogger("lightning.pytorch").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

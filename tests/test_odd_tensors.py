@@ -225,7 +225,7 @@ def test_complex_parameters_are_reported_once(
             monitor.end_backward()
             norm = float(torch.linalg.vector_norm(net.fc.weight.grad.double())) / (scale or 1.0)
             before = net.wave.weight.detach().clone()
-            gradient = net.wave.weight.grad.detach().clone() / (scale or 1.0)
+            gradient = net.wave.weight.grad.detach().clone() if scale is None else net.wave.weight.grad / scale
             monitor.monitor_gradients(before_clip=True, scale=scale)
             monitor.monitor_gradients(scale=scale)
             monitor.monitor_parameters()

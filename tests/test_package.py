@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,17 @@ def test_the_version_is_that_of_the_metadata() -> None:
     for program in (["-m", "lightning_module_monitor"], ["-c", "from lightning_module_monitor.cli import main; main()"]):
         done = subprocess.run([sys.executable, *program, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout == f"lightning-module-monitor {version}\n"
+
+
+def test_the_lowest_versions_are_those_of_pyproject() -> None:
+    """``make test-lowest`` pins every lower bound of the dependencies and of the extra ``test-core``, which names other extras."""
+    root = Path(__file__).parents[1]
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    [named] = re.findall(r"lightning-module-monitor\[(.*?)\]", extras["test-core"][0])
+    needed = [*project["dependencies"], *extras["test-core"][1:], *(one for name in named.split(",") for one in extras[name])]
+    bounds = dict(re.fullmatch(r"([\w-]+)(?:\[\w+\])?>=([\w.]+)", one).groups() for one in needed)
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (root / "constraints-lowest.txt").read_text(), re.MULTILINE))
+    assert len(bounds) > 20
+    assert {name: pins.get(name) for name in bounds} == bounds

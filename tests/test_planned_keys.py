@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, monitor_scaled_dot_product_attention
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.probes import parameters
 
 RULES = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient"], statistics=["rms", "hist"])]
 
@@ -101,3 +104,72 @@ def test_the_forecast_counts_what_can_occur(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "  activation: 6 sites x 2 (rms, max)\n" in printed
     assert "  13 keys; " in printed
+
+
+def test_a_parameter_that_was_removed_is_an_error_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Its planned values are NaN and counted, and one line for each kind names it; all others are recorded."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with ModuleMonitor(rules=Rule(kinds=["parameter", "update"], statistics="norm")) as monitor:
+        monitor.set_module(net)
+        net[1].bias = None
+        for step in range(2):
+            monitor.begin_step(step)
+            monitor.monitor_parameters()
+            record = monitor.end_step()
+            assert record is not None
+            assert {key for key, value in record.values.items() if math.isnan(value)} == {"parameter/1.bias/norm", "update/1.bias/norm"}
+            assert record.values["monitor/errors"] == 2
+            assert record.values["parameter/1.weight/norm"] == pytest.approx(net[1].weight.norm().item())
+    assert [one for one in caplog.messages if "1.bias" in one] == [
+        f"{kind} '1.bias', a Linear: norm failed with LookupError: the module has no parameter of this name any more. "
+        "It is recorded as NaN. Logged once; monitor/errors counts them."
+        for kind in ("parameter", "update")
+    ]
+
+
+def test_a_parameter_that_cannot_be_placed_costs_its_own_values(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An error in finding this rank's part of one parameter leaves those of all others, and is counted."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def is_sharded(tensor: Tensor) -> bool:
+        if tensor is net[1].bias:
+            raise RuntimeError("no such mesh")
+        return False
+
+    monkeypatch.setattr(parameters, "is_sharded", is_sharded)
+    with ModuleMonitor(rules=Rule(kinds="parameter", statistics="norm")) as monitor:
+        monitor.set_module(net)
+        monitor.begin_step(0)
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    assert [key for key, value in record.values.items() if math.isnan(value)] == ["parameter/1.bias/norm"]
+    assert len(record.values) == 5
+    assert record.values["monitor/errors"] == 1
+    assert "parameter '1.bias', tensor of shape (2,): norm failed with RuntimeError: no such mesh." in caplog.text
+
+
+class Wraps(nn.Module):
+    """Returns an object that nothing is known of."""
+
+    def forward(self, x: Tensor) -> object:
+        return Opaque()
+
+
+class Opaque:
+    """Holds no tensor that can be found."""
+
+
+def test_an_output_without_a_tensor_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """In one line with its class; a module that did not run, or returned nothing, is none."""
+    caplog.set_level(logging.INFO)
+    net = nn.ModuleDict({"wraps": Wraps(), "idle": Wraps()})
+    with ModuleMonitor(rules=Rule(kinds="activation", statistics="norm")) as monitor:
+        monitor.set_module(net)
+        for step in range(2):
+            monitor.begin_step(step)
+            net["wraps"](torch.ones(2))
+            record = monitor.end_step()
+            assert record is not None
+            assert dict(record.values) == {"monitor/errors": 0.0}
+    assert caplog.messages == ["wraps: outputs of class Opaque are not recorded; no tensor is found in them."]

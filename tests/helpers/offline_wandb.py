@@ -12,13 +12,19 @@ from typing import Any
 
 def history(root: Path) -> list[dict[str, Any]]:
     """The history rows that the one offline run in a folder wrote, as ``wandb sync`` would send them."""
-    rows = [_items(entry.history.item) for entry in _entries(root)]
+    rows = [dict(_leaves(_items(entry.history.item))) for entry in _entries(root)]
     return [row for row in rows if row]
 
 
 def config(root: Path) -> dict[str, Any]:
     """Value by path of everything that it wrote to the configuration of the run: ``_wandb/visualize/...``."""
     return {key: value for entry in _entries(root) for key, value in _items(entry.config.update).items()}
+
+
+def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values within dicts, by their path: older versions of wandb write them as one."""
+    for key, value in values.items():
+        yield from _leaves(value, f"{path}{key}/") if isinstance(value, dict) else [(f"{path}{key}", value)]
 
 
 def _items(items: Any) -> dict[str, Any]:

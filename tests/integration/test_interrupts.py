@@ -46,7 +46,7 @@ FILES_THAT_READ = ("store/schema.py", "store/opening.py")
 RULES = [
     Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics="norm"),
     Rule(
-        kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="disable")}
+        kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="ignore")}
     ),
     Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"),
 ]
@@ -132,7 +132,7 @@ def state_of(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opti
         "modes": _get_current_function_mode_stack(),
         "grad mode": torch.is_grad_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "stance of the compiler": torch._dynamo.eval_frame._stance.stance,
+        "stance of the compiler": getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", None),  # since torch 2.6
         "random state": torch.get_rng_state().numpy().tobytes(),
     }
 

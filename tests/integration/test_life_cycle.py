@@ -19,13 +19,13 @@ from helpers.equivalence import TENSORS
 from helpers.lightning_package import (
     BatchSizeFinder,
     Callback,
-    EMAWeightAveraging,
     LearningRateFinder,
     LightningModule,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Trainer,
     Tuner,
+    callbacks,
 )
 from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
@@ -248,10 +248,11 @@ def with_and_without(folder: Path, more: Callable[[], list[Callback]], model: st
     return records
 
 
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="Lightning before 2.6 has no EMAWeightAveraging")
 @pytest.mark.shows("EMA (WeightAveraging)", *TENSORS, "differences", "RCC", "histograms", "training unchanged")
 def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
     """Training's values are those of a run without it; validation runs, and is watched, with the averaged weights."""
-    averaged = with_and_without(tmp_path / "ema", lambda: [EMAWeightAveraging(decay=0.5)])
+    averaged = with_and_without(tmp_path / "ema", lambda: [callbacks.EMAWeightAveraging(decay=0.5)])
     plain = with_and_without(tmp_path / "plain", list)
     of_training = [[one for one in records.records if "monitor/errors" in one.values] for records in (averaged, plain)]
     assert_same_records(*of_training)

@@ -17,7 +17,7 @@ from lightning_module_monitor.kernels import triton_kernel
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import WARPS, TritonKernel
 
-triton = pytest.importorskip("triton", reason="Triton is not installed; make test-triton installs it")
+triton = pytest.importorskip("triton", "3.4", reason="Triton 3.4 or later is not installed; make test-triton installs it")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 interprets instead of compiling", allow_module_level=True)
 

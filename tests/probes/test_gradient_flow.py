@@ -178,6 +178,7 @@ def test_checkpointed_blocks_count_once(use_reentrant: bool) -> None:
     assert list(gains(observe(model, step)).values()) == pytest.approx(expected, rel=4e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # before torch 2.5
 @pytest.mark.parametrize("implementation", ["REENTRANT", "NO_REENTRANT"])
 def test_blocks_in_torchs_checkpoint_wrapper(implementation: str) -> None:
     """They have the names that they have without it."""

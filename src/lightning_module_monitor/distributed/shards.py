@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn import Parameter
 
 from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.model.names import is_fsdp_wrapper
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is laid out over ranks by torch (FSDP2, tensor parallel)."""
-    if type(tensor) is Tensor or type(tensor) is Parameter:
-        return False
-    # Where the module was never imported there is none; importing it takes half a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # By what it can do: to import its class takes half a second, and before torch 2.5 the module was a private one.
+    return hasattr(type(tensor), "full_tensor")
 
 
 class FlatShard(NamedTuple):

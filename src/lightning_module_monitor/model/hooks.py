@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.jit import _trace as jit
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ def is_tracing() -> bool:
     ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
     activation checkpointing, counters of operations.
     """
-    if _is_exporting() or is_in_torch_dispatch_mode() or jit.is_tracing():
+    if torch.compiler.is_compiling() or _dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
     # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
@@ -43,6 +43,10 @@ def is_tracing() -> bool:
     return False
 
 
+# torch 2.4 leaves its flag set after a mode that was entered twice, as FakeTensorMode is by each operation on a DTensor.
+_dispatch_mode: Callable[[], object] = (
+    is_in_torch_dispatch_mode if hasattr(TorchDispatchMode(), "old_dispatch_mode_flags") else _get_current_dispatch_mode_stack
+)
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 _transforms = torch._C._functorch.get_interpreter_stack
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
@@ -58,7 +58,11 @@ class ParameterSite:
         parameter = self.owner._parameters.get(self.attribute)
         if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
             return parameter
-        return None if isinstance(parameter, UninitializedParameter) else parameter
+        return None if parameter is None or is_lazy(parameter) else parameter
+
+    def is_removed(self) -> bool:
+        """Whether its owner has no such parameter any more; a lazy one has none yet."""
+        return self.owner._parameters.get(self.attribute) is None
 
     def has(self, kind: str) -> bool:
         """Whether there are values of a kind: of real floating parameters, and gradients of those that are trained."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward, requires_gradient
@@ -52,7 +52,7 @@ class ActivationProbe(GradientProbe[_Target]):
         self._tools = tools
         self._accumulator = tools.accumulator
         self._reference = reference
-        self._unsupported: defaultdict[torch.dtype, list[str]] = defaultdict(list)
+        self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
 
     def observe_call(self, target: _Target, _args: object, output: object) -> None:
         """Observe every output."""
@@ -61,7 +61,10 @@ class ActivationProbe(GradientProbe[_Target]):
         if compared is not None and not is_in_backward():
             with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
                 self._compare(*compared, output)
-        for path, tensor in (((), output),) if isinstance(output, Tensor) else named_tensors(output):
+        tensors = [*named_tensors(output)]
+        if not tensors and output is not None:
+            self._unsupported[type(output)].append(site)
+        for path, tensor in tensors:
             elements = plain(tensor)
             if not elements.is_floating_point():
                 self._unsupported[elements.dtype].append(site)
@@ -137,7 +140,7 @@ class ModuleTable:
         """All modules; the same object until more is known."""
 
         def num_parameters(site: ModuleSite) -> int:
-            return sum(one.numel() for one in site.module.parameters() if not isinstance(one, UninitializedParameter))
+            return sum(one.numel() for one in site.module.parameters() if not is_lazy(one))
 
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
             self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.kernels.elements import plain
@@ -262,7 +262,7 @@ class NonfiniteProbe:
             f"{site.name}.{name}": self._numbers.add(_part_here(parameter))
             for site in self._sites
             for name, parameter in site.module._parameters.items()
-            if parameter is not None and not isinstance(parameter, UninitializedParameter) and parameter.is_floating_point()
+            if parameter is not None and not is_lazy(parameter) and parameter.is_floating_point()
         }
 
     def forget(self) -> None:

@@ -28,6 +28,7 @@ from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -182,6 +183,14 @@ def expected_tensors(watched: SpecsByKind, captured: SpecsByKind, flat: Mapping[
     return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
 
 
+def fail_removed(by_kind: SpecsByKind, accumulator: StepAccumulator) -> None:
+    """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
+    for specs in by_kind.values():
+        for site, spec in specs.items():
+            if site.is_removed():
+                accumulator.fail(spec, site.owner, LookupError("the module has no parameter of this name any more"))
+
+
 @dataclass
 class ParameterProbe(Probe):
     """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
@@ -194,7 +203,7 @@ class ParameterProbe(Probe):
     """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None = None
     _before: Copies = field(default_factory=Copies)
-    _unsupported: defaultdict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _unsupported: defaultdict[torch.dtype | type, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of parameters that are not real floating ones."""
 
     def __post_init__(self) -> None:
@@ -270,17 +279,26 @@ class ParameterProbe(Probe):
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
         for spec, tensor in pairs:
-            if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
-                if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) == 1:
-                    self._accumulator.whole_tokens.add(spec)
-                else:
-                    why = "its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out"
-                    self._accumulator.fail(spec, tensor, ValueError(why))
-                    continue
-            part = self._own_part(spec, tensor)
+            try:
+                self._check_tokens(spec, tensor)
+                part = self._own_part(spec, tensor)
+            except Exception as error:
+                self._accumulator.fail(spec, tensor, error)  # this one alone
+                continue
             if part is not None:
                 parts.append((spec, part))
         return parts
+
+    def _check_tokens(self, spec: MetricSpec, tensor: Tensor) -> None:
+        """Note a tensor that is a single token, of which this rank has a part.
+
+        Raises:
+            ValueError: If this rank has parts of several tokens, whose norms are asked for.
+        """
+        if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
+            if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) > 1:
+                raise ValueError("its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out")
+            self._accumulator.whole_tokens.add(spec)
 
     def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
         shard, part = self.flat.get(spec.site), None

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor.callback import ModuleMonitorCallback
@@ -126,7 +126,7 @@ def check_width_is_used(make_module: Callable[[int], LightningModule], settings:
         modules = [_make(make_module, width, settings.seeds[0]) for width in (narrow, wide)]
     if any(map(makes_layers_late, modules)):
         return
-    shapes = [[None if isinstance(one, UninitializedParameter) else one.shape for one in module.parameters()] for module in modules]
+    shapes = [[None if is_lazy(one) else one.shape for one in module.parameters()] for module in modules]
     if shapes[0] == shapes[1] and None not in shapes[0]:
         raise ConfigError(f"Every parameter has the same shape at widths {narrow} and {wide}; expected make_module to use the width.")
 
