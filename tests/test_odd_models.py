@@ -187,7 +187,7 @@ def test_a_schedule_that_raises_is_said_once_and_ends_nothing(tmp_path: Path, ca
 
 def test_a_scripted_part_is_passed_over() -> None:
     """It has neither Python hooks nor Python parameters."""
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     model = nn.Sequential(scripted, nn.Linear(4, 4))
     record = observe(model, torch.ones(2, 4), rules=[Rule(kinds=["activation", "parameter"], statistics="rms")])
@@ -235,7 +235,7 @@ def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, t
         trainer(tmp_path, [ModuleMonitorCallback(1, **options)], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode says it
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own forward mode says it
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
 def test_what_a_transform_wraps_is_measured(transform: str) -> None:
     """Its elements are not where the wrapper says; torch's own operations find them."""

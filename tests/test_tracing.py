@@ -25,7 +25,7 @@ from lightning_module_monitor.config.rules import attention_rules, coordinate_ch
 from lightning_module_monitor.kernels import numba_kernel
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 

@@ -357,7 +357,7 @@ class Manual(Tiny):
 
 
 # Importing torch's compiler calls what torch 2.13 has deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
 def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.6 there is no way around a graph."""
 

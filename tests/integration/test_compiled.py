@@ -31,7 +31,7 @@ RULES = [
 
 # Importing torch's compiler calls what torch 2.13 has deprecated.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),
     pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch before 2.6 cannot run compiled models uncompiled"),
 ]
 

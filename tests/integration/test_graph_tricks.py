@@ -22,7 +22,7 @@ from lightning_module_monitor import Capture, GradientFlow, ModuleMonitorCallbac
 
 NAMES = ["mean", "std", "norm", "abs_max", "zero_fraction", "skewness", "kurtosis"]
 # Torch's own forward mode, and its compiler, call what torch 2.13 has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
 
 
 class Tricks(nn.Module):
