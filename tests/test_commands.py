@@ -306,6 +306,6 @@ def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
 
 
 def test_every_command_is_tested() -> None:
-    """The list above is that of the command line, but for the replay and the width check, which have their own tests."""
-    assert [command.name for command in COMMANDS] == [*OF_STORES, "replay", "coordinate-check"]
+    """The list above is that of the command line, but for the width check, which has its own tests."""
+    assert [command.name for command in COMMANDS] == [*OF_STORES, "coordinate-check"]
     assert issubclass(ConfigError, ValueError)

@@ -306,7 +306,7 @@ def test_commands_of_a_document(document: str) -> None:
             assert all(re.search(rf"^{extra} = \[", pyproject, re.MULTILINE) for extra in extras), command
         elif words[0] == "lightning-module-monitor":
             assert words[1] in ["--help", *(one.name for one in COMMANDS)]
-            # tests/width_check/test_command.py runs it; those of stores are run below, the replay in tests/health/test_nonfinite.py
+            # tests/width_check/test_command.py runs it; those of stores are run below
             assert words[1] != "coordinate-check" or (ROOT / words[2]).is_file()
         else:
             assert words == [".venv/bin/pre-commit", "install"], f"{command} is run by no test"
@@ -320,7 +320,7 @@ def commands(document: str) -> list[str]:
 def store_commands(document: str) -> list[list[str]]:
     """The arguments of the commands for stores."""
     words = [shlex.split(command) for command in commands(document) if command.startswith("lightning-module-monitor")]
-    return [arguments for _program, *arguments in words if arguments[0] not in ("coordinate-check", "replay", "--help")]
+    return [arguments for _program, *arguments in words if arguments[0] not in ("coordinate-check", "--help")]
 
 
 def test_commands_for_stores(tmp_path: Path) -> None:
@@ -331,8 +331,7 @@ def test_commands_for_stores(tmp_path: Path) -> None:
     for command in shown:
         assert main(command) == 0, command
     assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
-    # A snapshot is of a run that has gone bad: tests/health/test_nonfinite.py shows one again.
-    assert {command[0] for command in shown} == {one.name for one in COMMANDS} - {"replay", "coordinate-check"}
+    assert {command[0] for command in shown} == {one.name for one in COMMANDS} - {"coordinate-check"}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:

@@ -81,8 +81,6 @@ class AlertRule:
     relative_to: Literal["", "median", "first"] = ""
     """``above`` and ``below`` are multiples of: the median of the figure's earlier values, or the largest of its first ones. Then the sign
     of a figure does not count."""
-    changes_by: float | None = None
-    """The factor by which the magnitude of a figure grows or shrinks from one record to the next; see :func:`change`."""
     is_unchanged: bool = False
     """Whether the condition is that a figure equals the one of the record before to the last bit."""
     for_steps: int = 1
@@ -124,22 +122,6 @@ def has_fallen(first: float, loss: float, part: float) -> bool:
     return loss < first - part * abs(first)
 
 
-def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors by which figures changed, up or down: the larger magnitude over the smaller one; all of shape ``(n,)``.
-
-    ``before`` are the figures of the record before (NaN: none), ``not_zero`` the last ones that were not 0 (0: none). A fall to 0 is
-    infinite. A figure that was 0 is compared with ``not_zero``; where that or the record before is absent, the factor is 1.
-
-    Examples:
-        >>> change(*(np.array(row) for row in ([-8.0, 0.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0]))).tolist()
-        [4.0, inf, 3.0, 1.0]
-    """
-    smaller, larger = np.sort([np.abs(value), np.abs(not_zero)], axis=0)
-    factors = np.divide(larger, smaller, out=np.ones(len(value)), where=(smaller != 0) & (smaller != larger))
-    factors = np.where(value != 0, factors, np.where(before != 0, math.inf, 1.0))
-    return np.where(np.isnan(before), 1.0, factors)
-
-
 class RuleState:
     """One rule over the records: the state of each of its figures."""
 
@@ -149,7 +131,7 @@ class RuleState:
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
-        fields = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,)), ("not_zero", float)]
+        fields = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,))]
         counts = [("num_met", int), ("since", int), ("num_well", int), ("has_worked", bool)]
         self._state = np.zeros(0, [*fields, *counts])
         """By row. ``recent`` holds the last values, the newest last, and ``first`` the first ones, NaN where there are fewer; ``num_met``
@@ -181,14 +163,13 @@ class RuleState:
         after["num_well"][fires] = 0
         after["recent"][:, :-1] = before["recent"][:, 1:]
         after["recent"][:, -1] = value
-        after["not_zero"] = np.where(value != 0, value, before["not_zero"])
         num_first = (~np.isnan(before["first"])).sum(axis=1)
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
         fired = []
         for one in np.flatnonzero(fires).tolist():
-            words = self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one])
+            words = self._in_words(value[one], base[one])
             fired.append(Fired(found.keys[places[one]], words, int(after["since"][one])))
         return fired
 
@@ -235,9 +216,8 @@ class RuleState:
         return np.ones(len(state))
 
     def _is_met(self, value: NDArray[np.float64], state: NDArray[Any], base: NDArray[np.float64]) -> NDArray[np.bool_]:
-        before = state["recent"][:, -1]
         if self.rule.is_unchanged:
-            return np.asarray(value == before)
+            return np.asarray(value == state["recent"][:, -1])
         size = np.abs(value) if self.rule.relative_to else value
         is_met = np.zeros(len(value), bool)
         with np.errstate(invalid="ignore"):  # an infinite base times 0
@@ -245,17 +225,13 @@ class RuleState:
                 is_met |= size > self.rule.above * base
             if self.rule.below is not None:
                 is_met |= size < self.rule.below * base
-        if self.rule.changes_by is not None:
-            is_met |= change(value, before, state["not_zero"]) > self.rule.changes_by
         return is_met
 
-    def _in_words(self, value: float, before: float, not_zero: float, base: float) -> str:
+    def _in_words(self, value: float, base: float) -> str:
         """A figure that met the condition, and the one it is compared with."""
         rule = self.rule
         if rule.is_unchanged:
             return f"{value:.4g} as before"
-        if rule.changes_by is not None and change(*np.array([[value], [before], [not_zero]]))[0] > rule.changes_by:
-            return f"{value:.4g}, {before:.4g} in the record before{'' if before else f', {not_zero:.4g} before that'}"
         if not rule.relative_to:
             return f"{value:.4g}"
         what = "its median" if rule.relative_to == "median" else "that of the first records"
@@ -340,7 +316,7 @@ class Alerts:
             one.load(state.get(_conditions(one.rule), {}))
 
 
-_CONDITIONS = ("name", "above", "below", "relative_to", "num_first", "until_step", "changes_by", "is_unchanged", "for_steps")
+_CONDITIONS = ("name", "above", "below", "relative_to", "num_first", "until_step", "is_unchanged", "for_steps")
 
 
 def _conditions(rule: AlertRule) -> str:
@@ -372,7 +348,6 @@ def _condition(rule: AlertRule) -> str:
     unit = " times the median of earlier records" if rule.relative_to == "median" else ""
     limits = {"above": rule.above, "below": rule.below}
     words = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
-    words += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
     return f"The alert is for {' or '.join(words)}."
 
 

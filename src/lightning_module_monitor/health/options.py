@@ -43,14 +43,12 @@ class Health:
             ``[]``: none.
         then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
-        snapshot: Whether to write a file from which the module that made the first NaN or infinity can be run again by itself.
     """
 
     nonfinite: str = WARN
     watch: str | list[str] | None = None
     then: str | list[str] = "warn"
     capture_steps: int = 5
-    snapshot: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,6 @@ class Alert:
         above: Fires where a value is larger than this.
         below: Fires where a value is smaller than this.
         relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
-        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it, signs aside.
-            So does a fall to 0; what begins at 0 does not, and from 0 on it is of the last value that was not.
         for_steps: In how many consecutive records the condition has to be met.
         then: What follows, beside the message: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
             of the site, for the next steps); one or several.
@@ -74,7 +70,6 @@ class Alert:
     above: float | None = None
     below: float | None = None
     relative_to_median: bool = False
-    changes_by: float | None = None
     for_steps: int = 1
     then: str | list[str] = "warn"
     name: str = ""
@@ -93,7 +88,6 @@ class ParsedHealth:
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
     """Patterns of the user's alerts, each with its name in messages."""
     capture_steps: int
-    snapshot: bool
 
     @property
     def is_at_every_step(self) -> bool:
@@ -116,11 +110,6 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
         health = Health() if health is not False else Health(nonfinite=IGNORE, watch=[])
     health = options_of(Health, health, "health", "{nonfinite: always}")
     check_choice(health.nonfinite, NONFINITE, f"health.nonfinite is {health.nonfinite!r}")
-    if not isinstance(health.snapshot, bool):
-        raise ConfigError(f"health.snapshot is {health.snapshot!r}; expected true or false.")
-    if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
-        why = "by the next monitored step it has spread to everything"
-        raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
     watches = (ALL,) if health.watch is None else as_tuple(health.watch)
     for watch in watches:
         check_choice(watch, WATCH, f"health.watch {watch!r} is not a watch")
@@ -133,7 +122,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
     patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, watches, recorded, (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot)
+    return ParsedHealth(health.nonfinite, watches, recorded, (*of_user, *of_watches), tuple(patterns), capture_steps)
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
@@ -160,30 +149,25 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
     patterns = parse_patterns(alert.keys or (), f"{label}.keys")
     if not patterns:
         raise ConfigError(f"{label}.keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'.")
-    limits = {"above": alert.above, "below": alert.below, "changes_by": alert.changes_by}
+    limits = {"above": alert.above, "below": alert.below}
     for name, limit in limits.items():
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit)):
             raise ConfigError(f"{label}.{name} is {limit!r}; expected a finite number.")
         if limit is not None and limit < 0 and alert.relative_to_median is True:
             raise ConfigError(f"{label}.{name} is {limit}, and relative_to_median is true; expected a multiple, at least 0.")
     if all(limit is None for limit in limits.values()):
-        raise ConfigError(f"{label} has no limit; expected above, below or changes_by, e.g. above: 100.")
+        raise ConfigError(f"{label} has no limit; expected above or below, e.g. above: 100.")
     if alert.above is not None and alert.below is not None and alert.below > alert.above:
         why = "every value is above the one or below the other"
         raise ConfigError(f"{label}.above is {alert.above}, and below is {alert.below}: {why}; expected below to be the smaller one.")
-    if alert.changes_by is not None and alert.changes_by <= 1:
-        raise ConfigError(f"{label}.changes_by is {alert.changes_by}; expected a factor above 1, e.g. 10.")
     if not isinstance(alert.relative_to_median, bool):
         raise ConfigError(f"{label}.relative_to_median is {alert.relative_to_median!r}; expected true or false.")
-    if alert.relative_to_median and alert.above is None and alert.below is None:
-        raise ConfigError(f"{label}.relative_to_median is true, and there is neither above nor below; expected one, e.g. above: 10.")
     return AlertRule(
         name=str(alert.name or patterns[0].pattern),
         concerns=matching(patterns),
         above=alert.above,
         below=alert.below,
         relative_to="median" if alert.relative_to_median else "",
-        changes_by=alert.changes_by,
         for_steps=_parse_count(alert.for_steps, f"{label}.for_steps"),
         then=_parse_actions(alert.then, f"{label}.then"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Recor
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.checks import check_keys, warn_of_unmatched
-from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
+from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.options import messages
+
+Folder = Callable[[Trainer], Path | None]
+"""Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
 class HealthController:
@@ -101,7 +104,7 @@ class HealthController:
         index = planner.index
         self._alerts = Alerts(rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         if self.options.nonfinite != IGNORE:
-            self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, self._folder, on_error=self._on_error)
+            self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, on_error=self._on_error)
         if is_fit:
             self._restore(self._alerts)
 

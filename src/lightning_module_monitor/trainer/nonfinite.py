@@ -1,12 +1,10 @@
-"""Non-finite values of a run: whether there are any, which module made the first one, and the finding and the snapshot of it."""
+"""Non-finite values of a run: whether there are any, which module made the first one, and the finding."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
@@ -17,12 +15,10 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.detectors import FINITE_STATISTICS
 from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
-from lightning_module_monitor.health.snapshot import save
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
-from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.options import messages
 from lightning_module_monitor.trainer.rerun import StepRerun
@@ -30,9 +26,6 @@ from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
 """The advice where a step that is not monitored was not finite."""
-
-Folder = Callable[[Trainer], Path | None]
-"""Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
 class _Search(enum.Enum):
@@ -70,11 +63,10 @@ class NonfiniteController:
     agree, that is deferred.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, folder: Folder, *, on_error: str) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, *, on_error: str) -> None:
         self._options = options
         self._monitor = monitor
         self._trainer = trainer
-        self._folder = folder
         self._on_error = on_error
         sites = monitor.planner.index.modules
         self._probe = NonfiniteProbe(sites, self._hook_failed)
@@ -227,34 +219,19 @@ class NonfiniteController:
         if found is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)
-        folder = self._folder(self._trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
-        snapshot = "" if folder is None else self._snapshot(found, step, folder, rank)
         if str(self._trainer.precision).startswith("16"):
             words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
-        return self._finding(step, rank, found, snapshot)
+        return self._finding(step, rank, found)
 
-    def _snapshot(self, found: Producer, step: int, folder: Path, rank: int) -> str:
-        """Take a snapshot, on every rank, and save it on the one with the value; returns where it is, in words."""
-        path, ranks = free(folder / f"monitor.snapshot-step={step}.pt"), self._monitor.ranks
-        path = path if ranks is None else ranks.gather(path)[rank]
-        try:
-            taken = self._rerun.snapshot(found, step)
-            if rank == self._trainer.global_rank:
-                save(taken, path)
-        except Exception as error:
-            messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
-            return ""
-        return f" Snapshot: {path}."
-
-    def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:
+    def _finding(self, step: int, rank: int, found: Producer) -> Finding:
         self.is_reported = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
         words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
-        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error", cause=found.cause)
+        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}", "error", cause=found.cause)
 
     def _hook_failed(self, error: Exception) -> None:
         message = f"Looking for values that are not finite failed ({type(error).__name__}: {error})"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
-from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.model.copies import copied, copies_without_graph, make_independent
-from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
+from lightning_module_monitor.model.copies import copies_without_graph, make_independent
+from lightning_module_monitor.model.hooks import Uncompiled
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
@@ -142,43 +139,6 @@ class StepRerun:
         finally:
             probe.close()
 
-    def snapshot(self, found: Producer, step: int) -> Snapshot:
-        """The call in which a module made the non-finite value, with everything that makes it again.
-
-        Raises:
-            RuntimeError: If the batch was not kept.
-        """
-        kept = self._kept[found.micro_batch]  # of one that is not known the last
-        if kept is None:
-            raise RuntimeError(f"the batch of micro-batch {found.micro_batch} was not kept")
-        alone = Snapshot(
-            step=step,
-            site=found.site,
-            words=found.words,
-            is_forward=found.is_forward,
-            batch=kept.batch,
-            batch_random_states=kept.random_states,
-        )
-        if found.site == ROOT:
-            return alone
-        device = self._model.device
-        sibling, same_sites = self._sibling()
-        same = next(site for site in same_sites if site.name == found.site)
-        snapshots: list[Snapshot] = []
-        countdown = itertools.count(-found.call)
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if next(countdown) == 0:
-                dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-                own_args, own_kwargs = copied((args, kwargs))
-                call = replace(alone, args=own_args, kwargs=own_kwargs, random_states=RandomStates.now(device), autocast=dtype)
-                snapshots.append(replace(call, module=_on_host(module)))
-
-        same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
-        with torch.no_grad():
-            self._run(sibling, kept)
-        return snapshots[0] if snapshots else alone
-
     def _sibling(self) -> tuple[LightningModule, list[ModuleSite]]:
         """A copy of the model, and the same sites in it.
 
@@ -256,16 +216,3 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), tensor.numel() * tensor.element_size()  # at most: a sparse tensor leaves out zeros
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
-
-
-def _on_host(module: nn.Module) -> nn.Module:
-    """A copy with its weights and buffers in host memory, and without hooks: those of others may not be fit for a file."""
-    memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in module.buffers()}
-    for one in module.parameters():
-        if type(one) in (nn.Parameter, _SharedWeight):
-            memo[id(one)] = nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
-    own = copy.deepcopy(module, memo)
-    for part in own.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            hooks.clear()
-    return own
