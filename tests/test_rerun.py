@@ -189,4 +189,6 @@ def test_a_batch_that_was_taken_apart_is_run_again_as_it_was(kind: type[Any], tm
     """Its tensors are what they were: that is no writing into them."""
     data = DataLoader(bad_sample(3).dataset, collate_fn=lambda samples: kind(x=samples[0][0][None], x1=torch.zeros(6)))
     found = found_in(tmp_path, Taking(model()), data)
-    assert found.words.startswith("It made the first value that is not finite, in the forward pass of micro-batch 3. The first module")
+    assert found.words.startswith(
+        "NaN in the batch or the LightningModule's code, in the forward pass of micro-batch 3 (epoch 0, batch_idx 3). The first module"
+    )

@@ -261,10 +261,9 @@ def _add_summary(parser: argparse.ArgumentParser) -> None:
 
 def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.run import read_run
-    from lightning_module_monitor.report.verdict import verdict_on
 
     run = read_run(_open_store(arguments.store))
-    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
+    verdict = run.verdict()
     if arguments.markdown or arguments.json:
         from lightning_module_monitor.report.markdown import as_json, as_markdown
 

@@ -50,7 +50,9 @@ def test_it_ends_before_the_optimizer_uses_it(tmp_path: Path) -> None:
     """One error with the report; weights are those of before; the store has the finding, in a step that was not monitored."""
     module = sick()
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="stop"))
-    with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: It made the first value .*micro-batch 0.*Training ends here") as raised:
+    with pytest.raises(
+        NonfiniteError, match=r"Step 3, model\.1: NaN in model\.1, .*micro-batch 0 \(epoch 0, batch_idx 3\).*Training ends here"
+    ) as raised:
         trainer(tmp_path, [callback]).fit(module, loader(shuffle=True), loader(8))
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     [found] = load_store(callback.store_path).findings()
@@ -125,7 +127,7 @@ def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:
     seed()
     module = Classifier(nn.Sequential(nn.Linear(6, 6), Keeps(), nn.Linear(6, 3)), torch.optim.SGD)
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="stop"))
-    with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: It made the first value"):
+    with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: NaN in model\.1"):
         trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
     assert module.model[1].kept[0].grad_fn is not None
 
@@ -370,7 +372,7 @@ def test_a_model_with_complex_weights_is_monitored(tmp_path: Path) -> None:
             return (super().forward(x) * self.phase).real
 
     callback = ModuleMonitorCallback(1, on_error="raise")
-    trainer(tmp_path, [callback]).fit(Classifier(Spectral(), torch.optim.SGD), loader(), loader(8))
+    trainer(tmp_path, [callback], max_steps=5).fit(Classifier(Spectral(), torch.optim.SGD), loader(), loader(8))
     assert callback.findings == []
     assert callback.last_record is not None
 

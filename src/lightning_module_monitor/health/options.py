@@ -13,7 +13,7 @@ from torch import nn
 from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
-from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
@@ -21,8 +21,8 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 """Values of ``nonfinite``."""
 
 ALL = "all"
-CHEAP = tuple(name for name in BUILT_IN if name != "entropy_collapse")
-"""The watches that record their values beside the default rules: to observe attention costs more."""
+CHEAP = tuple(name for name, one in BUILT_IN.items() if one.is_by_default)
+"""The watches that record their values beside the default rules: attention and updates cost more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -37,10 +37,8 @@ class Health:
     Attributes:
         nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps, and lightly in all others. ``always``: in
             every step. ``stop``: in every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
-        watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``,
-            ``growing_weights``, ``frozen_updates``, ``no_optimizer``, ``diverging``, ``growing_over_depth``, ``entropy_collapse``; they
-            record what they need. Default: all, as far as what they need is recorded, to which the default rules add what is cheap.
-            ``[]``: none.
+        watch: Names of detectors, e.g. ``entropy_collapse``, or ``all``: what they need is recorded in addition. All detectors judge
+            whatever is recorded. ``[]``: none does.
         then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
     """
@@ -80,9 +78,10 @@ class ParsedHealth:
     """The checked options."""
 
     nonfinite: str
-    watches: tuple[str, ...]
     recorded: tuple[str, ...]
-    """The watches that record the values they need."""
+    """The detectors that record the values they need."""
+    is_off: bool
+    """Whether no detector judges."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
@@ -110,19 +109,20 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
         health = Health() if health is not False else Health(nonfinite=IGNORE, watch=[])
     health = options_of(Health, health, "health", "{nonfinite: always}")
     check_choice(health.nonfinite, NONFINITE, f"health.nonfinite is {health.nonfinite!r}")
-    watches = (ALL,) if health.watch is None else as_tuple(health.watch)
+    watches = as_tuple(health.watch)
     for watch in watches:
         check_choice(watch, WATCH, f"health.watch {watch!r} is not a watch")
-    watches = tuple(BUILT_IN) if ALL in watches else tuple(dict.fromkeys(watches))
-    recorded = watches if health.watch is not None else CHEAP if has_default_rules else ()
+    named = tuple(BUILT_IN) if ALL in watches else watches
+    is_off = health.watch is not None and not watches
+    recorded = () if is_off else tuple(dict.fromkeys((*(CHEAP if has_default_rules else ()), *named)))
     then = _parse_actions(health.then, "health.then")
-    of_watches = [BUILT_IN[watch].alert(then) for watch in watches]
+    of_watches = [] if is_off else [one.alert(then) for one in BUILT_IN.values() if one.rule is not None]
     by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
     of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
     patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, watches, recorded, (*of_user, *of_watches), tuple(patterns), capture_steps)
+    return ParsedHealth(health.nonfinite, recorded, is_off, (*of_user, *of_watches), tuple(patterns), capture_steps)
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
@@ -135,14 +135,23 @@ def watch_rules(watches: Sequence[str]) -> list[Rule]:
         ],
         "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
         "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
-        "growing_weights": [Rule(kinds="parameter", statistics="norm")],
-        "frozen_updates": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
-        "no_optimizer": [Rule(kinds="gradient", statistics="norm")],
-        DIVERGING: [],
         "growing_over_depth": [Rule(kinds="activation", leaf_modules=True, statistics="rms")],
         "entropy_collapse": [Rule(kinds="attention_relative_entropy", statistics="mean")],
+        "large_logits": [Rule(kinds="attention_max_logit", statistics="max")],
+        "large_updates": [Rule(kinds="update", sites=".*weight.*", statistics="ratio")],
     }
-    return [rule for watch in watches for rule in rules[watch]]
+    same = {
+        "growing_weights": "exploding",
+        "shrinking_weights": "exploding",
+        "frozen_updates": "exploding",
+        "no_optimizer": "exploding",
+        "zero_gradients": "exploding",
+        "gradient_spike": "exploding",
+        "tiny_updates": "large_updates",
+        "growing_activations": "growing_over_depth",
+        "zero_outputs": "growing_over_depth",
+    }
+    return [rule for name in dict.fromkeys(same.get(watch, watch) for watch in watches) for rule in rules.get(name, ())]
 
 
 def _parse_alert(alert: Alert, label: str) -> AlertRule:

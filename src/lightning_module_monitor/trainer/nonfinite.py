@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.health.detectors import FINITE_STATISTICS
+from lightning_module_monitor.health.figures import FINITE_STATISTICS
 from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.model.names import ROOT
@@ -79,6 +79,8 @@ class NonfiniteController:
         self._is_scaled = scaler_of(trainer) is not None
         """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
         self._search = _Search.NONE
+        self._batch_indices: list[int] = []
+        """Of the micro-batches of the step."""
         self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
         self._was_finite: bool | None = None
@@ -95,10 +97,12 @@ class NonfiniteController:
         """A micro-batch is about to be run."""
         self._flag.micro_batch = 0 if is_first else self._flag.micro_batch + 1
         if is_first:
+            self._batch_indices.clear()
             self.forget_step()
             self._search = self._search_of(is_monitored=is_monitored)
             if self._search in _PROBED and not self._probe.is_attached():
                 self._probe.attach()
+        self._batch_indices.append(batch_idx)
         if self._search in _PROBED:
             self._probe.begin_micro_batch()
         elif self._search in (_Search.RERUN, _Search.LIGHT) and self._is_automatic():
@@ -228,7 +232,11 @@ class NonfiniteController:
         self.is_reported = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
-        words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
+        batch_idx = self._batch_indices[found.micro_batch] if 0 <= found.micro_batch < len(self._batch_indices) else ""
+        at = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
+        kind = "NaN" if found.value == "NaN" else "Infinity"
+        source = "the batch or the LightningModule's code" if found.site == ROOT else found.site
+        words = f"{kind} in {source}, in the {direction} pass of {where} ({at}). " if found.value else ""
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}", "error", cause=found.cause)

@@ -119,7 +119,7 @@ class Options:
         """The options in types that JSON has, and the names of the watches, for the store."""
         given = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         nonfinite = ["nonfinite"] if self.parsed_health.nonfinite != IGNORE else []
-        return {**given, "watched": [*nonfinite, *self.parsed_health.watches]}
+        return {**given, "watched": [*nonfinite, *self.parsed_health.recorded]}
 
     def _check_store(self) -> None:
         store = self.store

@@ -21,6 +21,7 @@ from lightning_module_monitor.model.hooks import Uncompiled
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
+from lightning_module_monitor.probes.masked_rows import MaskedRows
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
@@ -110,10 +111,15 @@ class StepRerun:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
-        found = producer(self._observed(kept))
+        masked_rows = MaskedRows()
+        with masked_rows:
+            found = producer(self._observed(kept))
+        if found is not None and masked_rows.is_found and found.value == "NaN":
+            words = f"{found.words} There, attention or a softmax has a row in which all keys are masked."
+            found = replace(found, words=words, cause="masked_row")
         if found is not None and found.site == ROOT and found.is_forward:
             kinds = _nonfinite_in(kept.batch)
-            batch = f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
+            batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
             found = replace(found, words=f"{found.words} {batch}", cause="data" if kinds else found.cause)
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
@@ -208,6 +214,15 @@ def _nonfinite_in(batch: object) -> list[str]:
         if tensor.is_floating_point() or tensor.is_complex():
             numbers.add(local_part(tensor))
     return sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
+
+
+def _samples_in(batch: object) -> str:
+    """The samples of a batch that are not finite, in words: by their index in the first dimension of the largest such tensor."""
+    bad = [local_part(one) for _path, one in named_tensors(batch) if one.dim() and (one.is_floating_point() or one.is_complex())]
+    rows = [(~one.isfinite()).flatten(1).any(1) if one.dim() > 1 else ~one.isfinite() for one in bad]
+    samples = next((found for row in rows if (found := row.nonzero().flatten().tolist())), [])
+    more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
+    return f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else ""
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
