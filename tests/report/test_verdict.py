@@ -162,7 +162,7 @@ def test_checks_that_do_not_judge_say_why() -> None:
     """What does not apply has its reason, what is not recorded the option that adds it."""
     modules = [ModuleInfo("fc", "Linear", 4)]
     verdict = verdict_on(healthy_tables(), [loss(FALLING)], modules=modules)
-    assert status_of(verdict, "saturation") == ("does not apply", "no Sigmoid or Tanh or Softmax module")
+    assert status_of(verdict, "saturation") == ("does not apply", "no Sigmoid, Tanh or Softmax module")
     assert status_of(verdict, "large_updates") == ("not recorded", "add health: {watch: large_updates}")
     assert status_of(verdict, "gradient_gain") == ("not recorded", "add gradient_flow: {blocks: NAME.OF.THE.BLOCKS}")
     assert verdict.level == "healthy"

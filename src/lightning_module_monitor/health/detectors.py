@@ -227,7 +227,7 @@ DETECTORS = {
                 needs_step=True,
                 unless_loss_falls=0.1,
                 parameters="trained",
-                phrase="total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
             ),
         ),
         Detector(
@@ -247,7 +247,7 @@ DETECTORS = {
                 needs_step=True,
                 unless_loss_falls=0.5,
                 parameters="trained",
-                phrase="total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
             ),
         ),
         Detector(
@@ -266,7 +266,7 @@ DETECTORS = {
                 needs_step=True,
                 unless_loss_falls=0.5,
                 parameters="trained",
-                phrase="total {kind} {statistic}: {times:.3g} times its start",
+                phrase="Total {kind} {statistic}: {times:.3g} times its start",
             ),
         ),
         Detector(
@@ -403,7 +403,7 @@ DETECTORS = {
                 num_base=9,
                 needs_step=True,
                 unless_loss_falls=0.1,
-                phrase="total {kind} {statistic}: {times:.3g} times its median, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its median, most of it in {sites}",
             ),
         ),
         Detector(

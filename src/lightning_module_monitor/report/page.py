@@ -206,9 +206,9 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         ],
         "others": [one for problem, one in problems.items() if problem not in explained],
         "checks": [
-            ("checks found nothing", verdict.checks_with(NOT_FOUND)),
-            ("checks could not judge", verdict.checks_with(TOO_FEW, NOT_RECORDED)),
-            ("checks do not apply", verdict.checks_with(NOT_APPLICABLE)),
+            ("found nothing", verdict.checks_with(NOT_FOUND)),
+            ("could not judge", verdict.checks_with(TOO_FEW, NOT_RECORDED)),
+            ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
         ],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],

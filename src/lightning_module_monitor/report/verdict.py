@@ -194,7 +194,7 @@ def verdict_on(  # noqa: PLR0917  # what a store has
 def _check(one: Detector, num_series: int, num_records: int, history: History, types: Collection[str]) -> tuple[str, str]:
     """The status of a check that found nothing, and the reason."""
     if one.types and types and not types & {*one.types}:
-        return NOT_APPLICABLE, f"no {' or '.join(one.types)} module"
+        return NOT_APPLICABLE, f"no {', '.join(one.types[:-1])} or {one.types[-1]} module"
     if one.name == NOT_LEARNING and history.learning in ("manual", "negative"):
         return NOT_APPLICABLE, _LOSS_IN_WORDS[history.learning]
     of_facts = FACT_KIND in one.sources[0][0] or (one.rule is not None and one.rule.is_of_facts)
@@ -203,7 +203,9 @@ def _check(one: Detector, num_series: int, num_records: int, history: History, t
     if not num_series and not of_facts:
         option = one.recorded_by or f"health: {{watch: {one.name}}}"
         return (NOT_RECORDED, f"add {option}") if option != "-" else (NOT_APPLICABLE, "there are no such values")
-    if num_records < one.num_needed or (one.name == NOT_LEARNING and history.learning == "unclear"):
+    if one.name == NOT_LEARNING and history.learning == "unclear":
+        return TOO_FEW, _LOSS_IN_WORDS["unclear"]
+    if num_records < one.num_needed:
         return TOO_FEW, f"{num_records} of {one.num_needed}"
     return NOT_FOUND, ""
 

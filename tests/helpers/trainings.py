@@ -246,20 +246,19 @@ class Policy(LightningModule):
 
 
 class ByHand(LightningModule):
-    """A classifier under manual optimization, which may forget to set its gradients to zero, or to step."""
+    """A classifier under manual optimization, which may forget to set its gradients to zero."""
 
-    def __init__(self, zeroes: bool = True, steps: bool = True, lr: float = 0.05) -> None:
+    def __init__(self, zeroes: bool = True, lr: float = 0.05) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model, self.zeroes, self.steps, self.lr = mlp(), zeroes, steps, lr
+        self.model, self.zeroes, self.lr = mlp(), zeroes, lr
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         if self.zeroes:
             optimizer.zero_grad()
         self.manual_backward(F.cross_entropy(self.model(batch[0]), batch[1]))
-        if self.steps:
-            optimizer.step()
+        optimizer.step()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -441,7 +440,6 @@ SICK: dict[str, Case] = {
     ),
     "gradients never zeroed by hand": Case(lambda: ByHand(zeroes=False), ("stale_gradients",), steps=300),
     "gradients never zeroed": Case(lambda: NeverZeroed(mlp(), sgd(0.05)), ("stale_gradients",), steps=200),
-    "no step by hand": Case(lambda: ByHand(steps=False), ("frozen",), steps=400),
     "BatchNorm in eval": Case(lambda: EvalNorm(cnn()), ("in_eval",)),
     "a softmax before cross-entropy": Case(lambda: Module(_softmax_head()), ("softmax_twice",)),
     "a sigmoid before its cross-entropy": Case(
