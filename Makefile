@@ -13,13 +13,14 @@ NEWEST := .venv-newest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-triton test-deepspeed check docs release bench bench-gpu dev clean
+.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench bench-gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
 
 demo: $(VENV)/examples.stamp ## train a small network on the digits data set and show what was monitored
 	$(PY) examples/digits.py fit --config configs/digits.yaml
+	$(VENV)/bin/lightning-module-monitor summary demo_output
 
 rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its width: the standard parametrization against muP
 	$(PY) examples/coordinate_check.py
@@ -37,6 +38,9 @@ test-newest: ## test the core with the newest versions that there are
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
+
+test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and healthy, with three seeds
+	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/health/test_verdicts.py
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py

@@ -35,8 +35,9 @@ sys.path[:0] = [str(DOCS), str(ROOT / "src")]
 from data_flow import data_flow  # noqa: E402  # beside this file, which is no package
 
 from lightning_module_monitor.cli import COMMANDS, main  # noqa: E402
-from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS, Detector  # noqa: E402
-from lightning_module_monitor.health.diagnoses import CAUSES  # noqa: E402
+from lightning_module_monitor.health.causes import CAUSES  # noqa: E402
+from lightning_module_monitor.health.detectors import DETECTORS, Detector  # noqa: E402
+from lightning_module_monitor.record import FACT_KIND  # noqa: E402
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic  # noqa: E402
 
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
@@ -58,41 +59,33 @@ def _sentence(documented: object) -> str:
 
 
 def diagnoses() -> str:
-    """A table of the diagnoses, in the order in which they explain each other."""
-    rows = [f"| {one.headline} (`{one.name}`) | {', '.join(map(_linked, one.shown_by))} | {one.advice} |" for one in CAUSES]
-    return "\n".join(["| diagnosis | shown by | try |", "|---|---|---|", *rows])
+    """A table of the diagnoses, in the order in which they are tried."""
+    rows = [
+        f"| {one.headline} (`{one.name}`) | {', '.join(map(_linked, one.evidence_for))}{f'; {one.needs}' if one.needs else ''} "
+        f"| {one.evidence_against} | {one.advice} |"
+        for one in CAUSES
+    ]
+    return "\n".join(["| diagnosis | evidence for | evidence against | try |", "|---|---|---|---|", *rows])
 
 
 def detectors() -> str:
-    """The detectors that judge each record, then those that judge a whole run: of each group a table, and a section for each detector."""
-    judge_records = list(BUILT_IN.values())
-    judge_runs = [one for one in DETECTORS.values() if one.rule is None]
-    return "\n\n".join(
-        [
-            "## Judged at every record",
-            "\n".join(["| detector | reads | severity |", "|---|---|---|", *(_row(one, one.severity) for one in judge_records)]),
-            *map(_section, judge_records),
-            "## Judged on a whole run",
-            "\n".join(["| detector | reads | recorded with |", "|---|---|---|", *(_row(one, _options(one)) for one in judge_runs)]),
-            *map(_section, judge_runs),
-        ]
+    """A table of the detectors, and a section for each."""
+    header = ["| detector | reads | records | severity | recorded by default |", "|---|---|---|---|---|"]
+    return "\n\n".join(["\n".join([*header, *map(_row, DETECTORS.values())]), *map(_section, DETECTORS.values())])
+
+
+def _row(one: Detector) -> str:
+    keys = (
+        f"`{kinds[0]}/{'' if one.is_of_monitor else '.../'}{statistics[0]}`" for kinds, statistics in one.sources if kinds[0] != FACT_KIND
     )
-
-
-def _row(one: Detector, last: str) -> str:
-    keys = (f"`{kinds[0]}/{'' if one.is_of_monitor else '.../'}{statistics[0]}`" for kinds, statistics in one.sources)
-    return f"| {_linked(one.name)} | {', '.join(keys)} | {last} |"
-
-
-def _options(one: Detector) -> str:
-    return f"`{one.recorded_by.removeprefix('the option ')}`" if one.recorded_by else "-"
+    option = "yes" if one.is_by_default else f"`{one.recorded_by or f'health: {{watch: {one.name}}}'}`"
+    return f"| {_linked(one.name)} | {', '.join(keys) or '-'} | {one.num_needed} | {one.severity} | {option} |"
 
 
 def _section(one: Detector) -> str:
-    part, silent = one.unless_loss_falls if one.rule is None else one.rule.unless_loss_falls, ""
+    part, silent = math.inf if one.rule is None else one.rule.unless_loss_falls, ""
     if math.isfinite(part):
-        how = "in a run whose training loss falls" if one.rule is None else "while the training loss lies"
-        silent = f"{how} more than {100 * part:.0f} % below its first value"
+        silent = f"while the training loss lies more than {100 * part:.0f} % below its first value"
     lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Try", one.cure), ("Source", one.source))
     listed = (f"- **{name}:** {text[0].upper()}{text[1:].removesuffix('.')}." for name, text in lines if text)
     return "\n".join([f"### {one.name}", "", *listed])
@@ -100,7 +93,7 @@ def _section(one: Detector) -> str:
 
 def _linked(name: str) -> str:
     """The name of a finding, with a link to the section of its detector, where it has one."""
-    return f"[`{name}`](#{name.replace(' ', '-')})" if name in DETECTORS else f"`{name}`"
+    return f"[`{name}`](#{name})" if name in DETECTORS else f"`{name}`"
 
 
 def command_line() -> str:

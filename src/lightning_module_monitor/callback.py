@@ -16,7 +16,7 @@ from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
 from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
+from lightning_module_monitor.health.causes import Diagnoses
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
 from lightning_module_monitor.record import Finding, Record
@@ -150,7 +150,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return diagnose([] if self._refusal is not None else self._shown.health.findings)
+        return Diagnoses() if self._refusal is not None else self._shown.health.diagnoses()
 
     # The life of a run
 

@@ -261,10 +261,9 @@ def _add_summary(parser: argparse.ArgumentParser) -> None:
 
 def _print_summary(arguments: argparse.Namespace) -> int:
     from lightning_module_monitor.report.run import read_run
-    from lightning_module_monitor.report.verdict import verdict_on
 
     run = read_run(_open_store(arguments.store))
-    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
+    verdict = run.verdict()
     if arguments.markdown or arguments.json:
         from lightning_module_monitor.report.markdown import as_json, as_markdown
 
@@ -368,38 +367,10 @@ def _repair(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ------------------------------------------------------------------ replay
-
-REPLAY = """\
-example:
-  lightning-module-monitor replay --trust lightning_logs/version_0/monitor.snapshot-step=120.pt
-
-A snapshot with a whole module in it is a pickle, which runs code when it is read: --trust only your own. One that has nothing but
-tensors and plain containers is read without.
-
-exit status:
-  0  all is finite this time
-  1  something is not
-  2  there is no such snapshot, or wrong usage
-"""
-
-
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust", action="store_true", help="read a whole module, whatever code the file runs")
-    parser.add_argument("snapshot", help="file that the callback's health.snapshot has written")
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.health.snapshot import show
-
-    return show(arguments.snapshot, trust=arguments.trust)
-
-
 _PAGE = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
 _PAGES = "write one HTML page about several runs, side by side and with their differences; or check them for differences"
 _VERDICT = "show what is healthy in a run and what is not, with the evidence, as a table"
 _PLAIN = "make the store of a run that was killed readable for every HDF5 program"
-_AGAIN = "run the module that made the first NaN or infinity again, with what it was called with"
 
 COMMANDS: Sequence[Command] = (
     Command("report", _PAGE, REPORT, _add_report, _write_page),
@@ -408,6 +379,5 @@ COMMANDS: Sequence[Command] = (
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _PLAIN, REPAIR, _add_store, _repair),
-    Command("replay", _AGAIN, REPLAY, _add_replay, _replay),
     Command(coordinate_check.NAME, coordinate_check.HELP, coordinate_check.EPILOG, coordinate_check.add_arguments, coordinate_check.run),
 )

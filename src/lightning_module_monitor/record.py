@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ OWN_KIND = "monitor"
 
 CONTEXT_KIND = "context"
 """The kind of a step's context: its loss, logged values and learning rates; its keys have no site."""
+
+FACT_KIND = "fact"
+"""The kind of conditions that are judged as values and not recorded as such; see :class:`Facts`."""
 
 LOSS = "loss"
 """The name of the training loss under :data:`CONTEXT_KIND`."""
@@ -376,6 +379,11 @@ class Finding:
         return self.step - self.steps_before
 
     @property
+    def message(self) -> str:
+        """The first sentence of its words: what was found, where, since when, and how much."""
+        return re.split(r"(?<=\.) ", self.words, maxsplit=1)[0]
+
+    @property
     def kind(self) -> str:
         """Prefix, stage and kind of the series that shows it."""
         return Key.parse(self.key).full_kind
@@ -387,6 +395,59 @@ class Finding:
 
     def __repr__(self) -> str:
         return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"
+
+
+Training = Literal["trained", "untrained", "frozen"]
+"""State of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
+
+
+class ParameterFacts(NamedTuple):
+    """What is known of a parameter in a step."""
+
+    training: Training
+    group: int
+    """Number of its learning rate, ``context/lr`` (0), ``context/lr_1``, ...; -1 where no optimizer has it, or only a copy of it."""
+    numel: int
+
+
+class GroupFacts(NamedTuple):
+    """What is known of a parameter group of the optimizers."""
+
+    optimizer: str
+    """Name of the optimizer's class."""
+    momentum: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a step besides its numbers."""
+
+    parameters: Mapping[str, ParameterFacts] = field(default_factory=dict)
+    """By the name of the site."""
+    groups: Sequence[GroupFacts] = ()
+    in_eval: Sequence[str] = ()
+    """Modules with running statistics that were in eval while their own weights were trained."""
+    softmax_twice: bool = False
+    """Whether the loss takes the log-softmax of a softmax, or the sigmoid of one."""
+    is_classification: bool = False
+    """Whether the loss has a cross-entropy."""
+    is_manual: bool = False
+    """Whether optimization is manual."""
+
+    def as_values(self) -> dict[str, float]:
+        """The conditions among them, as values of a record."""
+        own = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
+        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **own}
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Facts:
+        """The inverse of ``dataclasses.asdict`` and JSON."""
+        parameters = {name: ParameterFacts(*values) for name, values in content["parameters"].items()}
+        groups = tuple(GroupFacts(*values) for values in content["groups"])
+        return cls(
+            parameters, groups, tuple(content["in_eval"]), content["softmax_twice"], content["is_classification"], content["is_manual"]
+        )
 
 
 @dataclass(frozen=True)
@@ -410,3 +471,6 @@ class Record:
 
     modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
     """The modules of the model; the same object until more is known of one of them."""
+
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+    """What is known of a training step besides; ``None`` where nothing is."""

@@ -1269,7 +1269,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
     "unchanged_flat": unchanged_flat,
-    "sick": sick(Health(nonfinite="always", watch=["dead_units"], snapshot=True)),
+    "sick": sick(Health(nonfinite="always", watch=["dead_units"])),
     "sick_by_default": sick(Health()),
     "sick_between": sick_between,
     "branches": branches,

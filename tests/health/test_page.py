@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
 from lightning_module_monitor.health.detectors import DETECTORS, Detector
+from lightning_module_monitor.record import FACT_KIND
 
 GUIDE, REFERENCE = "docs/health.md", "docs/reference/detectors.md"
 
@@ -31,19 +32,19 @@ def test_every_detector_is_documented(detector: Detector) -> None:
         ("Source", detector.source),
     ):
         assert f"- **{label}:** {text[0].upper()}{text[1:].removesuffix('.')}." in section
-    [row] = [line for line in page.splitlines() if line.startswith(f"| [`{detector.name}`](#{detector.name.replace(' ', '-')}) |")]
+    [row] = [line for line in page.splitlines() if line.startswith(f"| [`{detector.name}`](#{detector.name}) |")]
     kinds, statistics = detector.sources[0]
-    assert f"`{kinds[0]}/" in row
-    assert f"/{statistics[0]}`" in row
-    assert detector.rule is None or row.endswith(f"| {detector.severity} |")
+    assert kinds[0] == FACT_KIND or (f"`{kinds[0]}/" in row and f"/{statistics[0]}`" in row)
+    assert f"| {detector.num_needed} | {detector.severity} |" in row
 
 
 def test_a_falling_loss_silences() -> None:
     """The section of a detector that is silent in healthy runs has the part by which the loss falls, in percent."""
     sections = [section.partition("\n") for section in generated("detectors").split("\n### ")[1:]]
     silent = {name: found[1] for name, _, text in sections if (found := re.search(r"\*\*Silent:\*\* .* (\d+) %", text))}
-    halves = dict.fromkeys(("saturation", "growing_weights", "growing_over_depth", "entropy_collapse"), "50")
-    tenths = dict.fromkeys(("exploding", "activations that explode", "gradients that explode"), "10")
+    of_halves = ("saturation", "growing_weights", "shrinking_weights", "growing_over_depth", "entropy_collapse", "constant_input")
+    halves = dict.fromkeys(of_halves, "50")
+    tenths = dict.fromkeys(("exploding", "growing_activations", "gradient_spike", "large_updates"), "10")
     assert silent == halves | tenths
 
 

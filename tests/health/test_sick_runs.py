@@ -14,11 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback, load_store
-from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.report.run import read_run
-from lightning_module_monitor.report.verdict import verdict_on
 
-ALL = list(BUILT_IN)
+ALL = "all"
 
 
 def findings(folder: Path, model: nn.Module, health: Health, steps: int = 12, **options: Any) -> list[Finding]:
@@ -30,18 +28,11 @@ def findings(folder: Path, model: nn.Module, health: Health, steps: int = 12, **
     run.fit(module, loader(32, 8), loader(8))
     store = load_store(callback.store_path)
     assert callback.findings == store.findings()
-    stored = read_run(store)
-    judged = {(one.name, one.site, one.step) for one in verdict_on(stored.tables, stored.figures).findings}
-    keys = set(store.keys())
-    for one in callback.findings:
-        # Of a parameter that never had a gradient the store does not tell whether it requires one.
-        if (
-            one.name in BUILT_IN
-            and BUILT_IN[one.name].is_known_later
-            and (one.name != "frozen_updates" or f"gradient/{one.site}/norm" in keys)
-        ):
-            assert (one.name, one.site, one.step) in judged
-    return callback.findings
+    order = [(one.name, one.site, one.step, one.words) for one in callback.findings]
+    assert sorted((one.name, one.site, one.step, one.words) for one in read_run(store).verdict().findings) == sorted(order)
+    # Runs of twelve steps are about other conditions than the loss; what follows from a cause is not the cause.
+    follows = {"not_learning", *(name for one in callback.diagnose() for name in one.consequences)}
+    return [one for one in callback.findings if one.name not in follows]
 
 
 class Sick(Classifier):
@@ -57,7 +48,7 @@ def test_an_exploding_learning_rate(tmp_path: Path) -> None:
     found = findings(tmp_path, nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), Health(watch=ALL), lr=1e3)
     assert (found[0].name, found[0].step) == ("exploding", 1)
     assert found[0].site.startswith("model.")
-    assert "learning rate" in found[0].words
+    assert "times its start, most of it in model." in found[0].words
 
 
 def test_dead_relus(tmp_path: Path) -> None:
@@ -66,7 +57,7 @@ def test_dead_relus(tmp_path: Path) -> None:
     nn.init.constant_(model[2].bias, -10.0)
     [found] = findings(tmp_path, model, Health(watch=ALL))
     assert (found.name, found.site, found.step, found.key) == ("dead_units", "model.3", 9, "activation/model.3/dead_fraction")
-    assert "activation/model.3/dead_fraction: 1" in found.words
+    assert found.words == "model.3: 100% of the units are zero for every input, since step 0."
 
 
 class Log(nn.Module):
@@ -117,7 +108,7 @@ def test_an_overflow_of_float16(tmp_path: Path) -> None:
         model[0].weight.mul_(100)
         model[1].weight.mul_(10_000)
     scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
-    [found] = findings(tmp_path, model, Health(nonfinite="always"), plugins=[scaled], precision=None)
+    found, *_skipped = findings(tmp_path, model, Health(nonfinite="always"), plugins=[scaled], precision=None)
     assert (found.name, found.site, found.step) == ("nonfinite", "model.1", 0)
     assert "Its input is finite" in found.words
     assert "its output has infinity" in found.words or "its output has NaN" in found.words
@@ -145,7 +136,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(("own", "name", "site"), [(False, "entropy_collapse", "model.head_0"), (True, "saturation", "model.softmax")])
 def test_a_saturated_softmax(own: bool, name: str, site: str, tmp_path: Path) -> None:
     """Logits that are far too large: in the third record."""
-    [found] = findings(tmp_path, Attention(1e5, own), Health(watch=ALL), lr=1e-6)
+    found, *_logits = findings(tmp_path, Attention(1e5, own), Health(watch=ALL), lr=1e-6)
     assert (found.name, found.site, found.step) == (name, site, 2)
 
 
@@ -166,9 +157,9 @@ class Detached(nn.Sequential):
 @pytest.mark.parametrize(("kind", "name", "step"), [(Forgotten, "no_optimizer", 0), (Detached, "frozen_updates", 3)])
 def test_a_layer_that_is_frozen_by_mistake(kind: type[nn.Sequential], name: str, step: int, tmp_path: Path) -> None:
     """One that gets a gradient and that no optimizer has, in the first record; one that has not moved, after three."""
-    [found] = findings(tmp_path, kind(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), Health(watch=ALL))
+    found, *_updates = findings(tmp_path, kind(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), Health(watch=ALL))
     assert (found.name, found.site, found.step) == (name, "model.0.weight", step)
-    assert "model.0.bias/norm" in found.words
+    assert "model.0.weight and 1 more" in found.words
     assert "model.2" not in found.words
 
 
@@ -233,7 +224,7 @@ def test_a_batch_that_is_bad(tmp_path: Path) -> None:
     [found] = callback.findings
     assert (found.site, found.step) == ("_root_", 2)
     assert "micro-batch 1" in found.words
-    assert found.words.endswith("the batch has it, or the LightningModule's own code before it. The batch has NaN.")
+    assert found.words.endswith("the batch has it, or the LightningModule's own code before it. The batch has NaN, in sample 0.")
 
 
 class BadLoss(Classifier):

@@ -298,7 +298,7 @@ def test_prefix_is_in_every_key() -> None:
         ({"health": 1}, "health is 1; expected options, e.g. {nonfinite: always}."),
         (
             {"health": {"nonfinit": "stop"}},
-            "health has no option 'nonfinit'; expected nonfinite, watch, then, capture_steps, snapshot; nearest: 'nonfinite'",
+            "health has no option 'nonfinit'; expected nonfinite, watch, then, capture_steps; nearest: 'nonfinite'",
         ),
         ({"alerts": [{"keys": ".*", "above": 1, "for_steps": 2.5}]}, "alerts[0].for_steps is 2.5; expected a whole number >= 1."),
         ({"alerts": [{"above": 1}]}, "alerts[0].keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'."),

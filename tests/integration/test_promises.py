@@ -46,7 +46,7 @@ FLOWS = {
 CAPTURE = Capture(sites=".*", steps=list(range(1, 28, 4)), kinds=list(CAPTURED))
 """All raw tensors there are, at steps that no rule is due at, too."""
 
-HEALTH: dict[str, Any] = {"health": Health(nonfinite="always", watch="all", snapshot=True), "alerts": [Alert(keys=".*/norm", below=-1.0)]}
+HEALTH: dict[str, Any] = {"health": Health(nonfinite="always", watch="all"), "alerts": [Alert(keys=".*/norm", below=-1.0)]}
 """Everything that is looked out for, at every step; an alert that never fires."""
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])

@@ -129,14 +129,15 @@ def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
 
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     """With the site's name and the evidence, readable without a script; and what was not looked at."""
-    store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, 1.0, 1.0, 1.0], "monitor/errors": [0.0]})
+    store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, *[1.0] * 10], "monitor/errors": [0.0]})
     html = page_of(tmp_path / "m.html", store)
     for expected in (
-        "1 site sick. It begins at step 10: outputs that are zero",
+        "<strong>To watch</strong>",
+        "A part of the model passes on zeros alone, from step 10 on, first at relu",
         ">relu</button>",
-        "every element is zero since step 10 (3 records)",
-        "what could not be measured: none",
-        "record <code>kinds: update, statistics: ratio</code>",
+        "relu: 100.0% of the output is zero, since step 10.",
+        "monitor_errors <span",
+        "large_updates: add health: {watch: large_updates}",
         "monitor/errors",
     ):
         assert expected in html
@@ -145,15 +146,14 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
 def test_what_was_said_in_training_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A site that a series shows can be pressed, one that none shows cannot; words are text."""
     store = open_store(tmp_path / "m.h5", SERIES)
-    words = "It made the first value that is not finite, from [bold] <b>inputs</b>."
-    shown = Finding(30, "dead_units", "fc", "activation/fc/rms", "0.9 of the units are dead.")
+    words = "NaN in block.2, from [bold] <b>inputs</b>."
+    shown = Finding(30, "large", "fc", "activation/fc/rms", "It is 0.9.")
     store.write(Record(30, {}, findings=[Finding(30, "nonfinite", "block.2", "", words, "error"), shown]))
     store.close()
     html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
     text = " ".join(re.sub(r"<[^>]*>", " ", html.partition('<section id="verdict"')[2].partition("</section>")[0]).split())
-    assert "It begins at step 30: nonfinite, block.2." in text
-    assert "block.2 It made the first value that is not finite, from [bold] &lt;b&gt;inputs&lt;/b&gt;." in text
-    assert "dead_units 1" in text
+    assert "NaN in block.2 at step 30: a value is not finite." in text
+    assert "NaN in block.2, from [bold] &lt;b&gt;inputs&lt;/b&gt;." in text
     pressed = re.findall(r'data-series="([^"]*)">([^<]*)<', html)
     assert [site for series, site in pressed if "fc" in series] == ["fc"]
     assert all(series for series, _site in pressed)

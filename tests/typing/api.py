@@ -73,7 +73,7 @@ def callback() -> Trainer:
         exclude=(".*dropout.*",),
         rules=rules,
         reference="init",
-        health=Health(nonfinite="stop", watch=["dead_units"], then="checkpoint", snapshot=True),
+        health=Health(nonfinite="stop", watch=["dead_units"], then="checkpoint"),
         alerts=[Alert(keys="gradient/.*/norm", above=100, for_steps=3, then=["stop", "capture"])],
         rcc=True,
         save_reference=False,

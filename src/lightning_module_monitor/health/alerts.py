@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,17 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    LOSS,
-    RANK_DISAGREEMENT,
-    STEP_SKIPPED,
-    Finding,
-    Key,
-    Record,
-    Severity,
-    is_context,
-)
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key, Severity, Training, is_undefined
 
 if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
     from lightning_module_monitor.statistics.spec import MetricSpec
@@ -34,14 +25,11 @@ ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
 MEDIAN_RECORDS = 50
 """Number of earlier records in a median."""
 
-Training = Literal["trained", "untrained", "frozen"]
-"""State of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
-
 LEAST_RECORDS = 10
 """Number of earlier records without which there is no median."""
 
 FIRST_RECORDS = 3
-"""Number of first records whose largest figure is the base of ``relative_to="first"``."""
+"""Largest number of first records whose largest figure is the base of ``relative_to="first"``."""
 
 QUIET_RECORDS = 10
 """Number of consecutive records in which a condition has to be false before its rule fires again."""
@@ -81,8 +69,6 @@ class AlertRule:
     relative_to: Literal["", "median", "first"] = ""
     """``above`` and ``below`` are multiples of: the median of the figure's earlier values, or the largest of its first ones. Then the sign
     of a figure does not count."""
-    changes_by: float | None = None
-    """The factor by which the magnitude of a figure grows or shrinks from one record to the next; see :func:`change`."""
     is_unchanged: bool = False
     """Whether the condition is that a figure equals the one of the record before to the last bit."""
     for_steps: int = 1
@@ -90,10 +76,14 @@ class AlertRule:
     then: tuple[Action, ...] = ("warn",)
     figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
     """Makes figures of the rule's keys and their values in one record."""
-    num_first: int = FIRST_RECORDS
-    """Number of first records whose largest figure is the base of ``relative_to="first"``."""
+    num_base: int = 0
+    """Number of records that make the base: the first ones (default: 3), or the fewest earlier ones of a median (default: 10)."""
     needs_step: bool = False
     """Whether steps that a ``GradScaler`` skipped do not count."""
+    needs_rate: bool = False
+    """Whether parameters whose learning rate is 0 do not count."""
+    is_of_facts: bool = False
+    """Whether a record without values of it is well, if the facts of its step are known."""
     until_step: float = math.inf
     """Records of later steps do not count."""
     unless_loss_falls: float = math.inf
@@ -101,16 +91,29 @@ class AlertRule:
     parameters: Training | None = None
     """State of the parameters that the rule is for; ``None``: all."""
     severity: Severity = "warning"
-    words: str = ""
-    """Meaning of the condition, and what to try."""
+    phrase: str = ""
+    """The finding in words, a format of ``value``, ``times`` (the value over its base), ``sites``, ``kind`` and ``statistic``. Default:
+    the keys with their values, and the condition."""
+
+    @property
+    def base_records(self) -> int:
+        """Number of records that make the base of ``relative_to``."""
+        return self.num_base or (LEAST_RECORDS if self.relative_to == "median" else FIRST_RECORDS)
+
+    @property
+    def min_records(self) -> int:
+        """Number of records below which the condition cannot be met."""
+        earlier = {"": 0, "first": 1, "median": self.base_records}[self.relative_to]
+        return self.for_steps + max(earlier, self.is_unchanged)
 
 
 class Fired(NamedTuple):
     """A figure that met its rule's condition for long enough."""
 
     key: str
-    words: str
-    """The figure, and the one it is compared with."""
+    value: float
+    base: float
+    """The figure that it is compared with; 1 where it is compared with none."""
     since: int
     """The step of the first of the records in which the condition was met."""
 
@@ -124,32 +127,18 @@ def has_fallen(first: float, loss: float, part: float) -> bool:
     return loss < first - part * abs(first)
 
 
-def change(value: NDArray[np.float64], before: NDArray[np.float64], not_zero: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors by which figures changed, up or down: the larger magnitude over the smaller one; all of shape ``(n,)``.
-
-    ``before`` are the figures of the record before (NaN: none), ``not_zero`` the last ones that were not 0 (0: none). A fall to 0 is
-    infinite. A figure that was 0 is compared with ``not_zero``; where that or the record before is absent, the factor is 1.
-
-    Examples:
-        >>> change(*(np.array(row) for row in ([-8.0, 0.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0]))).tolist()
-        [4.0, inf, 3.0, 1.0]
-    """
-    smaller, larger = np.sort([np.abs(value), np.abs(not_zero)], axis=0)
-    factors = np.divide(larger, smaller, out=np.ones(len(value)), where=(smaller != 0) & (smaller != larger))
-    factors = np.where(value != 0, factors, np.where(before != 0, math.inf, 1.0))
-    return np.where(np.isnan(before), 1.0, factors)
-
-
 class RuleState:
     """One rule over the records: the state of each of its figures."""
 
     def __init__(self, rule: AlertRule) -> None:
         self.rule = rule
         self._rows: dict[str, int] = {}
+        self.num_records = 0
+        """Number of records with figures."""
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
-        fields = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,)), ("not_zero", float)]
+        fields: list[tuple[Any, ...]] = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,))]
         counts = [("num_met", int), ("since", int), ("num_well", int), ("has_worked", bool)]
         self._state = np.zeros(0, [*fields, *counts])
         """By row. ``recent`` holds the last values, the newest last, and ``first`` the first ones, NaN where there are fewer; ``num_met``
@@ -162,12 +151,16 @@ class RuleState:
         ``keys`` are those of the rule in the record, and ``values`` theirs, shape ``(keys,)``. A NaN meets no condition and ends a series
         of records that do.
         """
+        is_defined = ~is_undefined(values)
+        if not is_defined.all():  # a store does not show them either
+            keys, values = tuple(itertools.compress(keys, is_defined.tolist())), values[is_defined]
         found = self.rule.figures(keys, values)
         is_number, rows = ~np.isnan(found.values), self._rows_of(found.names)
         is_there = np.ones(len(rows), bool) if found.is_there is None else found.is_there
         self._state["num_met"][rows[is_there & ~is_number]] = 0
         places = np.flatnonzero(is_there & is_number)
         rows, value = rows[places], found.values[places]
+        self.num_records += len(rows) > 0
         is_idle = np.zeros(len(rows), bool) if found.is_idle is None else found.is_idle[places]
         before = self._state[rows]
         base = self._base(before)
@@ -181,16 +174,16 @@ class RuleState:
         after["num_well"][fires] = 0
         after["recent"][:, :-1] = before["recent"][:, 1:]
         after["recent"][:, -1] = value
-        after["not_zero"] = np.where(value != 0, value, before["not_zero"])
         num_first = (~np.isnan(before["first"])).sum(axis=1)
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
-        fired = []
-        for one in np.flatnonzero(fires).tolist():
-            words = self._in_words(value[one], before["recent"][one, -1], before["not_zero"][one], base[one])
-            fired.append(Fired(found.keys[places[one]], words, int(after["since"][one])))
-        return fired
+        rows_of_fired = np.flatnonzero(fires).tolist()
+        return [Fired(found.keys[places[row]], float(value[row]), float(base[row]), int(after["since"][row])) for row in rows_of_fired]
+
+    def num_met(self) -> dict[str, int]:
+        """In how many consecutive records, up to the last one, each figure met the condition."""
+        return {name: int(self._state[row]["num_met"]) for name, row in self._rows.items()}
 
     def state(self) -> dict[str, tuple[Any, ...]]:
         """The state for a checkpoint, in plain numbers, by name of the figure."""
@@ -226,18 +219,17 @@ class RuleState:
     def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
         """The base that limits are multiples of; NaN where it is not known yet."""
         if self.rule.relative_to == "median":
-            is_known = (~np.isnan(state["recent"])).sum(axis=1) >= LEAST_RECORDS
+            is_known = (~np.isnan(state["recent"])).sum(axis=1) >= self.rule.base_records
             base = np.full(len(state), np.nan)
             base[is_known] = np.abs(np.nanmedian(state["recent"][is_known], axis=1))
             return base
         if self.rule.relative_to == "first":
-            return np.asarray(np.fmax.reduce(np.abs(state["first"][:, : self.rule.num_first]), axis=1))
+            return np.asarray(np.fmax.reduce(np.abs(state["first"][:, : self.rule.base_records]), axis=1))
         return np.ones(len(state))
 
     def _is_met(self, value: NDArray[np.float64], state: NDArray[Any], base: NDArray[np.float64]) -> NDArray[np.bool_]:
-        before = state["recent"][:, -1]
         if self.rule.is_unchanged:
-            return np.asarray(value == before)
+            return np.asarray(value == state["recent"][:, -1])
         size = np.abs(value) if self.rule.relative_to else value
         is_met = np.zeros(len(value), bool)
         with np.errstate(invalid="ignore"):  # an infinite base times 0
@@ -245,105 +237,13 @@ class RuleState:
                 is_met |= size > self.rule.above * base
             if self.rule.below is not None:
                 is_met |= size < self.rule.below * base
-        if self.rule.changes_by is not None:
-            is_met |= change(value, before, state["not_zero"]) > self.rule.changes_by
         return is_met
 
-    def _in_words(self, value: float, before: float, not_zero: float, base: float) -> str:
-        """A figure that met the condition, and the one it is compared with."""
-        rule = self.rule
-        if rule.is_unchanged:
-            return f"{value:.4g} as before"
-        if rule.changes_by is not None and change(*np.array([[value], [before], [not_zero]]))[0] > rule.changes_by:
-            return f"{value:.4g}, {before:.4g} in the record before{'' if before else f', {not_zero:.4g} before that'}"
-        if not rule.relative_to:
-            return f"{value:.4g}"
-        what = "its median" if rule.relative_to == "median" else "that of the first records"
-        return f"{value:.4g} ({abs(value) / base:.3g} times {what})" if base else f"{value:.4g} ({what} is 0)"
+
+_CONDITIONS = ("name", "above", "below", "relative_to", "num_base", "until_step", "is_unchanged", "for_steps")
 
 
-class Alarm(NamedTuple):
-    """A finding, and the actions that follow it."""
-
-    finding: Finding
-    then: tuple[Action, ...]
-
-
-class Alerts:
-    """Judges records by rules.
-
-    Args:
-        rules: The rules.
-        sites: The names of all sites in the order of the model, in which rules get their values. A record groups keys by what is recorded.
-    """
-
-    def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = ()) -> None:
-        self._states = [RuleState(rule) for rule in rules]
-        self._places = {site: place for place, site in enumerate(sites)}
-        self._place_of_key: dict[str, int] = {}
-        self._concerned: dict[str, list[int]] = {}
-        self._first_loss: float | None = None
-        self._parameters: Mapping[str, Training] = {}
-
-    def set_parameters(self, parameters: Mapping[str, Training]) -> None:
-        """Set the states of parameters, by the names of their sites."""
-        if parameters != self._parameters:
-            self._parameters = parameters
-            self._concerned.clear()
-
-    def alarms(self, record: Record) -> list[Alarm]:
-        """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
-        if not self._states:
-            return []
-        was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
-        of_rules: list[dict[str, float]] = [{} for _state in self._states]
-        for key, value in record.values.items():
-            if key not in self._concerned:
-                self._concerned[key] = self._rules_of(key)
-                self._place_of_key[key] = self._places.get(Key.parse(key).site, -1)
-            for place in self._concerned[key]:
-                of_rules[place][key] = value
-        loss = next((value for key, value in record.values.items() if key.endswith(f"{CONTEXT_KIND}/{LOSS}") and is_context(key)), math.nan)
-        if self._first_loss is None and math.isfinite(loss):
-            self._first_loss = loss
-        first_loss = math.nan if self._first_loss is None else self._first_loss
-        alarms = []
-        for state, values in zip(self._states, of_rules, strict=True):
-            rule = state.rule
-            is_left_out = (rule.needs_step and was_skipped) or record.step > rule.until_step
-            if values and not is_left_out and not has_fallen(first_loss, loss, rule.unless_loss_falls):
-                keys = tuple(sorted(values, key=self._place_of_key.__getitem__))
-                fired = state.observe(record.step, keys, np.array([values[key] for key in keys], dtype=float))
-                if fired:
-                    since, key = min(one.since for one in fired), fired[0].key
-                    words = f"{_named(fired)}{when(rule, since, record.step)}. {rule.words or _condition(rule)}"
-                    finding = Finding(record.step, rule.name, Key.parse(key).site, key, words, rule.severity, record.step - since)
-                    alarms.append(Alarm(finding, rule.then))
-        return alarms
-
-    def _rules_of(self, key: str) -> list[int]:
-        """Places of the rules that are for a key."""
-        parts = Key.parse(key)
-        training = self._parameters.get(parts.site)
-        rules = [state.rule for state in self._states]
-        is_for = [rule.parameters is None or (training or "trained") == rule.parameters for rule in rules]
-        return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures."""
-        return {LOSS: self._first_loss} | {_conditions(state.rule): state.state() for state in self._states}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
-        self._first_loss = state.get(LOSS)
-        for one in self._states:
-            one.load(state.get(_conditions(one.rule), {}))
-
-
-_CONDITIONS = ("name", "above", "below", "relative_to", "num_first", "until_step", "changes_by", "is_unchanged", "for_steps")
-
-
-def _conditions(rule: AlertRule) -> str:
+def conditions(rule: AlertRule) -> str:
     """Differs between rules that fire at different times."""
     return repr(tuple(getattr(rule, name) for name in _CONDITIONS))
 
@@ -357,23 +257,34 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
     return any(pattern.fullmatch(key) for pattern in patterns)
 
 
-def when(rule: AlertRule, since: int, step: int) -> str:
-    """In which records a rule's condition was met, as the end of a sentence."""
-    return f", in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f", in step {step}"
-
-
-def _named(fired: Sequence[Fired]) -> str:
+def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
+    """What a rule found in a record, in a sentence."""
+    since = min(one.since for one in fired)
+    if rule.phrase:
+        first, num_sites = fired[0], len({Key.parse(one.key).site for one in fired})
+        parts = Key.parse(first.key)
+        times = abs(first.value) / first.base if first.base else math.inf
+        sites = parts.site + (f" and {num_sites - 1} more" if num_sites > 1 else "")
+        text = rule.phrase.format(value=first.value, times=times, sites=sites, kind=parts.kind.replace("_", " "), statistic=parts.statistic)
+        return f"{text}, since step {since}."
+    when = f"in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f"in step {step}"
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""
-    return "; ".join(f"{one.key}: {one.words}" for one in fired[:MAX_NAMED]) + more
+    figures = "; ".join(f"{one.key}: {_figure(rule, one)}" for one in fired[:MAX_NAMED])
+    return f"{figures}{more}, {when}. {_condition(rule)}"
+
+
+def _figure(rule: AlertRule, one: Fired) -> str:
+    """A figure that met the condition, and the one it is compared with."""
+    if not rule.relative_to:
+        return f"{one.value:.4g}"
+    return f"{one.value:.4g} ({abs(one.value) / one.base:.3g} times its median)" if one.base else f"{one.value:.4g} (its median is 0)"
 
 
 def _condition(rule: AlertRule) -> str:
     """The condition of a user's alert in words."""
     unit = " times the median of earlier records" if rule.relative_to == "median" else ""
     limits = {"above": rule.above, "below": rule.below}
-    words = [f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None]
-    words += [] if rule.changes_by is None else [f"a change by more than {rule.changes_by:g} times"]
-    return f"The alert is for {' or '.join(words)}."
+    return f"The alert is for {' or '.join(f'{name} {limit:g}{unit}' for name, limit in limits.items() if limit is not None)}."
 
 
 # Between ranks

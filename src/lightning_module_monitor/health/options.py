@@ -14,7 +14,7 @@ from lightning_module_monitor.config.plain import PlainFields, any_hints
 from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
-from lightning_module_monitor.health.detectors import BUILT_IN, DIVERGING
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
@@ -22,8 +22,8 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 """Values of ``nonfinite``."""
 
 ALL = "all"
-CHEAP = tuple(name for name in BUILT_IN if name != "entropy_collapse")
-"""The watches that record their values beside the default rules: to observe attention costs more."""
+CHEAP = tuple(name for name, one in BUILT_IN.items() if one.is_by_default)
+"""The watches that record their values beside the default rules: attention and updates cost more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -39,20 +39,16 @@ class Health(PlainFields):
     Attributes:
         nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps, and lightly in all others. ``always``: in
             every step. ``stop``: in every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
-        watch: Names of built-in watches, or ``all``: ``dead_units``, ``saturation``, ``vanishing``, ``exploding``,
-            ``growing_weights``, ``frozen_updates``, ``no_optimizer``, ``diverging``, ``growing_over_depth``, ``entropy_collapse``; they
-            record what they need. Default: all, as far as what they need is recorded, to which the default rules add what is cheap.
-            ``[]``: none.
+        watch: Names of detectors, e.g. ``entropy_collapse``, or ``all``: what they need is recorded in addition. All detectors judge
+            whatever is recorded. ``[]``: none does.
         then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
-        snapshot: Whether to write a file from which the module that made the first NaN or infinity can be run again by itself.
     """
 
     nonfinite: str = WARN
     watch: str | Sequence[str] | None = None
     then: str | Sequence[str] = "warn"
     capture_steps: int = 5
-    snapshot: bool = False
 
 
 @any_hints
@@ -65,8 +61,6 @@ class Alert(PlainFields):
         above: Fires where a value is larger than this.
         below: Fires where a value is smaller than this.
         relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
-        changes_by: Fires where a value is more than so many times the one in the record before, or less than that part of it, signs aside.
-            So does a fall to 0; what begins at 0 does not, and from 0 on it is of the last value that was not.
         for_steps: In how many consecutive records the condition has to be met.
         then: What follows, beside the message: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
             of the site, for the next steps); one or several.
@@ -77,7 +71,6 @@ class Alert(PlainFields):
     above: float | None = None
     below: float | None = None
     relative_to_median: bool = False
-    changes_by: float | None = None
     for_steps: int = 1
     then: str | Sequence[str] = "warn"
     name: str = ""
@@ -88,15 +81,15 @@ class ParsedHealth:
     """The checked options."""
 
     nonfinite: str
-    watches: tuple[str, ...]
     recorded: tuple[str, ...]
-    """The watches that record the values they need."""
+    """The detectors that record the values they need."""
+    is_off: bool
+    """Whether no detector judges."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts and the watches."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
     """Patterns of the user's alerts, each with its name in messages."""
     capture_steps: int
-    snapshot: bool
 
     @property
     def is_at_every_step(self) -> bool:
@@ -119,24 +112,20 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
         health = Health() if health is not False else Health(nonfinite=IGNORE, watch=[])
     health = options_of(Health, health, "health", "{nonfinite: always}")
     check_choice(health.nonfinite, NONFINITE, f"health.nonfinite is {health.nonfinite!r}")
-    if not isinstance(health.snapshot, bool):
-        raise ConfigError(f"health.snapshot is {health.snapshot!r}; expected true or false.")
-    if health.snapshot and health.nonfinite not in (ALWAYS, STOP):
-        why = "by the next monitored step it has spread to everything"
-        raise ConfigError(f"health.snapshot is true, and nonfinite is {health.nonfinite!r}: {why}; expected nonfinite: always, or stop.")
-    watches = (ALL,) if health.watch is None else as_tuple(health.watch)
+    watches = as_tuple(health.watch)
     for watch in watches:
         check_choice(watch, WATCH, f"health.watch {watch!r} is not a watch")
-    watches = tuple(BUILT_IN) if ALL in watches else tuple(dict.fromkeys(watches))
-    recorded = watches if health.watch is not None else CHEAP if has_default_rules else ()
+    named = tuple(BUILT_IN) if ALL in watches else watches
+    is_off = health.watch is not None and not watches
+    recorded = () if is_off else tuple(dict.fromkeys((*(CHEAP if has_default_rules else ()), *named)))
     then = _parse_actions(health.then, "health.then")
-    of_watches = [BUILT_IN[watch].alert(then) for watch in watches]
+    of_watches = [] if is_off else [one.alert(then) for one in BUILT_IN.values() if one.rule is not None]
     by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
     of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
     patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, watches, recorded, (*of_user, *of_watches), tuple(patterns), capture_steps, health.snapshot)
+    return ParsedHealth(health.nonfinite, recorded, is_off, (*of_user, *of_watches), tuple(patterns), capture_steps)
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
@@ -149,44 +138,48 @@ def watch_rules(watches: Sequence[str]) -> list[Rule]:
         ],
         "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
         "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
-        "growing_weights": [Rule(kinds="parameter", statistics="norm")],
-        "frozen_updates": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
-        "no_optimizer": [Rule(kinds="gradient", statistics="norm")],
-        DIVERGING: [],
         "growing_over_depth": [Rule(kinds="activation", leaf_modules=True, statistics="rms")],
         "entropy_collapse": [Rule(kinds="attention_relative_entropy", statistics="mean")],
+        "large_logits": [Rule(kinds="attention_max_logit", statistics="max")],
+        "large_updates": [Rule(kinds="update", sites=".*weight.*", statistics="ratio")],
     }
-    return [rule for watch in watches for rule in rules[watch]]
+    same = {
+        "growing_weights": "exploding",
+        "shrinking_weights": "exploding",
+        "frozen_updates": "exploding",
+        "no_optimizer": "exploding",
+        "zero_gradients": "exploding",
+        "gradient_spike": "exploding",
+        "tiny_updates": "large_updates",
+        "growing_activations": "growing_over_depth",
+        "zero_outputs": "growing_over_depth",
+    }
+    return [rule for name in dict.fromkeys(same.get(watch, watch) for watch in watches) for rule in rules.get(name, ())]
 
 
 def _parse_alert(alert: Alert, label: str) -> AlertRule:
     patterns = parse_patterns(alert.keys or (), f"{label}.keys")
     if not patterns:
         raise ConfigError(f"{label}.keys is empty; expected at least one pattern, e.g. 'gradient/.*/norm'.")
-    limits = {"above": alert.above, "below": alert.below, "changes_by": alert.changes_by}
+    limits = {"above": alert.above, "below": alert.below}
     for name, limit in limits.items():
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit)):
             raise ConfigError(f"{label}.{name} is {limit!r}; expected a finite number.")
         if limit is not None and limit < 0 and alert.relative_to_median is True:
             raise ConfigError(f"{label}.{name} is {limit}, and relative_to_median is true; expected a multiple, at least 0.")
     if all(limit is None for limit in limits.values()):
-        raise ConfigError(f"{label} has no limit; expected above, below or changes_by, e.g. above: 100.")
+        raise ConfigError(f"{label} has no limit; expected above or below, e.g. above: 100.")
     if alert.above is not None and alert.below is not None and alert.below > alert.above:
         why = "every value is above the one or below the other"
         raise ConfigError(f"{label}.above is {alert.above}, and below is {alert.below}: {why}; expected below to be the smaller one.")
-    if alert.changes_by is not None and alert.changes_by <= 1:
-        raise ConfigError(f"{label}.changes_by is {alert.changes_by}; expected a factor above 1, e.g. 10.")
     if not isinstance(alert.relative_to_median, bool):
         raise ConfigError(f"{label}.relative_to_median is {alert.relative_to_median!r}; expected true or false.")
-    if alert.relative_to_median and alert.above is None and alert.below is None:
-        raise ConfigError(f"{label}.relative_to_median is true, and there is neither above nor below; expected one, e.g. above: 10.")
     return AlertRule(
         name=str(alert.name or patterns[0].pattern),
         concerns=matching(patterns),
         above=alert.above,
         below=alert.below,
         relative_to="median" if alert.relative_to_median else "",
-        changes_by=alert.changes_by,
         for_steps=_parse_count(alert.for_steps, f"{label}.for_steps"),
         then=_parse_actions(alert.then, f"{label}.then"),
     )

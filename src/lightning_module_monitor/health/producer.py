@@ -24,10 +24,10 @@ class Producer:
     """Its position in the order of the micro-batch: of two ranks' the earlier one is the cause."""
     words: str
     """The evidence, in a sentence."""
-    call: int = 0
-    """Number of the module's call in this micro-batch."""
     is_known: bool = True
     """Whether it was ``site``; else the words give the reason why it is not known."""
+    value: str = ""
+    """``NaN`` or ``infinity``."""
     cause: str = ""
     """The name of the diagnosis that the evidence itself shows; empty where there is none."""
 
@@ -90,9 +90,10 @@ class _Search:
             is_certain = call.entered == NO_CALL and call.input != UNKNOWN and not self._is_bad(call.input) and mask == UNKNOWN
             return found if is_certain else suspect or found
         if self._is_bad(self._loss):
-            outcome = f"All modules' outputs are finite, and the loss is {kind_of(self._values[self._loss])}"
+            kind = kind_of(self._values[self._loss])
+            outcome = f"All modules' outputs are finite, and the loss is {kind}"
             words = f"{outcome}: the LightningModule's own code has made that of them and the batch."
-            return suspect or self._producer(ROOT, len(self._calls), words)
+            return suspect or self._producer(ROOT, len(self._calls), kind, words)
         return None
 
     def _stays_within(self, place: int) -> bool:
@@ -126,11 +127,11 @@ class _Search:
         if call.caller == NO_CALL:
             first = f"The first module of the pass, {name}, was given {kind}"
             origin = f"{name} was given {kind}, and all before it is finite{before.words}" if place else first
-            return self._producer(ROOT, place, f"{origin}: the batch has it, or the LightningModule's own code before it.", before)
+            return self._producer(ROOT, place, kind, f"{origin}: the batch has it, or the LightningModule's own code before it.", before)
         where = self._sites[call.caller].name
         code = f"Code in the forward of {where}, between its modules"
         words = f"{code}, has made {kind} of what is finite{before.words}, and gives it to {name}."
-        return self._producer(where, place, words, before, call=self._calls_before(place, call.caller))
+        return self._producer(where, place, kind, words, before)
 
     def _module(self, place: int) -> Producer:
         """A module with finite inputs returned a non-finite output."""
@@ -147,7 +148,8 @@ class _Search:
         else:
             given = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else given
             words = f"Its input is finite{given.words}, and its output has {kind}."
-        return self._producer(name, place, words, given, call=self._calls_before(place, call.site), cause="update" if bad else "")
+        cause = "recurrent" if hasattr(self._sites[call.site].module, "weight_hh_l0") else ""  # it multiplies by that for every token
+        return self._producer(name, place, kind, words, given, cause="update" if bad else cause)
 
     # Backward
 
@@ -166,8 +168,7 @@ class _Search:
             at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
             arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.place, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
-            number = self._calls_before(behind, site)
-            return self._producer(self._sites[site].name, place, words, arrived, call=number, is_forward=False)
+            return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False)
         name = self._sites[call.site].name
         # A container that returns what its last part has returned, unchanged, has no code there.
         after = next(
@@ -175,33 +176,27 @@ class _Search:
         )
         if after is None:
             words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
-            return self._producer(ROOT, place, words, is_forward=False)
+            return self._producer(ROOT, place, kind, words, is_forward=False)
         owner = after.site if after.entered != NO_CALL else after.caller
         where = ROOT if owner == NO_CALL else self._sites[owner].name
         words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
-        return self._producer(where, place, words, is_forward=False)
+        return self._producer(where, place, kind, words, is_forward=False)
 
     # Evidence
 
     def _producer(
-        self, site: str, place: int, words: str, *evidence: _Evidence, call: int = 0, is_forward: bool = True, cause: str = ""
+        self, site: str, place: int, kind: str, words: str, *evidence: _Evidence, is_forward: bool = True, cause: str = ""
     ) -> Producer:
         largest = max((value for value in self._weights_of(site).values() if math.isfinite(value)), default=None)
         if largest is not None:
             words += f" The largest magnitude of its weights is {largest:.4g}."
         if any(part.magnitude > HUGE for part in evidence) or (largest or 0.0) > HUGE:
             cause = "learning_rate"
-        return Producer(site, is_forward, self._micro_batch, place, words, call, cause=cause)
+        return Producer(site, is_forward, self._micro_batch, place, words, value=kind, cause=cause)
 
     def _weights_of(self, name: str) -> dict[str, float]:
         """Largest magnitudes of the parameters of a module, and of those within it."""
         return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
-
-    def _calls_before(self, place: int, site: int) -> int:
-        """How often a module was called before this call, in its micro-batch."""
-        is_leaf = site != NO_CALL and next(self._sites[site].module.children(), None) is None
-        calls = [call for call in self._calls[: place + 1] if call.site == site and not call.is_further]
-        return max(sum(is_leaf or call.entered == NO_CALL for call in calls) - 1, 0)
 
     def _last_output(self, place: int) -> _Evidence:
         last = next((call for call in reversed(self._calls[:place]) if call.output != UNKNOWN), None)

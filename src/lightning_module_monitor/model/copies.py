@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.outputs import with_tensors
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -290,20 +289,6 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 def _written_once(tensor: Tensor) -> tuple[slice, ...]:
     """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-
-
-def copied(value: Any) -> Any:  # noqa: ANN401  # what a module is called with
-    """A module's arguments with copies of their tensors, without a graph; a tensor that occurs twice occurs twice in the copy."""
-    memo: dict[int, Any] = {}
-
-    def copy_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone()
-            _keep_attributes(tensor, memo[id(tensor)], functools.partial(plain_copy, memo=memo))
-        one: Tensor = memo[id(tensor)]
-        return one
-
-    return with_tensors(value, copy_of)
 
 
 _OF_PYTHON = (type(None), numbers.Number, str, bytes, slice, range, type(...), enum.Enum)

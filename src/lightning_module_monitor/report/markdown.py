@@ -15,8 +15,6 @@ from lightning_module_monitor.report.run import Run, early, late, typical
 from lightning_module_monitor.report.verdict import LEVELS, Verdict
 from lightning_module_monitor.sinks.store.matrices import Table
 
-MAX_FINDINGS = 5
-"""Limit of the findings that are shown of one name."""
 MAX_SERIES = 12
 """Limit of the series that are shown."""
 MAX_MODULES = 50
@@ -73,7 +71,7 @@ def as_json(run: Run, verdict: Verdict) -> str:
         "headline": verdict.headline,
         "diagnoses": [dataclasses.asdict(one) for one in verdict.diagnoses],
         "findings": [{"level": LEVELS[one.severity], **dataclasses.asdict(one)} for one in verdict.findings],
-        "checks": [dataclasses.asdict(one) for one in verdict.checks],
+        "checks": [{**dataclasses.asdict(one), "fired": [fired.key for fired in one.fired]} for one in verdict.checks],
     }
     return json.dumps(content, indent=2)
 
@@ -98,10 +96,8 @@ def as_markdown(run: Run, verdict: Verdict) -> str:
         at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
         rows = [(key, *(_value_at(*series[key], step) for step in at)) for key in shown]
         parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
-    checks = [
-        (one.name, str(one.num_series), "" if one.num_series else one.obstacle if one.num_empty else one.needs) for one in verdict.checks
-    ]
-    parts += ["## Checks", _table(["name", "series looked at", "recorded by"], checks)]
+    checks = [(one.name, one.status, str(one.num_series), str(one.num_records), one.reason) for one in verdict.checks]
+    parts += ["## Checks", _table(["name", "status", "series", "records", "reason"], checks)]
     if run.modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
         parts += [f"## Model: {counted(len(run.modules), 'module')}", _table(header, _rows_of(run.modules))]
@@ -124,10 +120,8 @@ def _diagnoses(verdict: Verdict) -> list[str]:
 
 def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
     for level, name, findings in verdict.problems:
-        for one in findings[:MAX_FINDINGS]:
+        for one in findings:
             yield level, name, one.kind, one.site, str(one.step), one.words
-        if len(findings) > MAX_FINDINGS:
-            yield level, name, "", f"and {len(findings) - MAX_FINDINGS} more", "", ""
 
 
 def _value_at(table: Table, row: int, step: int) -> str:

@@ -17,11 +17,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
-from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, ModuleInfo
+from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, read_run
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.rewrite import whole_file
@@ -188,14 +189,27 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
 
 
 def _shown(run: Run, name: str) -> dict[str, Any]:
-    verdict = verdict_on(run.tables, run.figures, run.findings, run.watched)
+    verdict = run.verdict()
+    problems = _problems(verdict)
+    causes = [(one, [problem.name for problem in verdict.findings if problem.words in one.evidence]) for one in verdict.diagnoses]
+    causes = [(one, [*dict.fromkeys(own)]) for one, own in causes]
+    explained = {problem for one, own in causes for problem in (*own, *one.consequences)}
     return {
         "name": name,
         "path": run.path,
         "extent": run.extent,
         "verdict": verdict,
         "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
-        "problems": [(level, problem, [(one, _series(one)) for one in findings]) for level, problem, findings in verdict.problems],
+        "causes": [
+            (cause, [problems[one] for one in own if one in problems], [problems[one] for one in dict.fromkeys(cause.consequences)])
+            for cause, own in causes
+        ],
+        "others": [one for problem, one in problems.items() if problem not in explained],
+        "checks": [
+            ("found nothing", verdict.checks_with(NOT_FOUND)),
+            ("could not judge", verdict.checks_with(TOO_FEW, NOT_RECORDED)),
+            ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
+        ],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
         "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
@@ -204,6 +218,22 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
             for part in reversed(run.attributes["configurations"])
         ],
     }
+
+
+def _problems(verdict: Verdict) -> dict[str, dict[str, Any]]:
+    """By name what a check found: the findings, what it looks at, and its sites, the largest values first."""
+    fired = {check.name: check.fired for check in verdict.checks}
+    problems: dict[str, dict[str, Any]] = {}
+    for level, name, findings in verdict.problems:
+        worst = sorted(fired.get(name, ()), key=lambda one: -abs(one.value))
+        keys = [Key.parse(one.key) for one in worst if Key.parse(one.key).site]
+        sites = [(key.site, json.dumps({"kind": key.full_kind, "statistic": key.statistic, "site": key.site})) for key in keys]
+        definition = DETECTORS[name].formula if name in DETECTORS else ""
+        shown = [(one, _series(one)) for one in findings]
+        problems.setdefault(name, {"level": level, "name": name, "definition": definition, "findings": [], "sites": sites})["findings"] += (
+            shown
+        )
+    return problems
 
 
 def _shown_change(change: Change) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Finding, Key, ModuleInfo
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, TRAIN, Facts, Finding, Key, ModuleInfo
+from lightning_module_monitor.report.verdict import Verdict, verdict_on
 from lightning_module_monitor.sinks.store.matrices import Matrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
@@ -31,12 +32,18 @@ class Run:
     """Series without a site, each with one row: the monitor's own figures, summaries over sites, values that a user logs."""
     findings: list[Finding]
     """The findings of training."""
+    facts: list[tuple[int, Facts]]
+    """What is known of training besides numbers, each with its first step."""
     watched: frozenset[str]
     """The detectors that the training judged, by name."""
     histograms: list[Key]
     """Keys of its histograms, which are read one by one."""
     modules: list[ModuleInfo]
     """The model's modules; empty for a store of an earlier version."""
+
+    def verdict(self) -> Verdict:
+        """The verdict on the run."""
+        return verdict_on(self.tables, self.figures, self.findings, self.watched, self.facts, self.modules)
 
     @property
     def sites(self) -> set[str]:
@@ -81,7 +88,7 @@ def read_run(store: StoreReader) -> Run:
     attributes: dict[str, Any] = store.attributes
     runs = attributes["configurations"]
     watched = frozenset(map(str, (runs[-1]["configuration"].get("watched") if runs else None) or ()))
-    return Run(str(store.path), attributes, tables, figures, store.findings(), watched, histograms, modules)
+    return Run(str(store.path), attributes, tables, figures, store.findings(), store.facts(), watched, histograms, modules)
 
 
 def _tables_of(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Iterator[Table]:

@@ -1,54 +1,62 @@
-"""The verdict as a table in the terminal."""
+"""The verdict in the terminal."""
 
 from __future__ import annotations
 
-from rich import box
+import textwrap
+
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import Verdict
+from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
 
-MAX_SITES = 12
-"""Limit of the sites that are shown of one problem; the page has all."""
-STYLES = {"sick": "bold red", "watch": "yellow", "ok": "green", "not looked at": "dim"}
+MAX_KEYS = 5
+"""Limit of the keys that are shown of one check; the page has all."""
+STYLES = {"sick": "bold red", "watch": "yellow", "healthy": "green", "unknown": "dim"}
 
 
 def print_verdict(run: Run, verdict: Verdict) -> None:
-    """Print the findings, the checks without findings, and those without recorded values."""
+    """Print the causes, the findings with their keys, the checks that found nothing and those that could not judge; the verdict last."""
     console = Console()
-    console.print(f"[bold]{_text(run.path)}[/bold]: {run.extent}", highlight=False, soft_wrap=True)
-    for number, one in enumerate(verdict.diagnoses, 1):
-        console.print(f"[bold]{number}.[/bold] {_text(str(one))}", highlight=False, soft_wrap=True)
-    console.print(_table(verdict))
-    word = {"watch": "to watch", "ok": "healthy"}.get(verdict.level, verdict.level)
-    first = verdict.beginning
-    begins = f"; it begins at step {first.first_step}: {first.name}, {_place(first)}" if first else ""
-    console.print(f"[{STYLES[verdict.level]}]{word}[/]: {_text(verdict.headline)}{_text(begins)}", highlight=False, soft_wrap=True)
 
+    def show(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)  # a key or path is never broken
 
-def _table(verdict: Verdict) -> Table:
-    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
-    for column in ("verdict", "problem", "site", "evidence"):
-        table.add_column(column, overflow="fold")
+    def explain(text: str) -> None:
+        indent = " " * 3
+        wide = {"width": max(console.width, 40), "break_long_words": False, "break_on_hyphens": False}
+        for line in textwrap.wrap(printable(text), initial_indent=indent, subsequent_indent=indent, **wide):
+            show(escape(line))
+
+    show(f"[bold]{_text(run.path)}[/bold]: {run.extent}")
+    for number, cause in enumerate(verdict.diagnoses, 1):
+        show(f"[bold]{number}. {_text(cause.title)}[/bold]")
+        follows = [f"What follows: {', '.join(dict.fromkeys(cause.consequences))}."] if cause.consequences else []
+        for line in (*cause.evidence, *follows, f"Try {cause.advice}."):
+            explain(line)
+    fired = {check.name: check.fired for check in verdict.checks}
     for level, name, findings in verdict.problems:
-        for number, finding in enumerate(findings[:MAX_SITES]):
-            heading = (f"[{STYLES[level]}]{level}", _text(name)) if number == 0 else ("", "")
-            table.add_row(*heading, _text(_place(finding)), _text(finding.words))
-        if len(findings) > MAX_SITES:
-            table.add_row("", "", f"and {len(findings) - MAX_SITES} more", "")
-    for check in verdict.passed:
-        table.add_row(f"[{STYLES['ok']}]ok", check.name, "", f"none in {check.num_series} series")
-    for check in verdict.blind:
-        table.add_row(f"[{STYLES['not looked at']}]not looked at", check.name, "", _text(check.obstacle))
-    return table
-
-
-def _place(finding: Finding) -> str:
-    return f"{finding.site} ({finding.kind})" if finding.site and finding.kind else finding.site or finding.kind
+        show(f"[{STYLES[level]}]{level}[/] {_text(name)}")
+        for finding in findings:
+            explain(f"step {finding.step}: {finding.message}")
+        keys = [one.key for one in fired.get(name, ())]
+        for key in keys[:MAX_KEYS] if len(keys) > 1 else ():
+            show(f"   {_text(key)}")
+        if len(keys) > MAX_KEYS:
+            show(f"   and {len(keys) - MAX_KEYS} more")
+    passed = ", ".join(check.name for check in verdict.checks_with(NOT_FOUND))
+    if passed:
+        show("[green]not found[/]")
+        explain(passed)
+    for status in (TOO_FEW, NOT_RECORDED, NOT_APPLICABLE):
+        checks = verdict.checks_with(status)
+        if checks:
+            show(f"[dim]{status}[/]")
+        for check in checks:
+            explain(f"{check.name}: {check.reason}")
+    word = {"watch": "to watch"}.get(verdict.level, verdict.level)
+    show(f"[{STYLES[verdict.level]}]{word}[/]: {_text(verdict.headline)}")
 
 
 def _text(text: str) -> str:

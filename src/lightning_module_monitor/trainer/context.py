@@ -15,9 +15,10 @@ from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Key
+from lightning_module_monitor.trainer.facts import INPUT
 
 LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
-CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum"}
+CONTEXT = {LOSS: "mean", LEARNING_RATE: "max", BATCH_SIZE: "sum", **INPUT}
 """The context of every monitored step of a fit, with the aggregate over its micro-batches and all ranks."""
 
 

@@ -5,30 +5,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.health.alerts import Action, Alerts, Training
-from lightning_module_monitor.health.detectors import DIVERGING
-from lightning_module_monitor.health.diagnoses import diagnose
+from lightning_module_monitor.health.alerts import Action
+from lightning_module_monitor.health.causes import Diagnoses, diagnose
+from lightning_module_monitor.health.history import History
+from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
 from lightning_module_monitor.lightning_packages import Trainer, is_a, messages
-from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
-from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.checks import AwaitedKeys, check_keys
-from lightning_module_monitor.trainer.nonfinite import Folder, NonfiniteController
-from lightning_module_monitor.trainer.optimizers import parameter_ids
+from lightning_module_monitor.trainer.nonfinite import NonfiniteController
+
+Folder = Callable[[Trainer], Path | None]
+"""Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
 class HealthController:
@@ -42,7 +40,9 @@ class HealthController:
         self.findings: list[Finding] = []
         """All findings since the latest fit began, in their order."""
         monitor.add_rules(watch_rules(options.recorded), "health.watch", are_optional=True)
-        self._alerts: Alerts | None = None
+        self._judge: Judge | None = None
+        self._history = History()
+        """Of the run that is over."""
         self._state: dict[str, Any] = {}
         """The result of :meth:`state` for the resumed run, or at the end of this one."""
         self._awaited = AwaitedKeys()
@@ -58,7 +58,7 @@ class HealthController:
         self._following: list[tuple[Action, Finding]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_state": self.state(), "_alerts": None, "nonfinite": None}
+        return self.__dict__ | {"_state": self.state(), "_judge": None, "nonfinite": None}
 
     # The run
 
@@ -70,15 +70,15 @@ class HealthController:
     def resume(self, state: dict[str, Any]) -> None:
         """Continue the run that gave a state; before or after :meth:`begin`."""
         self._state = state
-        if self._alerts is not None:
-            self._restore(self._alerts)
+        if self._judge is not None:
+            self._restore(self._judge)
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: a resumed run repeats no finding and loses no streak."""
-        if self._alerts is None or not self._is_fit:
+        if self._judge is None or not self._is_fit:
             return self._state
         is_reported = self.nonfinite is not None and self.nonfinite.is_reported
-        return {"alerts": self._alerts.state(), "is_told": is_reported, "details": self._details}
+        return {"alerts": self._judge.state(), "is_told": is_reported, "details": self._details}
 
     def begin(self, trainer: Trainer, planned_keys: Sequence[str], histograms: Sequence[str], *, is_fit: bool) -> None:
         """The model exists; ``planned_keys`` are those of numbers.
@@ -91,33 +91,44 @@ class HealthController:
             if not check_keys(planner, pattern, label, planned_keys, histograms):
                 self._awaited.add(label, pattern)
         self._is_fit = is_fit
-        rules = self.options.alerts
-        if not getattr(self._monitor.module, "automatic_optimization", True):
-            # Several losses, which work against each other as those of a GAN, need not fall.
-            rules = tuple(rule for rule in rules if rule.name != DIVERGING)
         index = planner.index
-        self._alerts = Alerts(rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
+        self._judge = Judge(self.options.alerts, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         if self.options.nonfinite != IGNORE:
-            self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, self._folder, on_error=self._on_error)
+            self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, on_error=self._on_error)
         if is_fit:
-            self._restore(self._alerts)
+            self._restore(self._judge)
 
-    def _restore(self, alerts: Alerts) -> None:
-        alerts.load(self._state.get("alerts", {}))
+    def _restore(self, judge: Judge) -> None:
+        judge.load(self._state.get("alerts", {}))
         if self.nonfinite is not None:
             self.nonfinite.is_reported = self._state.get("is_told", False)
         for site, steps in self._state.get("details", {}).items() if self.options.may_capture else ():
             self._raise_detail(site, steps)
 
+    def finish(self) -> list[Finding]:
+        """The findings that only the whole fit shows; then log the diagnoses."""
+        if self._judge is None or not self._is_fit:
+            return []
+        found = [] if self.options.is_off else [alarm.finding for alarm in self._judge.finish()]
+        self.findings += found
+        if is_first_process():
+            self._log(found)
+            for number, one in enumerate(self.diagnoses(), 1):
+                messages.warning("[monitor] Diagnosis %d: %s", number, one)
+        return found
+
+    def diagnoses(self) -> Diagnoses:
+        """The causes of the findings so far."""
+        return diagnose(self.findings, self._history if self._judge is None else self._judge.history)
+
     def close(self) -> None:
-        """Log the diagnoses, take every hook off, and forget the run except for its findings; a second call does no harm."""
-        if self._alerts is not None and self._is_fit and is_first_process():
-            for number, one in enumerate(diagnose(self.findings), 1):
-                messages.warning("Diagnosis %d: %s", number, one)
+        """Take every hook off, and forget the run except for its findings and their causes; a second call does no harm."""
         self._state = self.state()
+        if self._judge is not None:
+            self._history = self._judge.history
         if self.nonfinite is not None:
             self.nonfinite.close()
-        self.nonfinite = self._alerts = None
+        self.nonfinite = self._judge = None
         self._forget()
 
     # Findings
@@ -127,14 +138,13 @@ class HealthController:
         if finding is not None:
             self._pending.append(finding)
 
-    def examined(self, step: int, record: Record | None, optimizers: Sequence[Optimizer]) -> Record | None:
-        """A record with the findings of the alerts on it, and those noted before; ``optimizers`` are the trainer's."""
+    def examined(self, step: int, record: Record | None) -> Record | None:
+        """A record with the findings of the alerts on it, and those noted before."""
         found, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
-        if record is not None and self._alerts is not None:
+        if record is not None and self._judge is not None:
             self._awaited.compare(record)
-            self._alerts.set_parameters(_training(self._monitor.planner.index.parameters, self._monitor.access, optimizers))
-            for alarm in self._alerts.alarms(record):
+            for alarm in self._judge.observe(record):
                 found.append(alarm.finding)
                 self._following += [(action, alarm.finding) for action in alarm.then]
         if not found:
@@ -144,10 +154,8 @@ class HealthController:
 
     def follow(self, trainer: Trainer, findings: Sequence[Finding]) -> None:
         """Log the findings of a step and perform their actions, on every rank the same."""
-        for one in findings if trainer.is_global_zero else ():
-            level = logging.ERROR if one.severity == "error" else logging.WARNING
-            where = f" at {one.site}" if one.site else ""
-            messages.log(level, "%s%s, step %d: %s", one.name, where, one.step, one.words)
+        if trainer.is_global_zero:
+            self._log(findings)
         following, self._following = self._following, []
         for action, finding in following:
             if action == "stop":
@@ -159,6 +167,12 @@ class HealthController:
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self.options.capture_steps)
                 self._raise_detail(finding.site, list(steps))
+
+    def _log(self, findings: Sequence[Finding]) -> None:
+        """Log the first sentence of each finding, and what to try."""
+        for one in findings:
+            level = logging.ERROR if one.severity == "error" else logging.WARNING
+            messages.log(level, "[monitor] Step %d, %s: %s", one.step, one.name, one.message)
 
     def _save_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """Save a checkpoint, on every rank; it gets its name when it is complete."""
@@ -198,17 +212,3 @@ class HealthController:
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
         self._monitor.add_rules(rule, DETAIL, are_optional=True)
         planner.add_capture(Capture(sites=pattern, steps=list(steps), kinds=kinds))
-
-
-def _training(sites: Sequence[ParameterSite], access: ParameterAccess, optimizers: Sequence[Optimizer]) -> dict[str, Training]:
-    """Whether each parameter is trained, by the name of its site. Optimizers without any of them have copies: all are trained."""
-    optimized = parameter_ids(optimizers)
-    parameters = {site.name: site.tensor() for site in sites}
-    has_copies = not any(id(one) in optimized for one in parameters.values())
-
-    def of(one: Tensor | None) -> Training:
-        if one is None or not one.requires_grad or access.is_empty(one) or not optimizers:
-            return "frozen"
-        return "trained" if has_copies or id(one) in optimized else "untrained"
-
-    return {name: of(one) for name, one in parameters.items()}

@@ -1,37 +1,30 @@
-"""Non-finite values of a run: whether there are any, which module made the first one, and the finding and the snapshot of it."""
+"""Non-finite values of a run: whether there are any, which module made the first one, and the finding."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.health.detectors import FINITE_STATISTICS
+from lightning_module_monitor.health.figures import FINITE_STATISTICS
 from lightning_module_monitor.health.options import WARN, ParsedHealth
 from lightning_module_monitor.health.producer import Producer, producer
-from lightning_module_monitor.health.snapshot import save
 from lightning_module_monitor.lightning_packages import Trainer, messages
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
-from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun
 from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
 """The advice where a step that is not monitored was not finite."""
-
-Folder = Callable[[Trainer], Path | None]
-"""Gives the folder of a run's files; ``None`` if there are to be none."""
 
 
 class _Search(enum.Enum):
@@ -69,11 +62,10 @@ class NonfiniteController:
     agree, that is deferred.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, folder: Folder, *, on_error: str) -> None:
+    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, *, on_error: str) -> None:
         self._options = options
         self._monitor = monitor
         self._trainer = trainer
-        self._folder = folder
         self._on_error = on_error
         sites = monitor.planner.index.modules
         self._probe = NonfiniteProbe(sites, self._hook_failed)
@@ -86,6 +78,8 @@ class NonfiniteController:
         self._is_scaled = scaler_of(trainer) is not None
         """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
         self._search = _Search.NONE
+        self._batch_indices: list[int] = []
+        """Of the micro-batches of the step."""
         self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
         self._was_finite: bool | None = None
@@ -102,10 +96,12 @@ class NonfiniteController:
         """A micro-batch is about to be run."""
         self._flag.micro_batch = 0 if is_first else self._flag.micro_batch + 1
         if is_first:
+            self._batch_indices.clear()
             self.forget_step()
             self._search = self._search_of(is_monitored=is_monitored)
             if self._search in _PROBED and not self._probe.is_attached():
                 self._probe.attach()
+        self._batch_indices.append(batch_idx)
         if self._search in _PROBED:
             self._probe.begin_micro_batch()
         elif self._search in (_Search.RERUN, _Search.LIGHT) and self._is_automatic():
@@ -226,34 +222,23 @@ class NonfiniteController:
         if found is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)
-        folder = self._folder(self._trainer) if self._options.snapshot and self._search is not _Search.PROBE else None
-        snapshot = "" if folder is None else self._snapshot(found, step, folder, rank)
         if str(self._trainer.precision).startswith("16"):
             words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
-        return self._finding(step, rank, found, snapshot)
+        return self._finding(step, rank, found)
 
-    def _snapshot(self, found: Producer, step: int, folder: Path, rank: int) -> str:
-        """Take a snapshot, on every rank, and save it on the one with the value; returns where it is, in words."""
-        path, ranks = free(folder / f"monitor.snapshot-step={step}.pt"), self._monitor.ranks
-        path = path if ranks is None else ranks.gather(path)[rank]
-        try:
-            taken = self._rerun.snapshot(found, step)
-            if rank == self._trainer.global_rank:
-                save(taken, path)
-        except Exception as error:
-            messages.warning("There is no snapshot of step %d (%s: %s).", step, type(error).__name__, error)
-            return ""
-        return f" Snapshot: {path}."
-
-    def _finding(self, step: int, rank: int, found: Producer, more: str = "") -> Finding:
+    def _finding(self, step: int, rank: int, found: Producer) -> Finding:
         self.is_reported = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
-        words = "" if found.micro_batch == UNKNOWN else f"It made the first value that is not finite, in the {direction} pass of {where}. "
+        batch_idx = self._batch_indices[found.micro_batch] if 0 <= found.micro_batch < len(self._batch_indices) else ""
+        at = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
+        kind = "NaN" if found.value == "NaN" else "Infinity"
+        source = "the batch or the LightningModule's code" if found.site == ROOT else found.site
+        words = f"{kind} in {source}, in the {direction} pass of {where} ({at}). " if found.value else ""
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
-        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}{more}", "error", cause=found.cause)
+        return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}", "error", cause=found.cause)
 
     def _hook_failed(self, error: Exception) -> None:
         message = f"Looking for values that are not finite failed ({type(error).__name__}: {error})"

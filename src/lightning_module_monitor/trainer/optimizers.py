@@ -71,6 +71,11 @@ class OptimizerTracker:
         self._hooks = HookSet()
         self._silence = ExitStack()
 
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """The optimizers that stepped, or whose step was skipped."""
+        return [*self._first_steps]
+
     def attach(self) -> None:
         """Put hooks on the optimizers."""
         for optimizer in self._optimizers:
@@ -214,6 +219,8 @@ class EngineTracker:
         self.scale: Tensor | None = None
         """The factor of the loss; shape ``()``."""
         self._steps = False
+        self.stepped: list[Optimizer] = []
+        """The engine zeroes its gradients itself."""
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""

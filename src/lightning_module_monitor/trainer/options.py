@@ -117,7 +117,7 @@ class Options(PlainFields):
         """The options in types that JSON has, and the names of the watches, for the store."""
         given = {field.name: _in_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
         nonfinite = ["nonfinite"] if self.parsed_health.nonfinite != IGNORE else []
-        return {**given, "watched": [*nonfinite, *self.parsed_health.watches]}
+        return {**given, "watched": [*nonfinite, *self.parsed_health.recorded]}
 
     def _check_store(self) -> None:
         store = self.store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
-from lightning_module_monitor.health.snapshot import Snapshot
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule
-from lightning_module_monitor.model.copies import copied, independent_copy
-from lightning_module_monitor.model.hooks import Uncompiled, UncopiedHook
+from lightning_module_monitor.model.copies import independent_copy
+from lightning_module_monitor.model.hooks import Uncompiled
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
+from lightning_module_monitor.probes.masked_rows import MaskedRows
 from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
@@ -112,10 +111,15 @@ class StepRerun:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
-        found = producer(self._observed(kept))
+        masked_rows = MaskedRows()
+        with masked_rows:
+            found = producer(self._observed(kept))
+        if found is not None and masked_rows.is_found and found.value == "NaN":
+            words = f"{found.words} There, attention or a softmax has a row in which all keys are masked."
+            found = replace(found, words=words, cause="masked_row")
         if found is not None and found.site == ROOT and found.is_forward:
             kinds = _nonfinite_in(kept.batch)
-            batch = f"The batch has {' and '.join(kinds)}." if kinds else "The batch is finite."
+            batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
             found = replace(found, words=f"{found.words} {batch}", cause="data" if kinds else found.cause)
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
@@ -140,43 +144,6 @@ class StepRerun:
             return probe.observed()
         finally:
             probe.close()
-
-    def snapshot(self, found: Producer, step: int) -> Snapshot:
-        """The call in which a module made the non-finite value, with everything that makes it again.
-
-        Raises:
-            RuntimeError: If the batch was not kept.
-        """
-        kept = self._kept[found.micro_batch]  # of one that is not known the last
-        if kept is None:
-            raise RuntimeError(f"the batch of micro-batch {found.micro_batch} was not kept")
-        alone = Snapshot(
-            step=step,
-            site=found.site,
-            words=found.words,
-            is_forward=found.is_forward,
-            batch=kept.batch,
-            batch_random_states=kept.random_states,
-        )
-        if found.site == ROOT:
-            return alone
-        device = self._model.device
-        sibling, same_sites = self._sibling()
-        same = next(site for site in same_sites if site.name == found.site)
-        snapshots: list[Snapshot] = []
-        countdown = itertools.count(-found.call)
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if next(countdown) == 0:
-                dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-                own_args, own_kwargs = copied((args, kwargs))
-                call = replace(alone, args=own_args, kwargs=own_kwargs, random_states=RandomStates.now(device), autocast=dtype)
-                snapshots.append(replace(call, module=_on_host(module)))
-
-        same.module.register_forward_pre_hook(UncopiedHook(keep), with_kwargs=True)
-        with torch.no_grad():
-            self._run(sibling, kept)
-        return snapshots[0] if snapshots else alone
 
     def _sibling(self) -> tuple[LightningModule, list[ModuleSite]]:
         """A copy of the model, and the same sites in it.
@@ -245,22 +212,18 @@ def _nonfinite_in(batch: object) -> list[str]:
     return sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
 
 
+def _samples_in(batch: object) -> str:
+    """The samples of a batch that are not finite, in words: by their index in the first dimension of the largest such tensor."""
+    bad = [local_part(one) for _path, one in named_tensors(batch) if one.dim() and (one.is_floating_point() or one.is_complex())]
+    rows = [(~one.isfinite()).flatten(1).any(1) if one.dim() > 1 else ~one.isfinite() for one in bad]
+    samples = next((found for row in rows if (found := row.nonzero().flatten().tolist())), [])
+    more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
+    return f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else ""
+
+
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies, and how many bytes there are."""
     if tensor.layout is not torch.strided:
         return id(tensor), tensor.numel() * tensor.element_size()  # at most: a sparse tensor leaves out zeros
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
-
-
-def _on_host(module: nn.Module) -> nn.Module:
-    """A copy with its weights and buffers in host memory, and without hooks: those of others may not be fit for a file."""
-    memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in module.buffers()}
-    for one in module.parameters():
-        if type(one) in (nn.Parameter, _SharedWeight):
-            memo[id(one)] = nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
-    own = independent_copy(module, memo)
-    for part in own.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            hooks.clear()
-    return own

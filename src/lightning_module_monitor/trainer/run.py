@@ -190,7 +190,7 @@ class RunController:
 
     def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record | None) -> None:
         """Give a record, and what was found since the last one, to every sink, and act on the findings."""
-        record = self.health.examined(step_of(trainer), record, trainer.optimizers)
+        record = self.health.examined(step_of(trainer), record)
         if record is None:
             return
         if record.values:  # else it has only findings, of a step that was not monitored
@@ -218,6 +218,13 @@ class RunController:
             stack.callback(self.sinks.close)
             stack.callback(self.monitor.close)
             stack.callback(self.health.close)
+            try:
+                found = self.health.finish()
+            except Exception as error:
+                messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
+                found = []
+            if found:
+                self.sinks.write(Record(found[0].step, findings=found))
 
 
 def step_of(trainer: Trainer) -> int:

@@ -154,13 +154,18 @@ class SinksController:
             self._heat_maps = HeatMaps(trainer.loggers, messages)
         if self._files is None and self._options.store and (path := self._new_store_path(trainer)) is not None:
             self._files = self._open_files(path.resolve())
-        if self._files is not None:
-            self._files.write(record)
-            self._path = self.store_path = str(self._files.path)
-        self._loggers.write(record)
+        self.write(record)
         self._last_step = record.step
         if self._files is not None and self._files.has_begun and self._heat_maps is not None:
             self._heat_maps.draw_if_due(self._files.path, record.step)
+
+    def write(self, record: Record) -> None:
+        """Write a record to the store and the loggers that are open."""
+        if self._files is not None:
+            self._files.write(record)
+            self._path = self.store_path = str(self._files.path)
+        if self._loggers is not None:
+            self._loggers.write(record)
 
     def _open_files(self, path: Path) -> RunFiles:
         """The store of this run, and the file of raw tensors beside it.

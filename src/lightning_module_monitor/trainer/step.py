@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +19,7 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
+from lightning_module_monitor.trainer.facts import StepFacts
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
@@ -42,6 +45,7 @@ class StepController:
         self._optimizers: OptimizerTracker | EngineTracker | None = None
         """The optimizers of a monitored step."""
         self._context = ContextController(self._monitor)
+        self._facts = StepFacts(self._monitor)
         self._ddp_guards: list[DDPForwardGuard] = []
         """The guard of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
@@ -83,6 +87,7 @@ class StepController:
                 self._context.announce(trainer.optimizers)
             if self._begin_step(step):
                 self._context.begin_step()
+                self._facts.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
             elif self._overhead is None and self._nonfinite is None:
@@ -92,6 +97,7 @@ class StepController:
         self._monitor.end_backward()
         if self._optimizers is not None:
             self._context.observe_batch(trainer, batch)
+            self._facts.observe_batch(batch)
         if self._run.reference is not None and self._monitor.awaits_reference():
             self._run.reference.run(trainer, batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
@@ -107,6 +113,7 @@ class StepController:
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
             self._context.observe_loss(trainer, loss, self._optimizers.scale)
+            self._facts.observe_backward(loss, _real(trainer.optimizers))
 
     def end_backward(self) -> None:
         """The backward pass is over."""
@@ -249,8 +256,9 @@ class StepController:
             self._optimizers = EngineTracker(self._monitor, trainer.strategy.model)
             return
         is_automatic, scaler = pl_module.automatic_optimization, scaler_of(trainer)
-        optimizers = [one for one in trainer.optimizers if isinstance(one, Optimizer)]  # a strategy may have objects of its own
-        self._optimizers = OptimizerTracker(self._monitor, pl_module, optimizers, is_automatic=is_automatic, scaler=scaler, fail=self.fail)
+        self._optimizers = OptimizerTracker(
+            self._monitor, pl_module, _real(trainer.optimizers), is_automatic=is_automatic, scaler=scaler, fail=self.fail
+        )
         self._optimizers.attach()
 
     def _close_optimizers(self) -> None:
@@ -264,6 +272,7 @@ class StepController:
         try:
             self._close_ddp_guard()
             if self._optimizers is not None:
+                self._facts.end_step(self._optimizers.stepped)
                 self._optimizers.finish()
                 self._optimizers = None
                 self._context.end_step(trainer)
@@ -278,7 +287,14 @@ class StepController:
             self._overhead.decide(record.values.get(self._monitor.planner.own_key(OVERHEAD_FRACTION), math.nan))
         if self._nonfinite is not None:
             self._run.health.note(self._nonfinite.end_step(step_of(trainer), record))
+        if record is not None:
+            record = replace(record, facts=self._facts.facts(pl_module, _real(trainer.optimizers)))
         self._run.emit(trainer, pl_module, record)
+
+
+def _real(optimizers: Sequence[object]) -> list[Optimizer]:
+    """The optimizers of torch: a strategy may have objects of its own."""
+    return [one for one in optimizers if isinstance(one, Optimizer)]
 
 
 class DDPForwardGuard:

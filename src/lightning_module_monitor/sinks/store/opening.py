@@ -148,8 +148,9 @@ def _check_content(file: h5py.File, path: Path) -> None:
     for group, columns in schema.read_columns(file, with_superseded=True).items():
         _check_table(file[group], columns, schema.has_histograms(group))
     for name, _item in found:
-        if schema.is_findings(name):
+        if schema.has_rows(name):
             schema.read_findings(file[name].parent)
+            schema.read_facts(file[name].parent)
 
 
 def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) -> None:

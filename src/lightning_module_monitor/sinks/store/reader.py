@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.display import Described, Description, Findings, counted
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
-from lightning_module_monitor.record import Finding, Key, ModuleInfo
+from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.opening import AbsentKeyError, find_store, open_store
@@ -228,6 +228,11 @@ class StoreReader(Described):
         """The findings of training, in their order; a notebook shows a table."""
         with open_store(self.path) as file:
             return Findings(schema.read_findings(file))
+
+    def facts(self) -> list[tuple[int, Facts]]:
+        """What is known of training besides numbers, each with the first step that it is true of."""
+        with open_store(self.path) as file:
+            return schema.read_facts(file)
 
     def modules(self) -> list[ModuleInfo]:
         """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of what each returned first.

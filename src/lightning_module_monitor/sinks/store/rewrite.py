@@ -229,15 +229,15 @@ def rewrite(
 
 
 def _steps_by_name(source: h5py.File, tables: Iterable[str]) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
-    """Rows, and the step of each, of the tables and of the findings; or of the raw tensors, which count as a row each."""
+    """Rows, and the step of each, of the tables, findings and facts; or of the raw tensors, which count as a row each."""
     for group in tables:
         steps = schema.read_steps(source[group])
         yield group, np.arange(len(steps)), steps
     for name, dataset in schema.datasets(source):
         if schema.has_tensors(source):
             yield name, np.zeros(1, np.int64), np.array([schema.step_of(name)])
-        elif schema.is_findings(name):
-            whole = np.flatnonzero(dataset["name"] != b"")  # a kill can leave a row without a name
+        elif schema.has_rows(name):
+            whole = np.flatnonzero(dataset[dataset.dtype.names[1]] != b"")  # a kill can leave a row without a text
             yield name, whole, dataset["step"][whole]
 
 

@@ -6,7 +6,7 @@ row of ``values`` is one chunk: it is compressed and written once, and never rew
 The histograms of a kind are a table of the same form, in the group ``histograms`` of the kind: ``values`` are steps x columns x ``bins``
 (int64 counts), ``bins`` is a text for each bin, and the attribute ``edges`` has the edges of the bins.
 
-``findings`` has a row for each finding.
+``findings`` has a row for each finding. ``facts`` has the JSON of what is known of the steps from one on, in parts of 500 bytes.
 
 ``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of what it
 returned first. All rows exist from the start; shape and dtype are written in place once they are known.
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import h5py
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import EDGES, LABELS
-from lightning_module_monitor.record import Finding, Key, ModuleInfo
+from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 
 FORMAT_VERSION = 1
 """Raise it whenever a reader has to know."""
@@ -47,14 +48,19 @@ SITELESS = "logged"
 HISTOGRAMS = "histograms"
 SUPERSEDED = "superseded"
 FINDINGS = "findings"
+FACTS = "facts"
 MODULES = "module table"
 """With a space, which no kind has."""
 
-_RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, "values", "steps", "columns"}
+_RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
 _TEXTS_OF_FINDING = [("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600"), ("cause", "S40")]
 _FINDING = np.dtype([("step", "<i8"), *_TEXTS_OF_FINDING, ("steps_before", "<i8")])
-_FINDINGS_PER_CHUNK = 4
+_FACTS = np.dtype([("step", "<i8"), ("text", "S500")])
+"""A part of the JSON of a step's facts."""
+_ROWS_PER_CHUNK = 4
+_ROWS = {FINDINGS: _FINDING, FACTS: _FACTS}
+"""Datasets whose rows have a step."""
 _MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
 _CALL = ".call_"
 _RAW_TENSORS = "raw tensors"
@@ -122,9 +128,9 @@ def is_superseded(name: str) -> bool:
     return name.startswith(f"{SUPERSEDED}/")
 
 
-def is_findings(name: str) -> bool:
-    """Whether a dataset has findings: those of the file, or those that are superseded."""
-    return name.rpartition("/")[2] == FINDINGS
+def has_rows(name: str) -> bool:
+    """Whether a dataset has findings or facts: those of the file, or those that are superseded."""
+    return name.rpartition("/")[2] in _ROWS
 
 
 # ------------------------------------------------------------------ reading
@@ -211,6 +217,24 @@ def read_findings(group: h5py.Group) -> list[Finding]:
     return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in whole]
 
 
+def read_facts(file: h5py.File) -> list[tuple[int, Facts]]:
+    """The facts of training, each with the first step that they are true of; old files have none."""
+    texts: dict[int, bytes] = {}
+    for step, text in file[FACTS][...].tolist() if FACTS in file else ():
+        texts[step] = texts.get(step, b"") + text
+    found = []
+    for step, text in texts.items():
+        with suppress(ValueError):  # not written whole: a kill came in between
+            found.append((step, Facts.of_json(json.loads(text))))
+    return found
+
+
+def fact_rows(step: int, facts: Facts) -> NDArray[np.void]:
+    """Facts as rows of the dataset."""
+    text, size = json.dumps(asdict(facts)).encode(), _FACTS["text"].itemsize
+    return np.array([(step, text[first : first + size]) for first in range(0, len(text), size)], dtype=_FACTS)
+
+
 def read_modules(file: h5py.File) -> list[ModuleInfo]:
     """The modules of the model, in its order; old files have none."""
     rows = [] if MODULES not in file else file[MODULES][...].tolist()
@@ -231,7 +255,8 @@ def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> 
 def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
     """Fill a new file with every group and dataset: readers with SWMR do not find those that are created later.
 
-    ``tables`` are columns by group; a group ``superseded/1/findings`` makes room for findings. ``None``: the file is for raw tensors.
+    ``tables`` are columns by group; a group ``superseded/1/findings`` or ``superseded/1/facts`` makes room for those. ``None``: the file
+    is for raw tensors.
     """
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["package_version"] = attributes.package_version
@@ -242,11 +267,12 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
         return
     if modules:
         file.create_dataset(MODULES, data=module_rows(modules)).make_scale(MODULES)
-    for name, columns in {FINDINGS: (), **tables}.items():
-        if is_findings(name):
+    for name, columns in {FINDINGS: (), FACTS: (), **tables}.items():
+        if has_rows(name):
+            last = name.rpartition("/")[2]
             # Not compressed: a chunk that is compressed again as it fills would move while others read it.
-            findings = file.create_dataset(name, (0,), _FINDING, maxshape=(None,), chunks=(_FINDINGS_PER_CHUNK,))
-            findings.make_scale(FINDINGS)  # a dimension of its own, as below: xarray requires one
+            rows = file.create_dataset(name, (0,), _ROWS[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
+            rows.make_scale(last)  # a dimension of its own, as below: xarray requires one
         else:
             # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
             _create_table(file.require_group(name), columns, has_histograms(name))

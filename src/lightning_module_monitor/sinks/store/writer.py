@@ -303,6 +303,8 @@ class Store(Writer):
     def _put_in_place(self, temporary: Path) -> None:
         self._file = rewrite.append_in_place(temporary, self.path)
         self._findings, self._last_keys = self._file[schema.FINDINGS], None
+        self._facts = self._file[schema.FACTS]
+        self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(self._file))), None)
         self._modules = schema.read_modules(self._file)
         self._tables, self._places, self._histogram_places = [], {}, {}
         for group, columns in schema.read_columns(self._file).items():
@@ -323,13 +325,16 @@ class Store(Writer):
         rows, findings = self._rows(record), schema.finding_rows(record.findings)
         for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
         for_values = for_steps + sum(row.nbytes for _table, row in rows)
-        for_findings = space.growth(self._findings, len(findings), len(self._findings)) if len(findings) else 0
-        with space.room(self._file, for_values + for_findings + for_steps):
+        facts = schema.fact_rows(record.step, record.facts) if record.facts not in (None, self._last_facts) else findings[:0]
+        texts = [(dataset, new) for dataset, new in ((self._findings, findings), (self._facts, facts)) if len(new)]
+        for_texts = sum(space.growth(dataset, len(new), len(dataset)) for dataset, new in texts)
+        with space.room(self._file, for_values + for_texts + for_steps):
             for table, row in rows:
                 table.put_values(record.step, row)
-            if len(findings):
-                self._findings.resize(len(self._findings) + len(findings), axis=0)
-                self._findings[-len(findings) :] = findings
+            for dataset, new in texts:
+                dataset.resize(len(dataset) + len(new), axis=0)
+                dataset[-len(new) :] = new
+        self._last_facts = record.facts or self._last_facts
         # The steps last: a row is complete once its step is there, so its values must be on their way before.
         with space.room(self._file, for_steps):
             for table, _row in rows:

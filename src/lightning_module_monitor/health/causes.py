@@ -1,0 +1,354 @@
+"""Diagnoses: the causes that explain findings, at most three; one table of causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.health.alerts import CURE
+from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.history import SMALL_REACH, History
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
+
+MAX_DIAGNOSES = 3
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A likely cause of findings, and what to try.
+
+    Attributes:
+        name: Of the cause, e.g. ``learning_rate``.
+        headline: The cause in a sentence.
+        first_step: The first step that shows it.
+        site: The first module or parameter that shows it; empty where it is about none.
+        evidence: What was found, in sentences with figures, and what rules other causes out.
+        consequences: Names of the other findings that follow from it.
+        advice: What to try.
+        key: The key of the series that shows it first; empty where there is none.
+    """
+
+    name: str
+    headline: str
+    first_step: int
+    site: str
+    evidence: tuple[str, ...]
+    consequences: tuple[str, ...]
+    advice: str
+    key: str = ""
+
+    @property
+    def num_consequences(self) -> int:
+        """How many other findings it explains."""
+        return len(self.consequences)
+
+    @property
+    def title(self) -> str:
+        """The cause with its first step and site."""
+        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site else ''}"
+
+    def __str__(self) -> str:
+        num = self.num_consequences
+        more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
+        return f"{self.title}. {' '.join(self.evidence)}{more} Try: {self.advice}."
+
+
+class Diagnoses(Described, list[Diagnosis]):
+    """Diagnoses in their order."""
+
+    def _describe(self) -> Description:
+        rows = [(str(one.first_step), one.headline, one.site, one.evidence[0], one.advice) for one in self]
+        return Description(counted(len(self), "diagnosis", "diagnoses"), ("from step", "what", "where", "evidence", "try"), rows)
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An entry of the table of causes."""
+
+    name: str
+    headline: str
+    evidence_for: tuple[str, ...]
+    """Names of the findings that show it."""
+    advice: str
+    explains: tuple[str, ...] = ()
+    """Names of the findings that may follow from it, where they do not begin earlier."""
+    needs: str = ""
+    """Further evidence for it, in words; ``is_shown`` decides."""
+    is_shown: Callable[[Finding, History], bool] = lambda _finding, _history: True
+    """Whether a finding of such a name, with the run's history, does show it."""
+    evidence_against: str = ""
+    """What rules it out, in words; ``is_ruled_out`` decides."""
+    is_ruled_out: Callable[[History], bool] = lambda _history: False
+
+
+def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
+    """Whether the search for a non-finite value found one of these causes itself, or none of its own (an empty name)."""
+    return lambda finding, _history: finding.name != NONFINITE or finding.cause in names
+
+
+_ALL = (NONFINITE, *DETECTORS)
+_ZERO = ("zero_outputs", "zero_gradients")
+_STILL = ("frozen_updates", "tiny_updates")
+_GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "large_updates", "gradient_spike")
+_FLAT = ("saturation", "vanishing", "entropy_collapse", "large_logits")
+_SYMPTOMS = (*_ZERO, *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
+_SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
+
+CAUSES = (
+    Cause(
+        "data",
+        "The data has NaN or infinity",
+        (NONFINITE,),
+        "look at the batch of that step, and drop or clip what is not finite in the data set",
+        (*_SYMPTOMS, *_GROWTH, NONFINITE),
+        "the batch itself is not finite",
+        is_shown=_cause_is("data"),
+    ),
+    Cause(RANK_DISAGREEMENT, "Ranks have come apart: copies of one parameter differ", (RANK_DISAGREEMENT,), CURE, _GROWTH),
+    Cause(
+        "no_optimizer",
+        "No optimizer has some parameters that get a gradient",
+        ("no_optimizer",),
+        "give them to the optimizer in configure_optimizers, or set requires_grad to False where they are to stay as they are",
+        (*_STILL, "exploding", NOT_LEARNING),
+    ),
+    Cause(
+        ZERO_RATE,
+        "The learning rate of a parameter group is 0",
+        (ZERO_RATE,),
+        "give the group a learning rate, or set requires_grad to False where it is to stay as it is",
+        (*_STILL, NOT_LEARNING),
+    ),
+    Cause(
+        "stale_gradients",
+        "Gradients are never set to zero: each step adds to those before",
+        ("stale_gradients",),
+        "optimizer.zero_grad() before the backward pass",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+    ),
+    Cause(
+        "softmax_twice",
+        "The loss takes a softmax or sigmoid twice: the model has one, and the loss its own",
+        ("softmax_twice",),
+        "give the loss the logits of the model",
+        (*_FLAT, *_ZERO, NOT_LEARNING),
+    ),
+    Cause(
+        "constant_input",
+        "The input is the same for all samples",
+        ("constant_input",),
+        "look at what the data set returns, and at its transforms",
+        (*_SYMPTOMS, *_GROWTH),
+    ),
+    Cause(
+        "in_eval",
+        "Normalization layers are in eval while their weights are trained",
+        ("in_eval",),
+        "call train() on the model before the fit, or freeze their weights by requires_grad = False where it is meant",
+        (*_GROWTH, *_FLAT, NOT_LEARNING, NONFINITE),
+    ),
+    Cause(
+        "masked_row",
+        "Attention has a row in which all keys are masked",
+        (NONFINITE,),
+        "leave one key visible for every query, e.g. the token itself; or drop samples that are padding alone",
+        (*_SYMPTOMS, *_GROWTH, NONFINITE),
+        "a softmax gets a row of minus infinity, or a mask without a visible key",
+        is_shown=_cause_is("masked_row"),
+    ),
+    Cause(
+        "overflow",
+        "Magnitudes leave float16",
+        (NONFINITE, "skipped_steps"),
+        "precision: bf16-mixed, which has the range of float32; or smaller weights, inputs or losses",
+        (NONFINITE, "skipped_steps", NOT_LEARNING, *_STILL),
+        "the run computes in float16",
+        is_shown=_cause_is("overflow"),
+    ),
+    Cause(
+        "missing_normalization",
+        "Activations grow from layer to layer",
+        ("growing_over_depth",),
+        "normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+        "from the first record on",
+        is_shown=lambda finding, _history: finding.first_step == 0,
+    ),
+    Cause(
+        "unscaled_targets",
+        "The targets are far larger than the outputs of the model",
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation"),
+        "scale the targets: subtract their mean and divide by their standard deviation",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+        "a large first loss, with outputs much smaller than its square root",
+        is_shown=lambda _finding, history: history.has_small_outputs,
+    ),
+    Cause(
+        "unscaled_input",
+        "The input is far from a size of 1",
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", NONFINITE),
+        "scale the input: subtract its mean and divide by its standard deviation",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+        "the input's rms was above 20 in the first record",
+        is_shown=lambda finding, history: history.has_large_input and _cause_is("", "learning_rate", "update")(finding, history),
+    ),
+    Cause(
+        "explodes_from_start",
+        "Gradients explode on their way back, from the first step on",
+        ("exploding", "growing_weights", "growing_activations", "diverging", NONFINITE, "skipped_steps"),
+        "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE, "growing_over_depth", "skipped_steps"),
+        "the first gradient is more than 1000 times the first loss, before any update; or a recurrent module makes the NaN",
+        is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
+    ),
+    Cause(
+        "learning_rate",
+        "The learning rate is too high",
+        ("exploding", "growing_weights", "large_updates", "growing_activations", "growing_over_depth", "diverging", NONFINITE),
+        _SLOWER,
+        (*_GROWTH, *_SYMPTOMS, NONFINITE, "growing_over_depth", "skipped_steps", "shrinking_weights"),
+        "of NaN and infinity: magnitudes had grown there",
+        is_shown=_cause_is("learning_rate"),
+        evidence_against="the loss has not risen above its first values, nor jumped",
+        is_ruled_out=lambda history: not history.has_risen,
+    ),
+    Cause(
+        "weight_decay",
+        "Weight decay pulls the weights to zero",
+        ("shrinking_weights",),
+        "a weight decay that is ten times lower",
+        (*_SYMPTOMS,),
+        "an optimizer has a weight decay",
+        is_shown=lambda _finding, history: any(group.weight_decay > 0 for group in history.facts.groups),
+    ),
+    Cause(
+        "attention",
+        "Attention is saturated: heads look at a single key",
+        ("entropy_collapse", "large_logits"),
+        "a normalization of queries and keys, a scale of 1 / sqrt(d), a lower learning rate, longer warm-up",
+        ("saturation", "vanishing", *_ZERO, NOT_LEARNING),
+    ),
+    Cause(
+        "dead_from_start",
+        "ReLU units are dead from the start: the initialization kills them",
+        ("dead_units",),
+        "biases that start at 0, He initialization, LeakyReLU or GELU, a normalization layer in front",
+        (*_ZERO, *_STILL, "vanishing", NOT_LEARNING),
+        "from the first record on",
+        is_shown=lambda finding, _history: finding.first_step == 0,
+    ),
+    Cause(
+        "dead_units",
+        "ReLU units have died while training: updates were too large",
+        ("dead_units",),
+        "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front",
+        (*_ZERO, *_STILL, "vanishing", NOT_LEARNING),
+    ),
+    Cause(
+        "saturation",
+        "Activation functions are saturated: next to no gradient comes through",
+        ("saturation",),
+        "a smaller initialization, a normalization layer in front, ReLU or GELU; for a softmax a scale of 1 / sqrt(d)",
+        ("vanishing", *_ZERO, *_STILL, NOT_LEARNING),
+    ),
+    Cause(
+        "vanishing",
+        "Gradients vanish on their way back",
+        ("vanishing", "gradient_gain"),
+        "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
+        (*_ZERO, *_STILL, NOT_LEARNING),
+        "from the first record on",
+        is_shown=lambda finding, _history: finding.first_step == 0 or finding.name != "vanishing",
+    ),
+    Cause(
+        "vanished",
+        "Gradients have come to vanish while training: updates were too large",
+        ("vanishing",),
+        "a lower learning rate, warm-up; a normalization layer",
+        (*_ZERO, *_STILL, NOT_LEARNING),
+    ),
+    Cause(
+        "small_rate",
+        "The learning rate is too low",
+        (NOT_LEARNING, *_STILL),
+        "a learning rate that is ten times higher, again until the loss falls",
+        (NOT_LEARNING, *_STILL),
+        f"all steps together can move no weight by more than {SMALL_REACH:.0%} of its norm",
+        is_shown=lambda _finding, history: history.reach < SMALL_REACH,
+    ),
+    Cause(
+        "frozen",
+        "Parameters that are to be trained do not move",
+        _STILL,
+        "where the model does not use them, as the mask token of a checkpoint, set requires_grad to False; else look for a detach() or "
+        "no_grad() in their way, and, in half precision, for updates that are rounded away",
+        (*_ZERO, NOT_LEARNING),
+    ),
+    Cause(
+        "update",
+        "Weights are not finite: the update of the step before has made them so, or code of the model that writes into them",
+        (NONFINITE,),
+        "health: {nonfinite: always}, which names the module whose gradient was not finite",
+        (NONFINITE, *_GROWTH, *_SYMPTOMS),
+        "the weights themselves are not finite when the step begins",
+        is_shown=_cause_is("update"),
+    ),
+    Cause(
+        NONFINITE,
+        "A value is not finite",
+        (NONFINITE,),
+        "look at the code of the module that is named: logarithms and roots of 0, divisions by 0, overflow of exp",
+        (NONFINITE, *_GROWTH, *_SYMPTOMS),
+    ),
+    Cause(
+        "zero",
+        "A part of the model passes on zeros alone",
+        _ZERO,
+        "look whether it is meant to be idle, for a detach() or no_grad(), and for a softmax over one value, which has no slope",
+        (*_STILL, NOT_LEARNING),
+    ),
+    Cause(
+        "growth",
+        "Sizes grow, and the loss does not rise",
+        ("exploding", "growing_weights", "growing_activations", "diverging", "large_updates", "growing_over_depth"),
+        "clipping of gradients, a normalization layer, weight decay; look at the scale of inputs and targets",
+        (*_GROWTH, NOT_LEARNING),
+    ),
+    Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for what pulls them there", (NOT_LEARNING,)),
+    Cause(
+        NOT_LEARNING,
+        "The loss does not fall, though weights move and gradients arrive",
+        (NOT_LEARNING,),
+        "look whether labels belong to their inputs; train on one batch until its loss is near 0; other learning rates",
+    ),
+)
+"""In the order in which they are tried: what is certain comes before what is likely."""
+
+
+def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
+    """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
+    rest, history = sorted(findings, key=lambda one: one.first_step), History() if history is None else history
+    diagnoses = Diagnoses()
+    for cause in CAUSES:
+        found = [one for one in rest if one.name in cause.evidence_for and cause.is_shown(one, history)]
+        if not found or cause.is_ruled_out(history):
+            continue
+        first = found[0]
+        explained = [
+            one
+            for one in rest
+            if one in found or (one.name in cause.explains and (one.first_step >= first.first_step or one.name == NOT_LEARNING))
+        ]
+        evidence = tuple(one.words for one in found[:3])
+        consequences = tuple(one.name for one in explained if one not in found)
+        diagnoses.append(
+            Diagnosis(cause.name, cause.headline, first.first_step, first.site, evidence, consequences, cause.advice, first.key)
+        )
+        rest = [one for one in rest if one not in explained]
+        if len(diagnoses) == MAX_DIAGNOSES:
+            break
+    return diagnoses

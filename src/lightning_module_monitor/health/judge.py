@@ -1,0 +1,147 @@
+"""One judge for the records of a run, while it trains and on its store."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
+from lightning_module_monitor.health.detectors import DIVERGING, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.history import NO_FACTS, History, is_kept
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, Finding, Key, ParameterFacts, Record
+
+UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
+"""Without facts every parameter counts as trained."""
+
+
+class Alarm(NamedTuple):
+    """A finding, and the actions that follow it."""
+
+    finding: Finding
+    then: tuple[Action, ...] = ("warn",)
+    fired: Sequence[Fired] = ()
+    """The figures that it is about."""
+
+
+class Judge:
+    """Judges the records of a run, one after the other, by rules; and the whole run at its end.
+
+    Args:
+        rules: The rules.
+        sites: The names of all sites in the order of the model, in which rules get their values. A record groups keys by what is recorded.
+    """
+
+    def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = ()) -> None:
+        self.states = [RuleState(rule) for rule in rules]
+        self.history = History()
+        self._places = {site: place for place, site in enumerate(dict.fromkeys(sites))}
+        self._place_of_key: dict[str, int] = {}
+        self._parts: dict[str, Key] = {}
+        self._kept: dict[str, Key | None] = {}
+        """Keys without prefix of the values that the history keeps."""
+        self._concerned: dict[str, list[int]] = {}
+
+    def observe(self, record: Record) -> list[Alarm]:
+        """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
+        history = self.history
+        if record.facts is not None and record.facts != history.facts:
+            history.facts = record.facts
+            self._concerned.clear()
+        of_rules: list[dict[str, float]] = [{} for _state in self.states]
+        values: dict[Key, float] = {}
+        for key, value in itertools.chain(record.values.items(), () if record.facts is None else record.facts.as_values().items()):
+            parts = self._parts.get(key)
+            if parts is None:
+                parts = self._parts[key] = Key.parse(key)
+                self._place_of_key[key] = self._places.get(parts.site, -1)
+                self._kept[key] = parts._replace(prefix="") if is_kept(parts) else None
+            if key not in self._concerned:
+                self._concerned[key] = self._rules_of(parts, key)
+            for place in self._concerned[key]:
+                of_rules[place][key] = value
+            kept = self._kept[key]
+            if kept is not None:
+                values[kept] = value
+        if values:
+            history.add(record.step, values)
+        was_skipped = values.get(Key(OWN_KIND, "", STEP_SKIPPED), 0.0) > 0
+        alarms = []
+        for state, own in zip(self.states, of_rules, strict=True):
+            alarm = self._judge(state, record.step, own, was_skipped=was_skipped)
+            if alarm is not None:
+                alarms.append(alarm)
+        return alarms
+
+    def _judge(self, state: RuleState, step: int, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
+        rule, history = state.rule, self.history
+        if rule.needs_rate:
+            values = {key: value for key, value in values.items() if history.rate_of(self._parts[key].site) != 0}
+        state.num_records += not values and rule.is_of_facts and history.facts is not NO_FACTS
+        if not values or (rule.needs_step and was_skipped) or (rule.name == DIVERGING and history.facts.is_manual):
+            return None
+        if step > rule.until_step or has_fallen(history.first_loss, history.loss, rule.unless_loss_falls):
+            state.num_records += 1  # it was looked at, and is well
+            return None
+        keys = tuple(sorted(values, key=self._place_of_key.__getitem__))
+        fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
+        if rule.needs_rate and history.facts.is_manual:
+            fired = self._without_clamped(state, fired)
+        if not fired:
+            return None
+        since, parts = min(one.since for one in fired), Key.parse(fired[0].key)
+        finding = Finding(step, rule.name, parts.site, fired[0].key, words_of(rule, fired, step), rule.severity, step - since)
+        return Alarm(finding, rule.then, fired)
+
+    def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:
+        """The parameters whose group as a whole stands still: else code of the user holds them, as the clamp of a WGAN does."""
+        parameters = self.history.facts.parameters
+        moving = {parameters.get(Key.parse(name).site, UNKNOWN_PARAMETER).group for name, num in state.num_met().items() if num == 0}
+        return [one for one in fired if parameters.get(Key.parse(one.key).site, UNKNOWN_PARAMETER).group not in moving]
+
+    def _rules_of(self, parts: Key, key: str) -> list[int]:
+        """Places of the rules that are for a key."""
+        training = self.history.facts.parameters.get(parts.site, UNKNOWN_PARAMETER).training
+        rules = [state.rule for state in self.states]
+        is_for = [rule.parameters is None or training == rule.parameters for rule in rules]
+        return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
+
+    def finish(self) -> list[Alarm]:
+        """What only the whole run shows."""
+        return [*self._zero_rates(), *self._not_learning()]
+
+    def _zero_rates(self) -> list[Alarm]:
+        history, found = self.history, []
+        for name, (num_records, largest) in history.rates.items():
+            sites = history.sites_of(name)
+            if largest == 0 and num_records >= 3 and sites:
+                more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+                words = f"{sites[0]}{more}: the learning rate is 0 in all {num_records} records, and the gradient is not."
+                found.append(self._of_run(ZERO_RATE, sites[0], Key(CONTEXT_KIND, "", name).format(), words, "error"))
+        return found
+
+    def _not_learning(self) -> list[Alarm]:
+        before, after = self.history.ends
+        if self.history.learning != "flat":
+            return []
+        losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last"
+        words = f"The loss does not fall: {losses}, in {len(self.history.losses)} records."
+        return [self._of_run(NOT_LEARNING, "", Key(CONTEXT_KIND, "", "loss").format(), words, "warning")]
+
+    def _of_run(self, name: str, site: str, key: str, words: str, severity: Any) -> Alarm:  # noqa: ANN401  # a Severity
+        first, last = self.history.steps[0], self.history.steps[-1]
+        return Alarm(Finding(last, name, site, key, words, severity, last - first), fired=[Fired(key, math.nan, 1.0, first)])
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures, and the history."""
+        return {"history": self.history.state(), **{conditions(state.rule): (state.num_records, state.state()) for state in self.states}}
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
+        self.history.load(content.get("history", {}))
+        for one in self.states:
+            one.num_records, figures = content.get(conditions(one.rule), (0, {}))
+            one.load(figures)

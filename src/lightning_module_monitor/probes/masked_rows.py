@@ -1,0 +1,49 @@
+"""Finds attention that masks all keys of a query: its softmax divides zero by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+_MASKS = {F.scaled_dot_product_attention: ("attn_mask",), F.multi_head_attention_forward: ("attn_mask", "key_padding_mask")}
+
+
+class MaskedRows(TorchFunctionMode):
+    """Reads the results of softmax and attention on the host: for a step that is known to have a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_found = False
+        """Whether a result was NaN because of a row in which all keys were masked."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  # of the function
+        """Call a function of torch, and look at its result."""
+        result = func(*args, **(kwargs or {}))
+        if not self.is_found and (func in _SOFTMAX or func in _MASKS):
+            output = result[0] if isinstance(result, tuple) else result
+            if isinstance(output, Tensor) and bool(output.isnan().any()):
+                self.is_found = self._has_masked_row(func, args, kwargs or {})
+        return result
+
+    def _has_masked_row(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if func in _SOFTMAX:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            return bool((args[0] == -torch.inf).all(dim=dim).any())
+        is_sdpa = func is F.scaled_dot_product_attention
+        by_position = args[3] if is_sdpa and len(args) > 3 else None
+        masks = [kwargs.get(name, by_position) for name in _MASKS[func]]
+        return any(isinstance(mask, Tensor) and _masks_row(mask, shows=is_sdpa) for mask in masks)
+
+
+def _masks_row(mask: Tensor, *, shows: bool) -> bool:
+    """Whether a mask hides all keys of a query; a boolean one hides, or shows, where it is true."""
+    hides = (~mask if shows else mask) if mask.dtype is torch.bool else mask == -torch.inf
+    return bool(hides.all(dim=-1).any())

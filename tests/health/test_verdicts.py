@@ -1,0 +1,131 @@
+"""The bare callback on small trainings: no wrong cause, no false alarm, and healthy only where the loss falls and records are enough."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers.lightning_package import LightningModule
+from helpers.training import trainer
+from helpers.trainings import HEALTHY, SICK, UNKNOWN, Case, digits, run_seed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_module_monitor import ModuleMonitorCallback, load_store
+from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.verdict import NOT_RECORDED, Verdict
+
+SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]
+"""``make test-health`` has three."""
+LONGEST = 160
+"""Characters of a message, besides names."""
+
+
+def verdict_of(case: Case, folder: Path, seed: int) -> Verdict:
+    """The verdict on the store of a training, which is that of the run itself; messages are short."""
+    run_seed(seed)
+    callback = ModuleMonitorCallback(case.every)
+    options = {"max_steps": case.steps, "max_epochs": -1, "limit_val_batches": 0} | case.options
+    trainer(folder, [callback], **options).fit(case.make(), case.data())
+    run = read_run(load_store(callback.store_path))
+    verdict = run.verdict()
+    live, stored = ([(one.name, one.site, one.step, one.words) for one in found] for found in (callback.findings, verdict.findings))
+    assert sorted(live) == sorted(stored)
+    assert [one.name for one in callback.diagnose()] == [one.name for one in verdict.diagnoses]
+    names = sorted(run.sites, key=len, reverse=True)
+    for one in callback.findings:
+        message = re.sub("|".join(map(re.escape, names)), "", one.message)
+        assert len(message) <= LONGEST
+        assert "Try" not in one.message
+    return verdict
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_training(name: str, seed: int, tmp_path: Path) -> None:
+    """The first cause is the right one; what is not finite stands in the headline."""
+    case = SICK[name]
+    verdict = verdict_of(case, tmp_path, seed)
+    assert verdict.level in case.levels
+    assert [one.name for one in verdict.diagnoses[:1]] == [one.name for one in verdict.diagnoses[:1] if one.name in case.causes]
+    assert bool(verdict.diagnoses) == bool(case.causes)
+    if any(one.name == "nonfinite" for one in verdict.findings):
+        assert verdict.headline.startswith(("NaN in ", "Infinity in "))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_training(name: str, seed: int, tmp_path: Path) -> None:
+    """No finding; healthy, with what was looked at, unless its loss is of a kind that is not judged."""
+    case = HEALTHY[name]
+    verdict = verdict_of(case, tmp_path, seed)
+    assert verdict.findings == []
+    assert verdict.level == ("unknown" if case.levels == UNKNOWN else "healthy"), verdict.headline
+
+
+def test_there_are_enough_of_them() -> None:
+    """Sick and healthy ones."""
+    assert len(SICK) >= 30
+    assert len(HEALTHY) >= 20
+
+
+# Advice
+
+
+class Everything(LightningModule):
+    """Blocks with attention, every function whose saturation is looked at, and a loss that falls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), act()) for act in (nn.ReLU, nn.Sigmoid, nn.Tanh)])
+        self.attention, self.softmax, self.head = nn.TransformerEncoder(layer, 1), nn.Softmax(-1), nn.Linear(8, 10)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        h = self.attention(batch[0].view(-1, 8, 8))
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head((self.softmax(h) * h).mean(1)), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def judged(folder: Path, **options: Any) -> Verdict:
+    """The verdict on a run with such options."""
+    run_seed(0)
+    callback = ModuleMonitorCallback(2, **options)
+    trainer(folder, [callback], max_steps=24, max_epochs=-1, limit_val_batches=0).fit(Everything(), digits())
+    return read_run(load_store(callback.store_path)).verdict()
+
+
+RULES: dict[str, list[dict[str, Any]] | None] = {"by default": None, "own rules": [{"kinds": "parameter", "statistics": "norm"}]}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_advice_adds(rules: str, tmp_path: Path) -> None:
+    """Each piece of advice, followed to the letter: the check has values afterwards, and all others have what they had."""
+    before = judged(tmp_path / "before", rules=RULES[rules])
+    missing = before.checks_with(NOT_RECORDED)
+    assert {"large_updates", "entropy_collapse", "gradient_gain"} <= {check.name for check in missing}
+    for check in missing[:: 1 if rules == "by default" else 4]:
+        option = yaml.safe_load(check.reason.removeprefix("add ").replace("NAME.OF.THE.BLOCKS", "blocks"))
+        after = judged(tmp_path / check.name, rules=RULES[rules], **option)
+        assert {one.name for one in after.checks if one.num_series} >= {one.name for one in before.checks if one.num_series} | {check.name}
+        assert {one.name for one in after.findings} >= {one.name for one in before.findings}
+
+
+def test_watching_all_looks_at_all(tmp_path: Path) -> None:
+    """Update ratios and attention included; what is off says so."""
+    everything = judged(tmp_path / "all", health={"watch": "all"})
+    assert [check.name for check in everything.checks_with(NOT_RECORDED)] == ["gradient_gain"]
+    nothing = ModuleMonitorCallback(2, health={"watch": []})
+    run_seed(0)
+    case = SICK["Adam at 1.0"]
+    trainer(tmp_path / "none", [nothing], max_steps=40, max_epochs=-1, limit_val_batches=0).fit(case.make(), case.data())
+    assert nothing.findings == []
