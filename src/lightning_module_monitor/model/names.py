@@ -58,7 +58,7 @@ class ParameterSite:
         parameter = self.owner._parameters.get(self.attribute)
         if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
             return parameter
-        return None if is_lazy(parameter) else parameter
+        return None if parameter is None or is_lazy(parameter) else parameter
 
     def is_removed(self) -> bool:
         """Whether its owner has no such parameter any more; a lazy one has none yet."""
