@@ -29,7 +29,7 @@ test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
-	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/width_check/test_command.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
@@ -37,6 +37,7 @@ test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that
 test-newest: ## test the core with the newest versions that there are
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps mup
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
 
 test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and healthy, with three seeds
@@ -109,6 +110,7 @@ $(LOWEST)/core.stamp: pyproject.toml constraints-lowest.txt
 	    echo "The lowest torch has no wheels for $$($(PYTHON) --version); choose an older one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c constraints-lowest.txt -e '.[test-core]'
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c constraints-lowest.txt --no-deps mup
 	@touch $@
 
 # From source, with the torch that is there, and without its compiled operations.

@@ -26,11 +26,13 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, to be read by operations of torch, which would end the process where a program has given its memory back.
+    """The :func:`plain` tensor, to be read by operations of torch, which would end the process where a program gave its memory back.
 
     Raises:
         ValueError: If not all of its elements lie in its storage: a program that streams weights may have shrunk it.
     """
+    if type(tensor) not in PLAIN:
+        tensor = plain(tensor)
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor):
         raise ValueError("its memory was given back")
@@ -89,7 +91,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
     Returns:
         Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
     """
-    tensor = plain(tensor)
+    if type(tensor) is not Tensor:
+        tensor = plain(tensor)
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         inside: Tensor = functorch.get_unwrapped(tensor)

@@ -78,6 +78,12 @@ def as_torch_itself(function: Callable[..., Result], *args: object) -> Result:
     return result
 
 
+def register_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook on the gradient of a tensor, without code of its class."""
+    handle: RemovableHandle = tensor.register_hook(hook) if type(tensor) is Tensor else as_torch_itself(Tensor.register_hook, tensor, hook)
+    return handle
+
+
 def requires_gradient(tensor: Tensor) -> bool:
     """Whether a tensor requires a gradient, without code of its class."""
     return tensor.requires_grad if type(tensor) is Tensor else as_torch_itself(Tensor.requires_grad.__get__, tensor)  # type: ignore[attr-defined]

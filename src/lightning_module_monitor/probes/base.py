@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError, shortened
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, backward_pass, is_tracing, requires_gradient
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, backward_pass, is_tracing, register_gradient_hook, requires_gradient
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import in_graph
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -215,7 +215,7 @@ class GradientProbe(ModuleProbe[TargetT]):
 
     def watch_gradient(self, tensor: Tensor, hook: GradientHook) -> None:
         """Register a hook on an output that requires a gradient."""
-        self._gradient_hooks[hook] = as_torch_itself(Tensor.register_hook, tensor, hook)
+        self._gradient_hooks[hook] = register_gradient_hook(tensor, hook)
 
     def follow(self, key: Hashable, output: Tensor | None, call: object) -> None:
         """Wait for the gradient of an output of a call of ``key``, or of its recomputation.

@@ -18,7 +18,14 @@ from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.kernels.elements import plain
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing, requires_gradient
+from lightning_module_monitor.model.hooks import (
+    HookSet,
+    UncopiedHook,
+    is_in_backward,
+    is_tracing,
+    register_gradient_hook,
+    requires_gradient,
+)
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
@@ -325,7 +332,7 @@ class NonfiniteProbe:
         for tensor, of_input in ((value if call.is_new else None, True), (output, False)):
             if tensor is not None and requires_gradient(tensor):
                 observe = functools.partial(self._observe_gradient, len(calls), of_input)
-                self._tensor_hooks.add(as_torch_itself(Tensor.register_hook, tensor, observe))
+                self._tensor_hooks.add(register_gradient_hook(tensor, observe))
         calls.append(call)
 
     def _observe_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:

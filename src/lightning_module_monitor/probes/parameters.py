@@ -22,7 +22,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import in_memory, plain
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
@@ -41,12 +41,11 @@ class ParameterAccess:
 
     def parameter(self, parameter: Tensor) -> Tensor | None:
         """All elements of a parameter; of one that is laid out over ranks by torch, the tensor that says so."""
-        return plain(parameter)
+        return parameter
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Its gradient, in the same way; ``None`` if there is none."""
-        gradient = gradient_of(parameter)
-        return None if gradient is None else plain(gradient)
+        return gradient_of(parameter)
 
     def unscaled_gradient(self, parameter: Tensor, scale: Tensor | None) -> Tensor | None:
         """Its gradient, divided by the scale of the loss."""

@@ -333,7 +333,7 @@ def weight_and_bias(part: LayerType, module: nn.Module, *, is_running: bool) -> 
     assert weight is not None
     if not is_plain(weight) or (bias is not None and not is_plain(bias)):
         raise ValueError(f"its weight is a {type(weight).__name__}; expected a plain tensor")
-    return in_memory(plain(weight)).detach(), None if bias is None else in_memory(plain(bias)).detach()
+    return in_memory(weight).detach(), None if bias is None else in_memory(bias).detach()
 
 
 def layer_sites(module: nn.Module, kind: str) -> list[str]:

@@ -27,6 +27,7 @@ from lightning_module_monitor.model.hooks import (
     backward_pass,
     is_in_backward,
     is_tracing,
+    register_gradient_hook,
     requires_gradient,
 )
 from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
@@ -303,9 +304,8 @@ class Tracker:
         if len(tensors) == 1:
             (tensor,) = tensors.values()
             # None: one function has several outputs (e.g. ``chunk``), and this one was not used.
-            self._tensor_hooks.add(
-                as_torch_itself(Tensor.register_hook, tensor, lambda gradient: take([gradient]) if gradient is not None else None)
-            )
+            hook = register_gradient_hook(tensor, lambda gradient: take([gradient]) if gradient is not None else None)
+            self._tensor_hooks.add(hook)
         else:
             self._tensor_hooks.add(as_torch_itself(register_multi_grad_hook, list(tensors.values()), take))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from lightning_module_monitor.errors import ConfigError, require
 
@@ -122,14 +124,23 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
     return lambda width: maker(width)()
 
 
-def _maker(base: str, spec: object, label: str) -> Callable[[], Any]:
-    """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
+def _class_of_package(base: str, spec: object) -> type:
+    """Lightning's class of that name, of the package whose class the configured one extends."""
     from lightning_module_monitor.lightning_packages import PACKAGES
 
+    path = spec.get("class_path") if isinstance(spec, Mapping) else spec
+    made: object = None
+    with suppress(Exception):  # jsonargparse reports what is wrong with it
+        made = pkgutil.resolve_name(str(path))
+    bases: list[type] = [getattr(package, base) for package in PACKAGES]
+    return next((one for one in bases if isinstance(made, type) and issubclass(made, one)), bases[0])
+
+
+def _maker(base: str, spec: object, label: str) -> Callable[[], Any]:
+    """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
     jsonargparse = require("jsonargparse", "cli")
-    bases = tuple(getattr(package, base) for package in PACKAGES)
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{label}", type=Union[bases])  # noqa: UP007  # known at run time
+    parser.add_argument(f"--{label}", type=_class_of_package(base, spec))
     try:
         parsed = parser.parse_object({label: spec})
     except jsonargparse.ArgumentError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeGuard
 
-from lightning_module_monitor.config.plain import PlainFields
+from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.lightning_packages import PACKAGES
@@ -32,7 +32,7 @@ _OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_di
 
 
 @dataclass(frozen=True)
-class Settings(PlainFields):
+class Settings:
     """The valid options of :func:`~lightning_module_monitor.coordinate_check`."""
 
     widths: tuple[int, ...]
@@ -51,7 +51,7 @@ class Settings(PlainFields):
         Raises:
             ConfigError: If one is wrong.
         """
-        given = cls(**options)
+        given = cls(**plain(options))
         if not _is_whole(given.steps) or given.steps < 1:
             raise ConfigError(f"steps is {given.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
         if not isinstance(given.confidence, int | float) or not 0 < given.confidence < 1:
