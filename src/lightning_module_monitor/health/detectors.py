@@ -24,6 +24,7 @@ from lightning_module_monitor.health.figures import (
     strengths,
     totals,
     zeros,
+    zeros_of_weights,
 )
 from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Severity
 
@@ -382,12 +383,12 @@ DETECTORS = {
         ),
         Detector(
             "zero_gradients",
-            [(["activation_gradient", "gradient"], _SIZES)],
-            formula="whether a gradient is exactly zero",
+            [(["gradient"], _SIZES)],
+            formula="whether the gradient of a weight is exactly zero",
             limit="in 10 records",
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, for dead units behind it, for a softmax over one value, which has no slope",
-            rule=_rule(figures=zeros, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: the gradient is exactly zero"),
+            rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: the gradient is exactly zero"),
         ),
         Detector(
             "gradient_spike",
