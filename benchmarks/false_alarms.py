@@ -21,8 +21,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.training import trainer  # a folder of the repository
-from helpers.trainings import HEALTHY, UNKNOWN, run_seed
+from helpers.training import trainer  # type: ignore[import-not-found]  # a folder of the repository
+from helpers.trainings import HEALTHY, UNKNOWN, run_seed  # type: ignore[import-not-found]  # a folder of the repository
 
 from lightning_module_monitor import ModuleMonitorCallback
 

@@ -11,7 +11,8 @@ import numpy as np
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import Fired
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
-from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE, Detector
+from lightning_module_monitor.health.detector import Detector
+from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.history import MIN_LOSSES, History
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.record import FACT_KIND, Facts, Finding, Key, ModuleInfo, Record, Severity
