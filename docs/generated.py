@@ -36,7 +36,8 @@ from data_flow import data_flow  # noqa: E402  # beside this file, which is no p
 
 from lightning_module_monitor.cli import COMMANDS, main  # noqa: E402
 from lightning_module_monitor.health.causes import CAUSES  # noqa: E402
-from lightning_module_monitor.health.detectors import DETECTORS, Detector  # noqa: E402
+from lightning_module_monitor.health.detector import Detector  # noqa: E402
+from lightning_module_monitor.health.detectors import DETECTORS  # noqa: E402
 from lightning_module_monitor.record import FACT_KIND  # noqa: E402
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic  # noqa: E402
 

@@ -28,7 +28,6 @@ def main() -> None:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, reduced_motion="reduce")
         page.goto(options.report.resolve().as_uri())
-        page.eval_on_selector_all("#verdict .problem", "all => all.slice(1).forEach(one => one.open = false)")
         page.locator("#heat .main-svg").first.wait_for()
         page.mouse.move(0, 0)
         page.wait_for_timeout(1000)

@@ -126,7 +126,7 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
     assert printed(capsys, "summary", "healthy.h5").splitlines()[-1].startswith("unknown: not enough is known to call it healthy: ")
     falling = {"gradient/w/norm": [1.0] * 12, "context/loss": [1.0 / (step + 1) for step in range(12)]}
     write_store(Path("falling.h5"), falling)
-    assert printed(capsys, "summary", "falling.h5").splitlines()[-1].startswith("healthy: loss 1 to 0.105; no fault in gradients")
+    assert printed(capsys, "summary", "falling.h5").splitlines()[-1].startswith("healthy: loss 1 to 0.106; no fault in gradients")
     write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] * 10 for number in range(40)})
     out = printed(capsys, "summary", "many.h5")
     assert "and 35 more" in out

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
-from lightning_module_monitor.health.detectors import DETECTORS, Detector
+from lightning_module_monitor.health.detector import Detector
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.record import FACT_KIND
 
 GUIDE, REFERENCE = "docs/health.md", "docs/reference/detectors.md"

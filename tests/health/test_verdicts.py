@@ -113,7 +113,7 @@ def test_advice_adds(rules: str, tmp_path: Path) -> None:
     before = judged(tmp_path / "before", rules=RULES[rules])
     missing = before.checks_with(NOT_RECORDED)
     assert {"large_updates", "entropy_collapse", "gradient_gain"} <= {check.name for check in missing}
-    for check in missing[:: 1 if rules == "by default" else 4]:
+    for check in missing[:: 1 if rules == "by default" else 8]:
         option = yaml.safe_load(check.reason.removeprefix("add ").replace("NAME.OF.THE.BLOCKS", "blocks"))
         after = judged(tmp_path / check.name, rules=RULES[rules], **option)
         assert {one.name for one in after.checks if one.num_series} >= {one.name for one in before.checks if one.num_series} | {check.name}

@@ -452,7 +452,7 @@ SICK: dict[str, Case] = {
     "dead ReLUs": Case(lambda: Module(mlp((64, 32, 32, 10), bias=-10.0), sgd(0.01)), ("dead_from_start",)),
     "saturated sigmoids": Case(lambda: Module(mlp(activation=nn.Sigmoid, weights=200.0), sgd(1e-4)), ("saturation",)),
     "vanishing gradients": Case(lambda: Module(mlp((64, *[8] * 40, 10), nn.Tanh), sgd(0.1)), ("vanishing",)),
-    "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-9)), ("missing_normalization",)),
+    "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",)),
     "a softmax over one value": Case(
         lambda: Module(nn.Sequential(mlp((64, 32, 1)), nn.Softmax(1)), loss=lambda out, y: F.mse_loss(out[:, 0], (y > 4).float())),
         ("saturation", "zero"),

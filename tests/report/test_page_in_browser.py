@@ -238,12 +238,12 @@ def test_the_search_filters(visit: Visit) -> None:
         visit.page.wait_for_timeout(250)
         visit.settle()
         assert names_of_rows(visit) == left
-    visit.page.fill("#search", "relu")
+    visit.page.fill("#search", "net.head")
     visit.page.wait_for_timeout(250)
     assert visit.page.locator("#search-count").text_content() == "2 of 13 sites"  # the module and its weight
-    shown = visit.page.eval_on_selector_all("#verdict tr[data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
+    shown = visit.page.eval_on_selector_all("#verdict [data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
     assert shown
-    assert set(shown) <= {"net.relu", "net.relu.weight"}
+    assert set(shown) <= {"net.head", "net.head.weight"}
 
 
 def test_the_slider_moves_the_profiles(visit: Visit) -> None:
@@ -272,12 +272,12 @@ def test_the_slider_moves_the_profiles(visit: Visit) -> None:
 
 def test_a_finding_shows_its_numbers(visit: Visit) -> None:
     """The name in the verdict leads to the kind's heat map and the site's curve."""
-    visit.page.locator("#verdict .problem button", has_text="net.relu").first.click()
+    visit.page.locator("#verdict .problem button", has_text="net.head").first.click()
     visit.show("heat")
     visit.settle()
-    assert visit.page.input_value("#heat-site") == "net.relu"
+    assert visit.page.input_value("#heat-site") == "net.head"
     curve: list[Any] = visit.page.evaluate("document.getElementById('heat-curve').data[0].y")
-    np.testing.assert_allclose(np.array(curve[:6], float), SIZES[1, :6], rtol=1e-3)
+    np.testing.assert_allclose(np.array(curve[:6], float), SIZES[3, :6], rtol=1e-3)
 
 
 def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
     store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
     with h5py.File(tmp_path / "m.h5") as file:
-        assert set(file) == {"activation", "validation", "monitor", "logged", "findings"}
+        assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts"}
         assert file["activation/columns"][...].tolist() == [b"model.fc/rms", b"model.fc/std"]
         assert file["monitor/columns"][...].tolist() == [b"errors"]
         assert file["logged/columns"][...].tolist() == [b"loss"]
@@ -249,7 +249,7 @@ def superseded(path: Path, number: int) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     with h5py.File(path) as file:
         for kind, group in file[f"superseded/{number}"].items():
-            if kind != "findings":
+            if kind not in ("findings", "facts"):
                 for index, column in enumerate(group["columns"][...].tolist()):
                     pairs = zip(group["steps"][...].tolist(), group["values"][:, index].tolist(), strict=True)
                     found[f"{kind}/{column.decode()}"] = [(step, value) for step, value in pairs if not math.isnan(value)]

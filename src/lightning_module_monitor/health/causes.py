@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
-from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.history import SMALL_REACH, History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
@@ -83,6 +84,8 @@ class Cause:
     evidence_against: str = ""
     """What rules it out, in words; ``is_ruled_out`` decides."""
     is_ruled_out: Callable[[History], bool] = lambda _history: False
+    remark: Callable[[History], str] = lambda _history: ""
+    """A sentence with the figures that show it, or that rule others out."""
 
 
 def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
@@ -90,7 +93,11 @@ def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
     return lambda finding, _history: finding.name != NONFINITE or finding.cause in names
 
 
-_ALL = (NONFINITE, *DETECTORS)
+def _reach_in_words(reach: float) -> str:
+    known = math.isfinite(reach)
+    return f"All steps together can move a weight by {reach:.1g} times its norm: the rate is not too low." if known else ""
+
+
 _ZERO = ("zero_outputs", "zero_gradients")
 _STILL = ("frozen_updates", "tiny_updates")
 _GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "large_updates", "gradient_spike")
@@ -186,6 +193,7 @@ CAUSES = (
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "a large first loss, with outputs much smaller than its square root",
         is_shown=lambda _finding, history: history.has_small_outputs,
+        remark=lambda history: f"The first loss was {history.first_loss:.3g}, with outputs of {history.first['output']:.2g} (rms).",
     ),
     Cause(
         "unscaled_input",
@@ -215,6 +223,7 @@ CAUSES = (
         is_shown=_cause_is("learning_rate"),
         evidence_against="the loss has not risen above its first values, nor jumped",
         is_ruled_out=lambda history: not history.has_risen,
+        remark=lambda history: f"The loss rose from {history.first_loss:.3g} to {history.largest_loss:.3g}.",
     ),
     Cause(
         "weight_decay",
@@ -279,6 +288,7 @@ CAUSES = (
         (NOT_LEARNING, *_STILL),
         f"all steps together can move no weight by more than {SMALL_REACH:.0%} of its norm",
         is_shown=lambda _finding, history: history.reach < SMALL_REACH,
+        remark=lambda history: f"All steps together can move a weight by {history.reach:.1g} of its norm.",
     ),
     Cause(
         "frozen",
@@ -317,6 +327,7 @@ CAUSES = (
         ("exploding", "growing_weights", "growing_activations", "diverging", "large_updates", "growing_over_depth"),
         "clipping of gradients, a normalization layer, weight decay; look at the scale of inputs and targets",
         (*_GROWTH, NOT_LEARNING),
+        remark=lambda _history: "The loss has not risen above its first values: this alone does not show that the rate is too high.",
     ),
     Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for what pulls them there", (NOT_LEARNING,)),
     Cause(
@@ -324,6 +335,7 @@ CAUSES = (
         "The loss does not fall, though weights move and gradients arrive",
         (NOT_LEARNING,),
         "look whether labels belong to their inputs; train on one batch until its loss is near 0; other learning rates",
+        remark=lambda history: _reach_in_words(history.reach),
     ),
 )
 """In the order in which they are tried: what is certain comes before what is likely."""
@@ -338,17 +350,13 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
         if not found or cause.is_ruled_out(history):
             continue
         first = found[0]
-        explained = [
-            one
-            for one in rest
-            if one in found or (one.name in cause.explains and (one.first_step >= first.first_step or one.name == NOT_LEARNING))
-        ]
-        evidence = tuple(one.words for one in found[:3])
-        consequences = tuple(one.name for one in explained if one not in found)
-        diagnoses.append(
-            Diagnosis(cause.name, cause.headline, first.first_step, first.site, evidence, consequences, cause.advice, first.key)
-        )
-        rest = [one for one in rest if one not in explained]
+        others = [one for one in rest if one not in found and one.name in cause.explains]
+        explained = [one for one in others if one.first_step >= first.first_step or one.name == NOT_LEARNING]
+        evidence = tuple(filter(None, [*(one.words for one in found[:3]), cause.remark(history)]))
+        consequences = tuple(one.name for one in explained)
+        shown = first.first_step, first.site, evidence, consequences
+        diagnoses.append(Diagnosis(cause.name, cause.headline, *shown, cause.advice, first.key))
+        rest = [one for one in rest if one not in found and one not in explained]
         if len(diagnoses) == MAX_DIAGNOSES:
             break
     return diagnoses

@@ -7,10 +7,9 @@ run and are judged at its end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from lightning_module_monitor.health.alerts import Action, AlertRule
+from lightning_module_monitor.health.alerts import AlertRule
+from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.figures import (
     FINITE_STATISTICS,
     ORDER_OF_EVENTS,
@@ -24,55 +23,9 @@ from lightning_module_monitor.health.figures import (
     strengths,
     totals,
     zeros,
+    zeros_of_weights,
 )
-from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Severity
-
-Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
-"""Kinds, and statistics of them; all that are recorded are judged."""
-
-
-@dataclass(frozen=True)
-class Detector:
-    """A frequent problem of training, and its condition on recorded values."""
-
-    name: str
-    sources: Sources
-    """The values of training that it judges."""
-    formula: str
-    limit: str
-    """The limit in words; ``rule`` has the number."""
-    source: str
-    cure: str
-    severity: Severity = "warning"
-    rule: AlertRule | None = None
-    """Without name and keys, which the other fields give. ``None``: it is judged once, at the end of a run."""
-    min_records: int = 0
-    """Number of records that it needs, of a detector without a rule."""
-    types: tuple[str, ...] = ()
-    """Names of the classes of modules that it looks at; empty: all."""
-    is_by_default: bool = True
-    """Whether the default rules record what it needs."""
-    recorded_by: str = ""
-    """The option that records the values, where ``health.watch`` does not; ``-``: they are recorded wherever they exist."""
-
-    def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
-        """The detector as a rule on the values that are recorded for it."""
-        assert self.rule is not None, f"{self.name} needs the whole run"
-        return replace(self.rule, name=self.name, concerns=self.concerns, then=then, severity=self.severity)
-
-    @property
-    def num_needed(self) -> int:
-        """Number of records below which it cannot find anything."""
-        return self.min_records if self.rule is None else self.rule.min_records
-
-    def concerns(self, parts: Key, _key: str = "") -> bool:
-        """Whether it judges a value of training."""
-        return parts.stage == TRAIN and any(parts.kind in kinds and parts.statistic in statistics for kinds, statistics in self.sources)
-
-    @property
-    def is_of_monitor(self) -> bool:
-        """Whether it looks at figures that have no sites: the monitor's own, and the context."""
-        return self.sources[0][0][0] in (OWN_KIND, CONTEXT_KIND)
+from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Key
 
 
 def _nothing(_parts: Key, _key: str) -> bool:
@@ -382,12 +335,12 @@ DETECTORS = {
         ),
         Detector(
             "zero_gradients",
-            [(["activation_gradient", "gradient"], _SIZES)],
-            formula="whether a gradient is exactly zero",
+            [(["gradient"], _SIZES)],
+            formula="whether the gradient of a weight is exactly zero",
             limit="in 10 records",
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, for dead units behind it, for a softmax over one value, which has no slope",
-            rule=_rule(figures=zeros, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: the gradient is exactly zero"),
+            rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: the gradient is exactly zero"),
         ),
         Detector(
             "gradient_spike",

@@ -124,6 +124,11 @@ def zeros(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     return Figures(keys, np.where(is_fraction, values, values == 0), keys)
 
 
+def zeros_of_weights(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """1 for every gradient of a weight that is 0; that of a bias may be so in theory, as the last one's of a Wasserstein critic."""
+    return zeros(keys, values)._replace(is_there=_is_weight(keys))
+
+
 def at_least_typical(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     """Every size, or a tenth of the median of all where it is smaller: what begins at zero, as an adapter, has not exploded."""
     is_size = np.isfinite(values) & (values > 0)

@@ -85,6 +85,11 @@ class History:
         return next(filter(math.isfinite, self.losses), math.nan)
 
     @property
+    def largest_loss(self) -> float:
+        """The largest loss; infinite if one was not finite."""
+        return max(self.losses, default=math.nan) if all(map(math.isfinite, self.losses)) else math.inf
+
+    @property
     def loss(self) -> float:
         """The loss of the newest record; NaN without one."""
         return self._context.get(LOSS, math.nan)

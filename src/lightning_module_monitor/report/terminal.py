@@ -25,8 +25,8 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
 
     def explain(text: str) -> None:
         indent = " " * 3
-        wide = {"width": max(console.width, 40), "break_long_words": False, "break_on_hyphens": False}
-        for line in textwrap.wrap(printable(text), initial_indent=indent, subsequent_indent=indent, **wide):
+        wrapper = textwrap.TextWrapper(max(console.width, 40), indent, indent, break_long_words=False, break_on_hyphens=False)
+        for line in wrapper.wrap(printable(text)):
             show(escape(line))
 
     show(f"[bold]{_text(run.path)}[/bold]: {run.extent}")

@@ -11,7 +11,8 @@ import numpy as np
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import Fired
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
-from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE, Detector
+from lightning_module_monitor.health.detector import Detector
+from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.history import MIN_LOSSES, History
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.record import FACT_KIND, Facts, Finding, Key, ModuleInfo, Record, Severity
@@ -162,8 +163,8 @@ def verdict_on(  # noqa: PLR0917  # what a store has
     together = sorted([*of_training, *(alarm.finding for alarm in alarms)], key=lambda one: (one.severity != "error", one.name, one.step))
     fired: dict[str, dict[str, Fired]] = {}
     for alarm in alarms:
-        for one in alarm.fired:
-            fired.setdefault(alarm.finding.name, {}).setdefault(one.key, one)
+        for figure in alarm.fired:
+            fired.setdefault(alarm.finding.name, {}).setdefault(figure.key, figure)
     num_records = {state.rule.name: state.num_records for state in judge.states}
     num_records |= {NOT_LEARNING: len(judge.history.losses), ZERO_RATE: len(judge.history.losses)}
     found = {one.name for one in together}
@@ -171,21 +172,9 @@ def verdict_on(  # noqa: PLR0917  # what a store has
     types = {one.type for one in modules}
     checks = []
     for one in detectors:
-        own = sum(map(one.concerns, series))
-        known = _check(one, own, num_records.get(one.name, 0), judge.history, types)
-        is_found = one.name in found
-        status = FOUND if is_found else known[0]
-        checks.append(
-            Check(
-                one.name,
-                status,
-                own,
-                num_records.get(one.name, 0),
-                one.num_needed,
-                "" if is_found else known[1],
-                [*fired.get(one.name, {}).values()],
-            )
-        )
+        own, num = sum(map(one.concerns, series)), num_records.get(one.name, 0)
+        status, reason = (FOUND, "") if one.name in found else _check(one, own, num, judge.history, types)
+        checks.append(Check(one.name, status, own, num, one.num_needed, reason, [*fired.get(one.name, {}).values()]))
     if NONFINITE in watched:
         checks.insert(0, Check(NONFINITE, FOUND if NONFINITE in found else NOT_FOUND, 0, len(judge.history.losses), 1))
     return Verdict(together, checks, judge.history)
@@ -193,20 +182,19 @@ def verdict_on(  # noqa: PLR0917  # what a store has
 
 def _check(one: Detector, num_series: int, num_records: int, history: History, types: Collection[str]) -> tuple[str, str]:
     """The status of a check that found nothing, and the reason."""
-    if one.types and types and not types & {*one.types}:
+    if one.types and types and not {*types} & {*one.types}:
         return NOT_APPLICABLE, f"no {', '.join(one.types[:-1])} or {one.types[-1]} module"
     if one.name == NOT_LEARNING and history.learning in ("manual", "negative"):
         return NOT_APPLICABLE, _LOSS_IN_WORDS[history.learning]
     of_facts = FACT_KIND in one.sources[0][0] or (one.rule is not None and one.rule.is_of_facts)
     if of_facts and not num_records:
         return NOT_APPLICABLE, "known of a Trainer's runs alone"
-    if not num_series and not of_facts:
+    if not (num_series and num_records) and not of_facts:
         option = one.recorded_by or f"health: {{watch: {one.name}}}"
         return (NOT_RECORDED, f"add {option}") if option != "-" else (NOT_APPLICABLE, "there are no such values")
-    if one.name == NOT_LEARNING and history.learning == "unclear":
-        return TOO_FEW, _LOSS_IN_WORDS["unclear"]
-    if num_records < one.num_needed:
-        return TOO_FEW, f"{num_records} of {one.num_needed}"
+    is_unclear = one.name == NOT_LEARNING and history.learning == "unclear"
+    if is_unclear or num_records < one.num_needed:
+        return TOO_FEW, _LOSS_IN_WORDS["unclear"] if is_unclear else f"{num_records} of {one.num_needed}"
     return NOT_FOUND, ""
 
 

@@ -145,7 +145,8 @@ def _first_gradient(optimizer: Optimizer) -> Tensor | None:
 
 def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
     """Names of the nodes of a loss's graph, from the loss on, each with that of the node before it that does more than reshape."""
-    waiting, known = deque([loss.grad_fn]), set()
+    waiting: deque[Any] = deque([loss.grad_fn])
+    known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
         node = waiting.popleft()
         if node is None or node in known:

@@ -64,7 +64,7 @@ function changeSearch() {
   const all = [...new Set(page.runs.flatMap((run) => run.tables.flatMap((table) => page.lists[table.sites])))];
   const found = all.filter(accepts).length;
   byId("search-count").textContent = text ? `${found} of ${all.length} sites` : `${all.length} sites`;
-  for (const row of document.querySelectorAll("tr[data-site]")) row.hidden = !accepts(row.dataset.site);
+  for (const row of document.querySelectorAll("[data-site]")) row.hidden = !accepts(row.dataset.site);
   drawVisible();
 }
 
