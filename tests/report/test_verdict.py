@@ -206,6 +206,19 @@ def test_a_spike_is_found_unless_the_loss_falls() -> None:
     assert verdict_on([spiked], [loss(FALLING)]).findings == []
 
 
+@pytest.mark.parametrize("is_partly", [False, True])
+def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
+    """Where every value is NaN a check says so, and the run is not called healthy; a site with values is judged beside one without."""
+    nothing = [math.nan] * STEPS
+    rows = {"a": nothing, "b": nothing, **({"c": [0.1] * STEPS} if is_partly else {})}
+    verdict = verdict_on([table("activation/rms", rows), *healthy_tables()[1:]], [loss(FALLING)], watched=["nonfinite"])
+    expected = ("not found", "") if is_partly else ("not computed", "no value could be computed: NaN in all of 2 series")
+    assert status_of(verdict, "zero_outputs") == expected
+    assert next(check.num_series for check in verdict.checks if check.name == "zero_outputs") == int(is_partly)
+    assert verdict.level == ("healthy" if is_partly else "unknown")
+    assert is_partly or "zero_outputs: no value could be computed" in verdict.headline
+
+
 def test_errors_of_the_monitor() -> None:
     """A value that could not be measured is no fault of the model, and is shown."""
     [found] = verdict_on([], [table("monitor/errors", {"": [0.0] * 15 + [2.0]})]).findings

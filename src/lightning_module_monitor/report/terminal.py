@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
+from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_COMPUTED, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
 
 MAX_KEYS = 5
 """Limit of the keys that are shown of one check; the page has all."""
@@ -49,7 +49,7 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
     if passed:
         show("[green]not found[/]")
         explain(passed)
-    for status in (TOO_FEW, NOT_RECORDED, NOT_APPLICABLE):
+    for status in (TOO_FEW, NOT_COMPUTED, NOT_RECORDED, NOT_APPLICABLE):
         checks = verdict.checks_with(status)
         if checks:
             show(f"[dim]{status}[/]")

@@ -20,7 +20,8 @@ from lightning_module_monitor.sinks.store.matrices import Table
 
 LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
 """The verdict on a finding in a word, by its severity."""
-FOUND, NOT_FOUND, TOO_FEW, NOT_RECORDED, NOT_APPLICABLE = "found", "not found", "too few records", "not recorded", "does not apply"
+FOUND, NOT_FOUND, TOO_FEW, NOT_APPLICABLE = "found", "not found", "too few records", "does not apply"
+NOT_RECORDED, NOT_COMPUTED = "not recorded", "not computed"
 
 _LOSS_IN_WORDS = {
     "unclear": "the loss may fall: too few records to tell",
@@ -37,8 +38,9 @@ class Check:
 
     Attributes:
         name: Name of the detector.
-        status: ``found``, ``not found``, ``too few records``, ``not recorded``, or ``does not apply``.
-        num_series: Number of series that it judged.
+        status: ``found``, ``not found``, ``too few records``, ``not recorded``, ``not computed``, or
+            ``does not apply``.
+        num_series: Number of series that it judged; those without a value do not count.
         num_records: Number of records with values of them.
         num_needed: Number of records below which it cannot find anything.
         reason: Why it says nothing, and the option that records what it needs.
@@ -80,6 +82,7 @@ class Verdict:
         """What is not known of a run without findings."""
         few = [check for check in self.checks if check.status == TOO_FEW and check.name != NOT_LEARNING]
         doubts = [_LOSS_IN_WORDS[self.history.learning]] if self.history.learning in _LOSS_IN_WORDS else []
+        doubts += [f"{check.name}: {check.reason}" for check in self.checks_with(NOT_COMPUTED)[:2]]
         return doubts + [f"{check.name} needs {check.num_needed} records and has {check.num_records}" for check in few[:2]]
 
     @property
@@ -168,12 +171,19 @@ def verdict_on(  # noqa: PLR0917  # what a store has
     num_records = {state.rule.name: state.num_records for state in judge.states}
     num_records |= {NOT_LEARNING: len(judge.history.losses), ZERO_RATE: len(judge.history.losses)}
     found = {one.name for one in together}
-    series = [Key(table.name.kind, "", table.statistic, table.name.stage) for table in (*tables, *figures) for _site in table.sites]
+    series = [
+        (Key(table.name.kind, "", table.statistic, table.name.stage), bool(has_value))
+        for table in (*tables, *figures)
+        for has_value in (table.is_recorded & ~np.isnan(table.values)).any(axis=1)
+    ]
     types = {one.type for one in modules}
     checks = []
     for one in detectors:
-        own, num = sum(map(one.concerns, series)), num_records.get(one.name, 0)
+        have_values, num = [has_value for key, has_value in series if one.concerns(key)], num_records.get(one.name, 0)
+        own, num_empty = sum(have_values), have_values.count(False)
         status, reason = (FOUND, "") if one.name in found else _check(one, own, num, judge.history, types)
+        if status != FOUND and num_empty and not own:
+            status, reason = NOT_COMPUTED, f"no value could be computed: NaN in all of {num_empty} series"
         checks.append(Check(one.name, status, own, num, one.num_needed, reason, [*fired.get(one.name, {}).values()]))
     if NONFINITE in watched:
         checks.insert(0, Check(NONFINITE, FOUND if NONFINITE in found else NOT_FOUND, 0, len(judge.history.losses), 1))
