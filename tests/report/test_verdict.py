@@ -216,7 +216,7 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
     assert status_of(verdict, "zero_outputs") == expected
     assert next(check.num_series for check in verdict.checks if check.name == "zero_outputs") == int(is_partly)
     assert verdict.level == ("healthy" if is_partly else "unknown")
-    assert is_partly or "zero_outputs: no value could be computed" in verdict.headline
+    assert is_partly or "no value could be computed: NaN in all of 2 series" in verdict.headline
 
 
 def test_errors_of_the_monitor() -> None:
