@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
-from lightning_module_monitor.model.hooks import Uncompiled
+from lightning_module_monitor.model.compiled import Uncompiled
 
 RULES = [
     Rule(
@@ -66,7 +66,9 @@ def run(how: str, folder: Path, monitored: bool = True, backend: str = "eager", 
     seed()
     module = Quiet("cnn", torch.optim.SGD, lr=0.1)
     given: Any = module
-    callback = ModuleMonitorCallback(4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, **options)
+    callback = ModuleMonitorCallback(
+        4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, compiled="uncompiled", **options
+    )
     records, losses = KeepRecords(callback), KeepLosses()
     callbacks: list[Callback] = [callback, records, losses] if monitored else [losses]
     if how == "whole":
