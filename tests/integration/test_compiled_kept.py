@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.compiling import WAYS, WITHOUT_OUTSIDE, CountingBackend, compiled, plain_state
+from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, CountingBackend, Net, Trained, compiled, plain_state
 from helpers.tiny import KeepRecords
 from helpers.training import KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.errors import ConfigError, NonfiniteError
 
 # Importing torch's compiler calls what torch 2.13 has deprecated.
 pytestmark = [
@@ -98,3 +101,138 @@ def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: 
     assert all(torch.equal(monitored.weights[name], value) for name, value in plain.weights.items())
     recorded = [record.step for record in monitored.records if "gradient/model.head.weight/norm" in record.values]
     assert recorded[:3] == [0, 2, 4]
+
+
+# What is observed
+
+
+RMS = {"kinds": "activation", "statistics": "rms"}
+INSIDE = r"compiled: keep observes nothing inside compiled code \(model\.blocks\.0, model\.blocks\.1\), and nothing else matches"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": [RMS | {"sites": ".*fc"}]}, rf"rules\[0\]\.kinds activation: {INSIDE} \(model\.blocks\.0\.fc"),
+        ({"rules": [RMS | {"types": ["Dropout"]}]}, rf"rules\[0\]\.kinds activation: {INSIDE}"),
+        ({"capture": {"sites": "model.blocks.1.norm", "steps": 0}}, f"capture.kinds .*: {INSIDE}"),
+        ({"gradient_flow": {"blocks": ["model.blocks.0.fc", "model.blocks.1.fc"]}}, rf"gradient_flow\.blocks: {INSIDE}"),
+        ({"alerts": [{"keys": "activation/.*fc/rms", "above": 1.0}], "rules": [RMS]}, f"alerts.*{INSIDE}"),
+    ],
+)
+def test_what_is_inside_alone_is_refused_by_a_line_that_names_the_option(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Rules, capture, gradient flow and alerts; a wrong name is refused as ever."""
+    _module, given = compiled("blocks", CountingBackend())
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, [ModuleMonitorCallback(**options)], fast_dev_run=1).fit(given, loader(), loader(8))
+    wrong = ModuleMonitorCallback(rules=[RMS | {"sites": "model.blocks.0.fcc"}])
+    with pytest.raises(ConfigError, match=r"matches none of .* module names.*model\.blocks\.0\.fc"):
+        trainer(tmp_path, [wrong], fast_dev_run=1).fit(given, loader(), loader(8))
+
+
+@pytest.mark.parametrize("option", ["attention", "rcc"])
+@pytest.mark.parametrize("how", ["whole", "part", "in place"])
+def test_options_that_need_insides_are_refused_where_nothing_is_outside(how: str, option: str, tmp_path: Path) -> None:
+    """By name, before the first batch."""
+    _module, given = compiled(how, CountingBackend())
+    with pytest.raises(ConfigError, match=rf"{option}.*compiled: keep observes nothing inside compiled code"):
+        trainer(tmp_path, [ModuleMonitorCallback(**{option: True})], fast_dev_run=1).fit(given, loader(), loader(8))
+
+
+def test_attention_inside_of_compiled_blocks_is_refused(tmp_path: Path) -> None:
+    """Also where modules around them are not compiled; of those one that calls attention itself is observed."""
+    module = Trained(nn.Sequential(nn.Linear(6, 8), torch.compile(Attention(), backend="eager"), nn.Linear(8, 3)))
+    with pytest.raises(ConfigError, match=r"attention_entropy.*compiled: keep.*\(model\.1\)"):
+        trainer(tmp_path, [ModuleMonitorCallback(attention=True)], fast_dev_run=1).fit(module, loader(), loader(8))
+    attention = Attention()
+    attention.qkv = torch.compile(attention.qkv, backend="eager")  # type: ignore[assignment]  # a module, too
+    callback = ModuleMonitorCallback(1, rules=[], attention=True, store=False)
+    trainer(tmp_path, [callback], max_steps=1).fit(Trained(nn.Sequential(nn.Linear(6, 8), attention, nn.Linear(8, 3))), loader(), loader(8))
+    assert callback.last_record is not None
+    assert "attention_entropy/model.1.head_0/mean" in callback.last_record.values
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_leaves_out(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first batch, or, of a function that nothing in the model holds, after the first step."""
+    _module, given = compiled(how, CountingBackend())
+    callback = ModuleMonitorCallback(1, store=False)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=3).fit(given, loader(), loader(8))
+    lines = [record.getMessage() for record in caplog.records if "compiled: uncompiled" in record.getMessage()]
+    names = {
+        "whole": r"_root_, training_step, validation_step and 2 more",
+        "whole, in place": "_root_",
+        "part": "model",
+        "in place": "model",
+        "a function that a module holds": r"model\.encode",
+        "a method that a module holds": r"model\.encode",
+    }
+    left_out = {"whole": "9 of the 9", "whole, in place": "9 of the 10", "part": "9 of the 10", "in place": "9 of the 10"}
+    of_blocks = "6 of the 9" if how.startswith("a ") else "6 of the 11"
+    of_names = names.get(how, r"model\.blocks\.0, model\.blocks\.1")
+    expected = rf"Compiled: {of_names}\. .* {left_out.get(how, of_blocks)} modules .*"
+    if how == "a function around the model":
+        expected = r"model\.blocks\.0\.norm, model\.blocks\.0\.fc, .* did not run in step 0, or inside a compiled function.*"
+    assert len(lines) == 1
+    assert re.match(expected, lines[0]), lines[0]
+
+
+def test_outputs_of_compiled_blocks_are_observed_as_they_are(tmp_path: Path) -> None:
+    """Activations, their gradients and the flow between the blocks equal those of the model that is not compiled, with its own dropout."""
+    rules = [Rule(kinds=["activation", "activation_gradient"], statistics=["mean", "norm"], sites=r"model\.(stem|head|blocks\.\d)")]
+    runs = []
+    for how in ("none", "blocks", "blocks, in place", "blocks, forward", "blocks, a decorated forward", "blocks, checkpointed"):
+        seed()
+        callback = ModuleMonitorCallback(2, rules=rules, gradient_flow={"blocks": "model.blocks"}, store=False, on_error="raise")
+        records, module = KeepRecords(callback), Trained()
+        given = module if how == "none" else compiled(how, CountingBackend(), module)[1]
+        trainer(tmp_path, [callback, records], max_steps=6).fit(given, loader(), loader(8))
+        runs.append(records.records)
+    plain, *others = [[(record.step, dict(record.values.items())) for record in one] for one in runs]
+    assert {"activation/model.blocks.1/norm", "gradient_flow/model.blocks.0-model.blocks.1/gain"} <= plain[0][1].keys()
+    assert all(one == plain for one in others)
+
+
+def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the backend does not round at all, the differences of the first step are zero."""
+    backend = CountingBackend()
+    _module, given = compiled("blocks", backend, Trained(Net(dropout=0.0)))
+    rules = [Rule(kinds="activation_difference", statistics="ratio")]
+    callback = ModuleMonitorCallback(1, rules=rules, reference="init", store=False, rcc=True, on_error="raise")
+    records = KeepRecords(callback)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(given, loader(), loader(8))
+    assert sum("The reference runs uncompiled" in record.getMessage() for record in caplog.records) == 1
+    first = records.records[0].values
+    assert first["activation_difference/model.blocks.1/ratio"] == 0.0
+    assert first["rcc_effective_update/model.head/rms"] == 0.0
+    assert not any(key.startswith("rcc_") and "blocks" in key for key in first)
+    assert records.records[1].values["activation_difference/model.blocks.1/ratio"] > 0.0
+    assert backend.counts == (1, 4)  # two blocks of one code, in two steps
+
+
+# The search for non-finite values
+
+
+@pytest.mark.parametrize("nonfinite", ["warn", "always", "stop"])
+@pytest.mark.parametrize("how", ["whole", "part", "blocks", "blocks, in place"])
+def test_the_module_inside_that_made_a_nan_is_named(how: str, nonfinite: str, tmp_path: Path) -> None:
+    """A copy that is not compiled runs the step again; what is compiled is not compiled again."""
+    backend = CountingBackend()
+    module = Trained(Net(dropout=0.0))
+    with torch.no_grad():
+        module.model.blocks[1].fc.weight.fill_(1e30)
+        module.model.blocks[1].norm.weight.fill_(1e30)
+    _module, given = compiled(how, backend, module)
+    callback = ModuleMonitorCallback(50, health={"nonfinite": nonfinite}, store=False)
+    fit = trainer(tmp_path, [callback], max_steps=2, limit_val_batches=0)
+    if nonfinite == "stop":
+        with pytest.raises(NonfiniteError, match=r"model\.blocks\.1\.fc"):
+            fit.fit(given, loader(), loader(8))
+    else:
+        fit.fit(given, loader(), loader(8))
+    assert [(one.step, one.site) for one in callback.findings if one.name == "nonfinite"] == [(0, "model.blocks.1.fc")]
+    assert backend.num_compilations <= 2
