@@ -175,7 +175,7 @@ WITHOUT_OUTSIDE = ("whole", "whole, in place", "part", "in place")
 """The ways in which no layer is outside of compiled code."""
 
 
-def compiled(how: str, backend: CountingBackend, module: Trained | None = None, **options: Any) -> tuple[Trained, Any]:
+def compiled(how: str, backend: CountingBackend | str, module: Trained | None = None, **options: Any) -> tuple[Trained, Any]:
     """A model that is compiled in one of the ways, and what to give to the Trainer."""
     module = Trained() if module is None else module
     given = WAYS[how](module, {"backend": backend, **options})

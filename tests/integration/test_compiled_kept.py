@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, CountingBackend, Net, Trained, compiled, plain_state
+from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.tiny import KeepRecords
 from helpers.training import KeepLosses, loader, seed, trainer
 from lightning.pytorch import Callback
@@ -26,6 +27,18 @@ pytestmark = [
 ]
 
 OF_PARAMETERS = ["parameter", "gradient", "update"]
+RULES = [Rule(kinds=[*OF_PARAMETERS, "activation", "activation_gradient"], statistics=["mean", "norm"])]
+OUTSIDE = [how for how in WAYS if how.startswith("blocks")]
+"""The ways in which the outputs of blocks are outside."""
+WHERE = {
+    "whole": "_root_|model.*",
+    "whole, in place": "model.*",
+    **dict.fromkeys(("part", "in place"), r"model\..*"),
+    **dict.fromkeys(
+        ("a function that a module holds", "a method that a module holds", "a function around the model"), r"model\.blocks\.\d"
+    ),
+}
+"""What is inside compiled code beside the modules within blocks, which always are."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +98,7 @@ def everything(how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
 @pytest.mark.parametrize("which", ["default rules", "parameters only", "everything"])
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.shows("compiled: keep, {how}", "training unchanged")
 def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: str, fullgraph: bool, tmp_path: Path) -> None:
     """In every way: over monitored and other steps, loops of validation, a second fit and a resumed one; and training is the same."""
     options: dict[str, dict[str, Any]] = {
@@ -180,20 +194,36 @@ def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_l
     assert re.match(expected, lines[0]), lines[0]
 
 
-def test_outputs_of_compiled_blocks_are_observed_as_they_are(tmp_path: Path) -> None:
-    """Activations, their gradients and the flow between the blocks equal those of the model that is not compiled, with its own dropout."""
-    rules = [Rule(kinds=["activation", "activation_gradient"], statistics=["mean", "norm"], sites=r"model\.(stem|head|blocks\.\d)")]
+@pytest.mark.parametrize(
+    ("value", "how"),
+    [
+        pytest.param(value, how, marks=pytest.mark.shows(f"compiled: {value}, {how}", *columns, "training unchanged"))
+        for how in WAYS
+        for value, columns in (("uncompiled", TENSORS), ("keep", TENSORS if how in OUTSIDE else PARAMETERS))
+    ],
+)
+def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str, tmp_path: Path) -> None:
+    """With a backend that rounds nothing: ``uncompiled`` records everything inside, ``keep`` what is outside, the outputs of blocks too."""
+    flow = {"blocks": "model.blocks"} if value == "uncompiled" or how in OUTSIDE else None
     runs = []
-    for how in ("none", "blocks", "blocks, in place", "blocks, forward", "blocks, a decorated forward", "blocks, checkpointed"):
+    for compiled_how in ("none", how):
+        torch._dynamo.reset()
         seed()
-        callback = ModuleMonitorCallback(2, rules=rules, gradient_flow={"blocks": "model.blocks"}, store=False, on_error="raise")
+        options: dict[str, Any] = {"rules": RULES, "gradient_flow": flow if compiled_how == how else {"blocks": "model.blocks"}}
+        callback = ModuleMonitorCallback(2, compiled=value, store=False, on_error="raise", **options)
         records, module = KeepRecords(callback), Trained()
-        given = module if how == "none" else compiled(how, CountingBackend(), module)[1]
+        given = module if compiled_how == "none" else compiled(how, CountingBackend(), module)[1]
         trainer(tmp_path, [callback, records], max_steps=6).fit(given, loader(), loader(8))
-        runs.append(records.records)
-    plain, *others = [[(record.step, dict(record.values.items())) for record in one] for one in runs]
-    assert {"activation/model.blocks.1/norm", "gradient_flow/model.blocks.0-model.blocks.1/gain"} <= plain[0][1].keys()
-    assert all(one == plain for one in others)
+        runs.append([(record.step, dict(record.values.items())) for record in records.records])
+    for (step, plain), (other_step, found) in zip(*runs, strict=True):
+        assert step == other_step
+        assert all(plain[key] == one for key, one in found.items())
+        missing = {key for key in plain if key not in found}
+        inside = r"(activation|activation_gradient)/(model\.blocks\.\d\..*|{})/.*".format(WHERE.get(how, "none"))
+        assert (
+            not missing if value == "uncompiled" else all(re.match(inside, key) or (not flow and "gradient_flow" in key) for key in missing)
+        )
+        assert bool(missing) == (value == "keep")
 
 
 def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,3 +266,29 @@ def test_the_module_inside_that_made_a_nan_is_named(how: str, nonfinite: str, tm
         fit.fit(given, loader(), loader(8))
     assert [(one.step, one.site) for one in callback.findings if one.name == "nonfinite"] == [(0, "model.blocks.1.fc")]
     assert backend.num_compilations <= 2
+
+
+# The compiler's own rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "part", "blocks", "blocks, in place"])
+@pytest.mark.shows("compiled: keep, bf16-mixed by inductor", "training unchanged")
+def test_bit_by_bit_with_inductor_in_bf16_mixed(how: str, tmp_path: Path) -> None:
+    """LayerNorm, GELU and a residual, which it rounds otherwise: ``keep`` trains as without the callback, ``uncompiled`` does not."""
+    runs = []
+    for value in (None, "keep", "uncompiled"):
+        torch._dynamo.reset()
+        seed()
+        module, given = compiled(how, "inductor", Trained(Net(width=64, dropout=0.0)))
+        kinds = ["gradient", "parameter", *([] if how in WITHOUT_OUTSIDE else ["activation", "activation_gradient"])]
+        options: dict[str, Any] = {"rules": [Rule(kinds=kinds, statistics="norm")], "store": False, "on_error": "raise"}
+        losses = KeepLosses()
+        callbacks: list[Callback] = [losses] if value is None else [ModuleMonitorCallback(2, compiled=value, **options), losses]
+        fit = trainer(tmp_path, callbacks, max_steps=6, precision="bf16-mixed", limit_val_batches=1)
+        fit.fit(given, loader(), loader(8))
+        runs.append((losses.losses, plain_state(module)))
+    (losses_of_plain, weights_of_plain), (kept, weights_kept), (_uncompiled, weights_uncompiled) = runs
+    assert all(torch.equal(one, other) for one, other in zip(losses_of_plain, kept, strict=True))
+    assert all(torch.equal(weights_kept[name], value) for name, value in weights_of_plain.items())
+    assert not all(torch.equal(weights_uncompiled[name], value) for name, value in weights_of_plain.items())
