@@ -18,7 +18,7 @@ from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, nearest
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.hooks import is_tracing
-from lightning_module_monitor.model.names import ROOT, without_wrappers
+from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
@@ -112,7 +112,7 @@ class ModuleMonitor(Described, StepEngine):
         check_choice(compiled, COMPILED, f"compiled is {compiled!r}")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
-            excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
+            excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
         self._within = module
         self._cpu_offload = cpu_offload
         self._metrics: set[tuple[str, str]] = set()
@@ -444,11 +444,6 @@ class ModuleMonitor(Described, StepEngine):
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         recorded: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
-        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **recorded)
+        rule = Rule(kinds=list(kinds), sites=beginning_with(regex), aggregate=aggregation or "mean", **recorded)
         self.add_rules(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
-
-
-def _beginning_with(regex: str) -> str:
-    """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
-    return f"(?:{regex})(?s:.*)"

@@ -145,6 +145,11 @@ def matches(aliases: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> bool
     return any(pattern.fullmatch(alias) for alias in aliases for pattern in patterns)
 
 
+def beginning_with(regex: str) -> str:
+    """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
+    return f"(?:{regex})(?s:.*)"
+
+
 def and_insides(aliases: Iterable[str]) -> Iterator[str]:
     """The names and those of every module around them: what is inside an excluded module is excluded with it.
 

@@ -87,6 +87,10 @@ class Plan:
         return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
 
 
+OF_WATCHES = "health.watch"
+"""The label of rules that record what the built-in detectors judge."""
+
+
 def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
     """The sites that a rule picks for a kind."""
     if KINDS[kind].site == "parameter":
@@ -187,6 +191,11 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
     for pattern in () if rule.is_optional else idle_patterns(rule, index.whole):
         reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
+    if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds):
+        inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
+        if inside:
+            what = f"{', '.join(rule.names)} of modules inside compiled code ({shortened(inside)})"
+            reporter.log_once(f"{rule.label} judges no {what}; compiled: uncompiled records it.")
     if rcc_layers.OUTPUT not in rule.kinds:
         return
     unchecked = rcc_layers.unchecked_modules(index.within)
