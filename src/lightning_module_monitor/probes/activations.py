@@ -121,9 +121,9 @@ def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTe
 class ModuleTable:
     """What is known of the modules of a model."""
 
-    def __init__(self, sites: Iterable[ModuleSite]) -> None:
+    def __init__(self, sites: Iterable[ModuleSite] = (), observed: Iterable[ModuleSite] = ()) -> None:
         self._sites = list(sites)
-        self._waiting = [site for site in self._sites if site.runs]
+        self._waiting = [site for site in observed if site.runs]
         """Those that have not run yet."""
         self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype, by name."""
@@ -135,6 +135,14 @@ class ModuleTable:
         """A probe for the modules that have not run yet; ``None`` if all of them have."""
         self._waiting = [site for site in self._waiting if site.name not in self._outputs]
         return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
+
+    def not_run(self) -> list[str]:
+        """The names of modules with weights to train of which no call was observed."""
+        return [
+            site.name
+            for site in self._waiting
+            if site.name not in self._outputs and any(one is not None and one.requires_grad for one in site.module._parameters.values())
+        ]
 
     def modules(self) -> Sequence[ModuleInfo]:
         """All modules; the same object until more is known."""

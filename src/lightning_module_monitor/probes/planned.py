@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches
+from lightning_module_monitor.model.compiled import CompiledParts, names_used
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite, Site, is_excluded, matches
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -77,11 +80,15 @@ class Plan:
 
     def expected(self) -> list[MetricSpec]:
         """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if _can_occur(watched.site, kind)]
+        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if watched.site.runs or KINDS[kind].of_heads]
         of_modules = [spec for one in occurring for spec in one.by_layer.values() or [one]]
         of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
+
+
+OF_WATCHES = "health.watch"
+"""The label of rules that record what the built-in detectors judge."""
 
 
 def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
@@ -97,12 +104,16 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     """The kinds for which a rule picks nothing, if it picks something for others.
 
     Raises:
-        ConfigError: If it picks nothing at all; names the nearest right name.
+        ConfigError: If it picks nothing at all, names the nearest right name; or only what is inside compiled code.
     """
     sites_of = {kind: matching(rule, kind, index) for kind in rule.kinds}
-    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind) for site in found)]
+    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind, index) for site in found)]
     if len(idle) < len(rule.kinds):
         return idle
+    if index.whole is not index:
+        idle_kinds(rule, index.whole)  # fails, with the nearest right name, if nothing matches inside compiled code either
+        inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
+        raise index.refusal(f"{rule.label}.kinds {', '.join(rule.kinds)}", inside)
     never_run = [site.name for found in sites_of.values() for site in found]
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
@@ -132,18 +143,67 @@ def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
     return [f"{one.pattern!r} matches none of {len(names)} names{nearest_pattern(one.pattern, names)}" for one in idle]
 
 
-def _can_occur(site: Site, kind: str) -> bool:
+def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
-    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
+    if isinstance(site, ParameterSite) or not KINDS[kind].of_heads:
+        return isinstance(site, ParameterSite) or site.runs
+    return not index.compiled.inside or _may_attend(site, index.compiled)
+
+
+def _may_attend(site: ModuleSite, compiled: CompiledParts) -> bool:
+    """Whether a module may call attention outside of the model's compiled code: one around that, if its own code shows it."""
+    of = type(site.module)
+    if site.is_compiled or of.forward.__module__.startswith("torch.nn."):
+        return not site.is_compiled and isinstance(site.module, nn.MultiheadAttention)
+    is_around = any(module in compiled.outermost for module in site.module.modules())
+    return not is_around or not names_used(of.forward, of).isdisjoint(_ATTENTION)
+
+
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "monitor_scaled_dot_product_attention")
 
 
 def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
     """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
     if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
         return False
-    if rule.leaf_modules and next(module.children(), None) is not None:
+    if rule.leaf_modules and not (site.is_leaf if isinstance(site, ModuleSite) else next(module.children(), None) is None):
         return False
     return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
+
+
+def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, shares_input: bool) -> None:
+    """Check a rule against a model's names, and report in which part it matches nothing; an optional one may match nothing at all.
+
+    Args:
+        rule: The rule.
+        index: The names.
+        reporter: Reports it.
+        shares_input: Whether other ranks have the same input as this one.
+
+    Raises:
+        ConfigError: If it matches nothing, or needs what parts of tensors do not show.
+    """
+    if shares_input:
+        check_tensor_parallel(rule)
+    check_types(rule, index.whole)
+    for kind in () if rule.is_optional else idle_kinds(rule, index):
+        where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
+        reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
+    for pattern in () if rule.is_optional else idle_patterns(rule, index.whole):
+        reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
+    if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds):
+        inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
+        if inside:
+            what = f"{', '.join(rule.names)} of modules inside compiled code ({shortened(inside)})"
+            reporter.log_once(f"{rule.label} judges no {what}; compiled: uncompiled records it.")
+    if rcc_layers.OUTPUT not in rule.kinds:
+        return
+    unchecked = rcc_layers.unchecked_modules(index.within)
+    picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
+    left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
+    if left_out:
+        why = "rcc leaves out modules whose type is not in its table"
+        reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
 
 
 def check_types(rule: ParsedRule, index: ModelIndex) -> None:

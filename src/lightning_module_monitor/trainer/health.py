@@ -23,6 +23,7 @@ from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
 from lightning_module_monitor.probes.parameters import ParameterAccess
+from lightning_module_monitor.probes.planned import OF_WATCHES
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
@@ -41,7 +42,7 @@ class HealthController:
         self._on_error = on_error
         self.findings: list[Finding] = []
         """All findings since the latest fit began, in their order."""
-        monitor.add_rules(watch_rules(options.recorded), "health.watch", are_optional=True)
+        monitor.add_rules(watch_rules(options.recorded), OF_WATCHES, are_optional=True)
         self._alerts: Alerts | None = None
         self._state: dict[str, Any] = {}
         """The result of :meth:`state` for the resumed run, or at the end of this one."""
