@@ -36,6 +36,7 @@ test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that
 test-newest: ## test the core with the newest versions that there are
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps mup
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
@@ -105,6 +106,7 @@ $(LOWEST)/core.stamp: pyproject.toml constraints-lowest.txt
 	    echo "The lowest torch has no wheels for $$($(PYTHON) --version); choose an older one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c constraints-lowest.txt -e '.[test-core]'
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c constraints-lowest.txt --no-deps mup
 	@touch $@
 
 # From source, with the torch that is there, and without its compiled operations.

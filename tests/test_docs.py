@@ -330,6 +330,10 @@ def test_the_page_about_hydra(tmp_path: Path) -> None:
         path.write_text(block)
     flags = ["callbacks.module_monitor.every_n_steps=5", "+trainer.accelerator=cpu", "+trainer.logger=false", "hydra.run.dir=run"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
+    overrides = re.findall(r"\+?callbacks\.module_monitor\.\w+=[^`']+", DOCUMENTS[HYDRA])
+    composed = [sys.executable, "train.py", "--cfg", "job", *overrides]
+    shown = subprocess.run(composed, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    assert ("every_n_steps: 10" in shown, "stages:" in shown) == (True, True)
     subprocess.run([sys.executable, "train.py", *flags], cwd=tmp_path, env=environment, check=True, capture_output=True)
     of_hydra = load_store("run/monitor.h5")
 

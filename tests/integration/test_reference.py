@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
-from helpers.lightning_package import Callback, CSVLogger, FSDPStrategy, LightningModule, ModelCheckpoint, Trainer
+from helpers.lightning_package import LOGGER, Callback, CSVLogger, FSDPStrategy, LightningModule, ModelCheckpoint, Trainer
 from helpers.memory import peak_bytes
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -601,7 +601,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "manual optimization": (
         {"rcc": True},
         Manual,
-        "Manual uses manual optimization, and no reference can run its training_step; give module",
+        r"rcc is given; Manual uses manual optimization, and a reference cannot run its training_step\. Expected module, .* leave rcc out",
     ),
     "ratio of a term": (
         {"rcc": True, "rules": [Rule(kinds="rcc_input", statistics="ratio")]},
@@ -801,3 +801,26 @@ def test_what_fsdp_ignores_is_found_in_a_copy_and_an_iterator_is_not_used_up() -
     strategy = FSDPStrategy(ignored_states=iter(given))
     LaidOutCopy(strategy, module)
     assert [id(one) for one in strategy.kwargs["ignored_states"]] == [id(one) for one in given]
+
+
+class CallsParts(Classifier):
+    """Its training step calls the layers of a submodule, and never the submodule itself."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.model.layers:
+            x = layer(x)
+        return x.float().pow(2).mean()
+
+
+def test_a_submodule_that_is_never_called_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its reference has no arguments to run with: one line says what to name instead, and parameters are compared."""
+    callback = ModuleMonitorCallback(1, reference="init", module="model")
+    with caplog.at_level("INFO", LOGGER):
+        trainer(tmp_path, [callback], max_steps=2).fit(CallsParts("mlp"), loader(), loader(8))
+    assert [one for one in caplog.messages if "was not called" in one] == [
+        "model itself was not called, only modules within it, so its reference did not run: no activation is compared. "
+        "Give module the name of a submodule that is called as a whole."
+    ]
+    kinds = {key.split("/")[0] for key in load_store(callback.store_path or "")}
+    assert ("parameter_difference" in kinds, "activation_difference" in kinds) == (True, False)

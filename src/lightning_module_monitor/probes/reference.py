@@ -89,6 +89,13 @@ class Reference:
         self.differentiates = False
         """Whether its forward pass runs a backward pass of its own, which needs the tensors that are otherwise not saved."""
 
+    def why_not_run(self) -> str:
+        """The message about a step in which the model's modules ran, and the reference did not."""
+        if self.follows:
+            why = f"{self.name} itself was not called, only modules within it, so its reference did not run: no activation is compared"
+            return f"{why}. Give module the name of a submodule that is called as a whole."
+        return "The reference has not run before the model, and no activation is compared. Run it first, on the same input."
+
     def sibling(self, module: nn.Module) -> nn.Module | None:
         """The sibling of a module of the model; ``None`` outside of ``live``."""
         return self._siblings.get(module)
@@ -237,7 +244,7 @@ class ReferenceProbe(Probe):
         """Report calls of one of both only, once for each cause, and forget them."""
         if not self._is_explained:
             if self.not_compared[MISSED] and not self._has_run:
-                self._log("The reference has not run before the model, and nothing is compared. Run it first, on the same input.")
+                self._log(self.reference.why_not_run())
                 del self.not_compared[MISSED]
             self.not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
             for what, modules in self.not_compared.items():

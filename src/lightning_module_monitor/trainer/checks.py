@@ -45,14 +45,18 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
         reporter.log_once(f"{compiled[0]} is compiled: {how}. compiled: keep leaves it compiled, and observes what is outside of it.")
 
 
-def check_manual_optimization(pl_module: LightningModule, planner: Planner, *, runs_training_step: bool) -> None:
-    """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping."""
+def check_manual_optimization(pl_module: LightningModule, planner: Planner, reference: str) -> None:
+    """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping.
+
+    ``reference`` is the option that asks for such a reference, if one does.
+    """
     if pl_module.automatic_optimization:
         return
     model = type(pl_module).__name__
-    if runs_training_step:
-        remedy = "give module, the name of the submodule to watch: its sibling is then called with its arguments"
-        raise ConfigError(f"{model} uses manual optimization, and no reference can run its training_step; {remedy}.")
+    if reference:
+        why = f"{model} uses manual optimization, and a reference cannot run its training_step"
+        remedy = f"module, the name of a submodule that training_step calls: a copy of that submodule then runs. Or leave {reference} out"
+        raise ConfigError(f"{reference} is given; {why}. Expected {remedy}.")
     rule = planner.first_of_kind("gradient_before_clip", without="gradient")
     if rule is not None:
         why = f"{model} uses manual optimization, and when it clips, if it does, is not known"

@@ -98,7 +98,8 @@ class RunController:
         if not self.options.observes_run(stage):
             return
         runs_training_step = self.reference is not None and self.options.module is None
-        checks.check_manual_optimization(pl_module, self.monitor.planner, runs_training_step=runs_training_step)
+        asks_for_reference = ("rcc" if self.options.reference is None else "reference") if runs_training_step else ""
+        checks.check_manual_optimization(pl_module, self.monitor.planner, asks_for_reference)
         strategy.check_strategy(trainer, self.health.options, self.monitor.planner)
         self._check_compiled(pl_module)
         if not checks.makes_layers_late(pl_module):
