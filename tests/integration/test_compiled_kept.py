@@ -226,6 +226,20 @@ def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str
         assert bool(missing) == (value == "keep")
 
 
+def test_classes_are_those_of_what_is_compiled(tmp_path: Path) -> None:
+    """In ``types``, and in the table of modules: not those of torch's wrapper."""
+    _module, given = compiled("blocks", CountingBackend())
+    callback = ModuleMonitorCallback(1, rules=[RMS | {"types": ["Block"]}], store=False)
+    trainer(tmp_path, [callback], max_steps=1).fit(given, loader(), loader(8))
+    record = callback.last_record
+    assert record is not None
+    assert [key for key in record.values if key.startswith("activation")] == [
+        "activation/model.blocks.0/rms",
+        "activation/model.blocks.1/rms",
+    ]
+    assert {one.type for one in record.modules if one.name == "model.blocks.0"} == {"Block"}
+
+
 def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the backend does not round at all, the differences of the first step are zero."""
     backend = CountingBackend()

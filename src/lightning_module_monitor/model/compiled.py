@@ -95,7 +95,8 @@ def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., 
 def _compiled_methods(of: type[nn.Module]) -> tuple[tuple[str, object], ...]:
     """The compiled methods of a class of modules."""
     classes = [one for one in of.__mro__ if not one.__module__.startswith("torch.")]
-    return tuple((name, value) for one in classes for name, value in vars(one).items() if _original(value) is not None)
+    methods = ((name, value) for one in classes for name, value in vars(one).items() if _original(value) is not None)
+    return tuple((name, value) for name, value in methods if getattr(of, name, None) is value)  # no subclass has another
 
 
 def _original(function: object) -> Callable[..., Any] | None:
@@ -109,7 +110,7 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
     """The modules that a compiled function calls, as far as its code shows.
 
     A method calls the children of its module that it names, itself or by other methods, and the module itself if its forward is compiled
-    too. Any other function calls those in its closure and those that it names.
+    too. Any other function calls those in its closure, its defaults, and those that it names.
     """
     owner = getattr(function, "__self__", holder if _is_method_of(function, holder) else None)
     if isinstance(owner, nn.Module):
@@ -121,7 +122,7 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
         return [function] if isinstance(function, nn.Module) else []
     held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
-    owners = [getattr(one, "__self__", one) for one in (*held, *named)]
+    owners = [getattr(one, "__self__", one) for one in (*held, *named, *(function.__defaults__ or ()))]
     return [one for one in owners if isinstance(one, nn.Module)]
 
 

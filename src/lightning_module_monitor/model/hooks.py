@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -130,7 +131,7 @@ class HookSet:
         # A class of the user's may override the method without the keywords.
         self.add(register(called, **{name: True for name, is_on in options.items() if is_on}))
 
-    def places(self) -> Iterator[tuple[dict[int, Any], int]]:
+    def places(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
         """The dictionaries of torch's that each of them is in, and its key there: of hooks, and of those with an option."""
         for handle in self._handles:
             for of_torch in (handle.hooks_dict_ref, *handle.extra_dict_ref):
@@ -179,7 +180,7 @@ class _Compiling:
 
     watched: ClassVar[weakref.WeakSet[HookSet]] = weakref.WeakSet()
     """Those that may have hooks on modules."""
-    _hidden: ClassVar[list[tuple[dict[int, Any], dict[int, Any]]]] = []
+    _hidden: ClassVar[list[tuple[OrderedDict[int, Any], dict[int, Any]]]] = []
     """Dictionaries of hooks without ours, each with its contents before."""
 
     @classmethod
@@ -204,15 +205,14 @@ class _Compiling:
     def _show(cls, *_arguments: object) -> None:
         places = {(id(hooks), key) for one in cls.watched for hooks, key in one.places()}
         while cls._hidden:
-            hooks, before = cls._hidden.pop()
-            others = dict(hooks)
-            hooks.clear()
+            hooks, before = cls._hidden[-1]
+            added = [key for key in hooks if key not in before]
             for key, hook in before.items():
-                if key in others:
-                    hooks[key] = others.pop(key)
-                elif (id(hooks), key) in places:
+                if (id(hooks), key) in places:  # closed meanwhile, it is gone
                     hooks[key] = hook
-            hooks.update(others)
+            for key in [key for key in (*before, *added) if key in hooks]:
+                hooks.move_to_end(key)
+            cls._hidden.pop()
 
 
 class _CopiedHook:

@@ -17,7 +17,8 @@ from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
 
 ROOT = "_root_"
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+_WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = re.compile(rf"(?<![^.])({'|'.join(_WRAPPED)})(\.|$)")
 
 UNWATCHED = (Metric, torch.jit.ScriptModule)
 """A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
@@ -87,6 +88,12 @@ def without_wrappers(name: str) -> str:
     'blocks.0.fc'
     """
     return _WRAPPERS.sub("", name).rstrip(".") or ROOT
+
+
+def unwrapped_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or of what it wraps for ``torch.compile``, Fabric, FSDP or activation checkpointing."""
+    inner = next((one for name in _WRAPPED if (one := module._modules.get(name)) is not None), None)
+    return type(module) if inner is None else unwrapped_class(inner)
 
 
 def is_fsdp_wrapper(module: nn.Module) -> bool:

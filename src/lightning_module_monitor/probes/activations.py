@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward, requires_gradient
-from lightning_module_monitor.model.names import ModuleSite
+from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
@@ -151,7 +151,9 @@ class ModuleTable:
             return sum(one.numel() for one in site.module.parameters() if not is_lazy(one))
 
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
-            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)
+            self._modules = tuple(
+                ModuleInfo(site.name, unwrapped_class(site.module).__name__, num_parameters(site)) for site in self._sites
+            )
         if self._num_known != len(self._outputs):
             self._num_known = len(self._outputs)
             self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)

@@ -14,7 +14,7 @@ from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.compiled import CompiledParts, names_used
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite, Site, is_excluded, matches
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite, Site, is_excluded, matches, unwrapped_class
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
@@ -214,14 +214,15 @@ def check_types(rule: ParsedRule, index: ModelIndex) -> None:
     """
     for name in rule.types or ():
         if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
-            own = sorted({type(site.module).__name__ for site in index.modules})
+            own = sorted({unwrapped_class(site.module).__name__ for site in index.modules})
             why = f"is the class of none of {len(index.modules)} modules"
             raise ConfigError(f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(own)}, or an import path{nearest(name, own)}")
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
-    """Whether a module is an instance of a class, which may be given by its name."""
-    return any(base.__name__ == wanted for base in type(module).__mro__) if isinstance(wanted, str) else isinstance(module, wanted)
+    """Whether a module, or what it wraps, is an instance of a class, which may be given by its name."""
+    of = unwrapped_class(module)
+    return any(base.__name__ == wanted for base in of.__mro__) if isinstance(wanted, str) else issubclass(of, wanted)
 
 
 def check_tensor_parallel(rule: ParsedRule) -> None:
