@@ -14,13 +14,13 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.config.rules import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
-from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts, num_compiled
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, ParameterSite, without_wrappers
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, ParameterSite
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.planned import Plan, check_rule, idle_kinds, matching
+from lightning_module_monitor.probes.planned import Plan, check_rule, compiled_in_words, idle_kinds, matching
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
@@ -423,10 +423,7 @@ class Planner:
         if not index.compiled.inside:
             return
         num_inside, num_outside = len(self.plan_inside().modules), len(self.plan().modules)
-        left_out = f"{num_inside} of the {num_inside + num_outside} modules that the rules match"
-        how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
-        names = shortened([without_wrappers(name) for name in index.compiled.names])
-        self._reporter.log_once(f"Compiled: {names}. What is inside is not observed: {left_out}. {how}.")
+        self._reporter.log_once(compiled_in_words(index, self.rules, num_inside, num_outside))
 
     def report_uncompiled_reference(self) -> None:
         """Report, if activations are compared with a reference's, that these are not those of compiled code."""

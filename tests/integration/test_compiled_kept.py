@@ -259,13 +259,14 @@ def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, ca
 
 
 def test_a_check_that_needs_insides_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once; one with modules outside of compiled code does not."""
+    """In the same line; one with modules outside of compiled code does not."""
     model = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), backend="eager"), nn.Linear(8, 3), nn.Sigmoid())
     callback = ModuleMonitorCallback(1, health={"watch": ["dead_units", "saturation"]}, store=False)
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, [callback], max_steps=1).fit(Trained(model), loader(), loader(8))
     [line] = [record.getMessage() for record in caplog.records if "health.watch" in record.getMessage()]
-    assert line == ("health.watch judges no dead_fraction of modules inside compiled code (model.0.1); compiled: uncompiled records it.")
+    assert line.startswith("Compiled: model.0. What is inside is not observed: 2 of the 5 modules that the rules match.")
+    assert "health.watch has no dead_fraction to judge. compiled: uncompiled records them" in line
 
 
 # The search for non-finite values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +14,16 @@ from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.compiled import CompiledParts, names_used
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite, Site, is_excluded, matches, unwrapped_class
+from lightning_module_monitor.model.names import (
+    ModelIndex,
+    ModuleSite,
+    ParameterSite,
+    Site,
+    is_excluded,
+    matches,
+    unwrapped_class,
+    without_wrappers,
+)
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
@@ -191,11 +200,6 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
     for pattern in () if rule.is_optional else idle_patterns(rule, index.whole):
         reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
-    if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds):
-        inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
-        if inside:
-            what = f"{', '.join(rule.names)} of modules inside compiled code ({shortened(inside)})"
-            reporter.log_once(f"{rule.label} judges no {what}; compiled: uncompiled records it.")
     if rcc_layers.OUTPUT not in rule.kinds:
         return
     unchecked = rcc_layers.unchecked_modules(index.within)
@@ -204,6 +208,17 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
     if left_out:
         why = "rcc leaves out modules whose type is not in its table"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
+
+
+def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, num_outside: int) -> str:
+    """One line: what of the model is compiled, how many modules that rules match that leaves out, and what no detector judges for that."""
+    names = shortened([without_wrappers(name) for name in index.compiled.names])
+    left_out = f"{num_inside} of the {num_inside + num_outside} modules that the rules match"
+    of_watches = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
+    idle = {name: None for rule in of_watches for name in rule.names if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
+    unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
+    how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
+    return f"Compiled: {names}. What is inside is not observed: {left_out}.{unjudged} {how}."
 
 
 def check_types(rule: ParsedRule, index: ModelIndex) -> None:
