@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.compiling import Net, Trained
 from helpers.documents import DOCUMENTS, ROOT, Model, documents_with, names_in_a_loop, names_in_a_trainer, quiet_trainer, snippets
 from helpers.lightning_package import CSVLogger, LightningCLI, seed_everything
 from helpers.stores import write_store
@@ -107,6 +108,16 @@ def test_python_of_the_page_about_the_store() -> None:
     assert names["counts"].sum(1).tolist() == [24, 24, 24]
     assert names["counts"].shape[1] == len(names["edges"]) - 1
     assert names["not_finite"].tolist() == [[0, 0, 0]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
+def test_python_of_the_page_about_compiled_models() -> None:
+    """Outputs of compiled blocks are recorded, and nothing inside of them."""
+    names = names_in_a_trainer() | {"model": Trained(Net()), "batches": loader()}
+    values = run_page("docs/how_to/compiled.md", names)["callback"].last_record.values
+    assert {"activation/model.blocks.0/rms", "gradient_flow/model.blocks.0-model.blocks.1/gain"} <= values.keys()
+    assert not any(key.startswith("activation") and "fc" in key for key in values)
 
 
 def test_python_of_the_page_about_early_stopping() -> None:
@@ -251,6 +262,7 @@ RECORDED = {
         },
         set(),
     ],
+    "docs/how_to/compiled.md": [{"activation/model.head/rms"}],
     "docs/how_to/early_stopping.md": [{"gradient/model.head.weight/norm"}, {"gradient/model.head.weight/norm"}],
     "docs/how_to/loggers.md": [{"monitor/activation/model.head/rms"}],
     "docs/how_to/custom_statistics.md": [{"activation/model.head/median", "activation/model.head/average"}],

@@ -19,6 +19,7 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.causes import Diagnoses
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
+from lightning_module_monitor.model.compiled import KEEP
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunController
@@ -80,6 +81,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same ones on
             all ranks; ``monitor/overhead_fraction`` is the measured share. At most every other step is monitored then, because the others
             show what a plain step takes.
+        compiled: ``keep``: what ``torch.compile`` has compiled runs as without the callback, and what is inside of it is not observed; its
+            output, parameters and gradients are. ``uncompiled``: monitored steps run uncompiled, and everything is observed.
         on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
         dry_run: Print what would be recorded and what it would cost, and record nothing.
     """
@@ -107,6 +110,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         prefix: str = "",
         max_logged_keys: int = 500,
         max_overhead: float | None = None,
+        compiled: str = KEEP,
         on_error: str = "warn",
         dry_run: bool = False,
     ) -> None:

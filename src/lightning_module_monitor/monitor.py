@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, default_rules, parse_patterns
+from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, check_choice, default_rules, parse_patterns
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, Log, nearest
+from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.hooks import is_tracing
-from lightning_module_monitor.model.names import ROOT, without_wrappers
+from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
@@ -76,6 +77,7 @@ class ModuleMonitor(Described, StepEngine):
         history: Number of records that are kept in memory.
         cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
             takes less of its memory and more time.
+        compiled: ``keep``: nothing inside compiled code is observed. ``uncompiled``: everything is, and monitored steps run uncompiled.
         distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
             those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
             that share their input. A rank that no longer takes part ends the record, and not the training.
@@ -101,14 +103,16 @@ class ModuleMonitor(Described, StepEngine):
         history: int = 1000,
         cpu_offload: bool = False,
         distributed: bool | DeviceMesh = False,
+        compiled: str = KEEP,
     ) -> None:
         if on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
             raise ConfigError(f"module is {module!r:.60}; expected the name of a submodule, e.g. 'encoder'.")
+        check_choice(compiled, COMPILED, f"compiled is {compiled!r}")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
-            excluded += parse_patterns(_beginning_with(excluded_modules_regex), "excluded_modules_regex")
+            excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
         self._within = module
         self._cpu_offload = cpu_offload
         self._metrics: set[tuple[str, str]] = set()
@@ -122,6 +126,7 @@ class ModuleMonitor(Described, StepEngine):
             exclude=excluded,
             format_name=format_module_name_fn,
             prefix=prefix,
+            keeps_compiled=compiled == KEEP,
             reporter=reporter,
         )
         super().__init__(reporter, planner, StorageManager(history), distributed)
@@ -174,7 +179,7 @@ class ModuleMonitor(Described, StepEngine):
         shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
         sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
         self._module, self._watched = module, sites.with_wrapped(module)
-        self._opener.modules = ModuleTable(sites.modules)
+        self._opener.modules = ModuleTable(sites.whole.modules, sites.modules)
         _monitors.append(weakref.ref(self, _monitors.remove))
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False, wrapper: nn.Module | None = None) -> None:
@@ -210,6 +215,7 @@ class ModuleMonitor(Described, StepEngine):
         units = fsdp1_units(self.wrapper or self._module) | fsdp1_units(wrapper or module)
         name, offload = self._within or ROOT, self._cpu_offload
         self._reference = Reference(live, module, follows=follows, cpu_offload=offload, name=name, wrapper=wrapper, units=units)
+        self.planner.report_uncompiled_reference()
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
@@ -438,11 +444,6 @@ class ModuleMonitor(Described, StepEngine):
         if (kinds[0], name) in self._metrics:
             raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
         recorded: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
-        rule = Rule(kinds=list(kinds), sites=_beginning_with(regex), aggregate=aggregation or "mean", **recorded)
+        rule = Rule(kinds=list(kinds), sites=beginning_with(regex), aggregate=aggregation or "mean", **recorded)
         self.add_rules(rule, f"metric {name!r}")
         self._metrics.add((kinds[0], name))
-
-
-def _beginning_with(regex: str) -> str:
-    """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
-    return f"(?:{regex})(?s:.*)"

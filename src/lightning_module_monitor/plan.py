@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,19 +15,12 @@ from torchmetrics import Metric
 from lightning_module_monitor.config.rules import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, Namer, ParameterSite, find_blocks
+from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts, num_compiled
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, ParameterSite
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
-from lightning_module_monitor.probes.gradient_flow import Chain, norm_spec
-from lightning_module_monitor.probes.planned import (
-    Plan,
-    check_tensor_parallel,
-    check_types,
-    idle_kinds,
-    idle_patterns,
-    is_picked,
-    matching,
-)
+from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.planned import Plan, check_rule, compiled_in_words, idle_kinds, matching
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
@@ -76,9 +68,14 @@ class Planner:
         exclude: Sequence[re.Pattern[str]],
         format_name: NameFormat,
         prefix: str,
+        keeps_compiled: bool,
         reporter: ErrorReporter,
     ) -> None:
         self._schedule = schedule
+        self.keeps_compiled = keeps_compiled
+        """Whether compiled code runs as without the monitor, and is not observed inside."""
+        self._num_compiled = -1
+        """How much was compiled when it was last looked for in the model."""
         self.rules = [parse_rule(rule, f"rules[{i}]", schedule) for i, rule in enumerate(rules)]
         self._gradient_flow = None if gradient_flow is None else parse_gradient_flow(gradient_flow)
         self._captures = [] if capture is None else [parse_capture(capture)]
@@ -118,21 +115,13 @@ class Planner:
         self._has_ranks, self.shares_input = has_ranks, shares_input
         if self._schedule.by_clock is not None:
             self._schedule.by_clock.begin()
-        index = ModelIndex(module, self._within, self._exclude, self._format_name)
+        self._num_compiled = -1
+        index = self._read(module, compiled_parts(module) if self.keeps_compiled else NOT_COMPILED)
         for rule in self.rules:
-            self._check(rule, index)
-        if self._gradient_flow is not None:
-            names = find_blocks(self._gradient_flow.blocks, index.module_by_name)
-            of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
-            self._chain = Chain(
-                blocks=[index.module_by_name[name] for name in names],
-                specs=[norm_spec(of_norms.name(name), self._gradient_flow.norm, is_compared=shares_input) for name in names],
-                transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
-                thresholds=self._gradient_flow.thresholds,
-                prefix=self.prefix,
-            )
+            check_rule(rule, index, self._reporter, shares_input=shares_input)
         for capture in self._captures:
             idle_kinds(capture, index)
+        self._chain = self._chain_of(index)
         self._index = index
         try:
             self.plan()  # in which no two things may have one name
@@ -140,7 +129,38 @@ class Planner:
             self.forget_names()
             raise
         self._report_renamed()
+        self._report_compiled(index)
         return index
+
+    def _read(self, module: nn.Module, compiled: CompiledParts) -> ModelIndex:
+        return ModelIndex(module, self._within, self._exclude, self._format_name, compiled)
+
+    def _chain_of(self, index: ModelIndex) -> Chain | None:
+        return None if self._gradient_flow is None else Chain.of(self._gradient_flow, index, self.prefix, is_compared=self.shares_input)
+
+    def find_compiled(self, module: nn.Module, wrapper: nn.Module | None) -> bool:
+        """Look for what was compiled since the names were read, if anything was; returns whether more of the model is, or less.
+
+        It never fails: training has begun, or is about to.
+
+        Args:
+            module: The model.
+            wrapper: What a strategy has wrapped it in.
+        """
+        if not self.keeps_compiled or self._num_compiled == num_compiled():
+            return False
+        self._num_compiled, compiled = num_compiled(), compiled_parts(module, wrapper)
+        if compiled == self.index.compiled:
+            return False
+        self._index = self._read(module, compiled)
+        try:
+            self._chain = self._chain_of(self._index)
+        except ConfigError as error:
+            self._chain = None
+            self._reporter.log_once(str(error), logging.WARNING)
+        self._forget_plans()
+        self._report_compiled(self._index)
+        return True
 
     def forget_names(self) -> None:
         """Forget the model, and rules that are about its details."""
@@ -185,7 +205,7 @@ class Planner:
         parsed = parse_rule(rule, f"{label}[{len(self.rules)}]" if label == "rules" else label, self._schedule)
         parsed = replace(parsed, is_optional=is_optional)
         if self._index is not None:
-            self._check(parsed, self._index)
+            check_rule(parsed, self._index, self._reporter, shares_input=self.shares_input)
         self.rules.append(parsed)
         self._forget_plans()
         try:
@@ -302,21 +322,30 @@ class Planner:
     def _forget_plans(self) -> None:
         self._plans, self._taken = {}, {}
 
-    def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None) -> Plan:
+    def plan_inside(self, stage: str = TRAIN) -> Plan:
+        """What every rule would record inside compiled code, were it observed."""
+        whole = self._plan(self.rules, stage, index=self.index.whole)
+        observed = {site.name for site in self.index.modules}
+        return Plan([one for one in whole.modules if one.site.name not in observed], [], None)
+
+    def _plan(
+        self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None, *, index: ModelIndex | None = None
+    ) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
+        index = index or self.index
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         for rule in rules:
             for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
-                for site in matching(rule, kind, self.index):
+                for site in matching(rule, kind, index):
                     by_site[site.name][kind].append(rule)
 
         def watched(site: SiteT) -> Watched[SiteT]:
             return Watched(site, {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()})
 
         return Plan(
-            [watched(site) for site in self.index.modules if site.name in by_site],
-            [watched(site) for site in self.index.parameters if site.name in by_site],
+            [watched(site) for site in index.modules if site.name in by_site],
+            [watched(site) for site in index.parameters if site.name in by_site],
             chain,
         )
 
@@ -389,24 +418,18 @@ class Planner:
         """The key of a figure of the monitor's own."""
         return Key(OWN_KIND, "", name, stage, self.prefix).format()
 
-    def _check(self, rule: ParsedRule, index: ModelIndex) -> None:
-        if self.shares_input:
-            check_tensor_parallel(rule)
-        check_types(rule, index)
-        for kind in () if rule.is_optional else idle_kinds(rule, index):
-            self._reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}.", logging.WARNING)
-        for pattern in () if rule.is_optional else idle_patterns(rule, index):
-            self._reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
-        if rcc_layers.OUTPUT not in rule.kinds:
+    def _report_compiled(self, index: ModelIndex) -> None:
+        """Report, in one line, which modules are compiled, and what is left out for that."""
+        if not index.compiled.inside:
             return
-        unchecked = rcc_layers.unchecked_modules(index.within)
-        picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
-        left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
-        if left_out:
-            shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
-            self._reporter.log_once(
-                f"rcc leaves out modules whose type is not in its table: {shown}. register_rcc_layer(type, function) adds a type."
-            )
+        num_inside, num_outside = len(self.plan_inside().modules), len(self.plan().modules)
+        self._reporter.log_once(compiled_in_words(index, self.rules, num_inside, num_outside))
+
+    def report_uncompiled_reference(self) -> None:
+        """Report, if activations are compared with a reference's, that these are not those of compiled code."""
+        if self.index.compiled.outermost and any(KINDS[kind].needs_reference for one in self.plan().modules for kind in one.specs):
+            what = "at the first step differences are rounding instead of zero, and the masks of dropout differ"
+            self._reporter.log_once(f"The reference runs uncompiled, and the model compiled: {what}.")
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""

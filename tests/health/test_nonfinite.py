@@ -392,9 +392,9 @@ def test_looking_again_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_is_refused_at_every_step(tmp_path: Path) -> None:
-    """Its modules nobody sees; what to do is said."""
+    """With ``compiled: uncompiled``: no hook runs in the other steps; the message has the alternatives."""
     module = Classifier(nn.Sequential(nn.Linear(6, 3)))
     module.model.compile(backend="eager")
-    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"))
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"), compiled="uncompiled")
     with pytest.raises(ConfigError, match="nonfinite: warn"):
         trainer(tmp_path, [callback]).fit(module, loader(), loader(8))

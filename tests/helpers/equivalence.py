@@ -37,6 +37,23 @@ TENSORS = COLUMNS[:5]
 
 PARAMETERS = COLUMNS[2:5]
 
+COMPILED = (
+    "whole",
+    "whole, in place",
+    "part",
+    "in place",
+    "late",
+    "blocks",
+    "blocks, in place",
+    "blocks, forward",
+    "blocks, a decorated forward",
+    "blocks, checkpointed",
+    "a function that a module holds",
+    "a method that a module holds",
+    "a function around the model",
+)
+"""How a model is compiled: by ``torch.compile`` or in place, the LightningModule, its model or the blocks of that."""
+
 ROWS = (
     # Loops
     "plain loop",
@@ -101,11 +118,17 @@ ROWS = (
     # Graph
     "checkpointing, use_reentrant=True",
     "checkpointing, use_reentrant=False",
-    "torch.compile, whole",
-    "torch.compile, part",
-    "torch.compile, in place",
-    "torch.compile, late",
-    "torch.compile, a function around the model",
+    *(f"compiled: keep, {how}" for how in COMPILED),
+    "compiled: keep, bf16-mixed by inductor",
+    "compiled: keep, DDP, whole",
+    "compiled: keep, DDP, part",
+    "compiled: keep, DDP, blocks",
+    "compiled: keep, DDP, blocks in place",
+    "compiled: keep, FSDP2, compiled before",
+    "compiled: keep, FSDP2, compiled after",
+    "compiled: keep, Fabric, compiled before",
+    "compiled: keep, Fabric, compiled after",
+    *(f"compiled: uncompiled, {how}" for how in COMPILED),
     "inner autograd.grad",
     "torch.func and no_grad inside of a forward",
     "hooks of other libraries",

@@ -1,4 +1,4 @@
-"""Models under torch.compile: a monitored step runs uncompiled, its values are those of the model as it was written."""
+"""Models under torch.compile with ``compiled: uncompiled``: monitored steps run uncompiled, with the values of the model as written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
-from lightning_module_monitor.model.hooks import Uncompiled
+from lightning_module_monitor.model.compiled import Uncompiled
 
 RULES = [
     Rule(
@@ -69,7 +69,9 @@ def run(how: str, folder: Path, monitored: bool = True, backend: str = "eager", 
     seed()
     module = Quiet("cnn", torch.optim.SGD, lr=0.1)
     given: Any = module
-    callback = ModuleMonitorCallback(4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, **options)
+    callback = ModuleMonitorCallback(
+        4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, compiled="uncompiled", **options
+    )
     records, losses = KeepRecords(callback), KeepLosses()
     callbacks: list[Callback] = [callback, records, losses] if monitored else [losses]
     if how == "whole":
@@ -93,7 +95,7 @@ def _fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"module": "model"}], ids=["all", "within the model"])
 @pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
-@pytest.mark.shows("torch.compile, {how}", *TENSORS, "differences", "RCC", "training unchanged")
+@pytest.mark.shows("compiled: uncompiled, {how}", *TENSORS, "differences", "RCC", "training unchanged")
 def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Every key and every value, the reference and the coordinate check too; and the compiler makes no graph more."""
     eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
@@ -115,10 +117,10 @@ def test_what_a_monitored_step_takes_is_announced(how: str, name: str | None, tm
         run(how, tmp_path)
     announced = [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()]
     expected = f"{name} is compiled: monitored steps run it uncompiled, with the time and the memory that this takes."
-    assert [message.split(" If")[0] for message in announced] == ([] if name is None else [expected])
+    assert [message.split(" compiled: keep")[0] for message in announced] == ([] if name is None else [expected])
 
 
-@pytest.mark.shows("torch.compile, in place", *TENSORS)
+@pytest.mark.shows("compiled: uncompiled, in place", *TENSORS)
 def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
     """With a backend that takes the graph apart: steps that are monitored round as eager ones do, the others as compiled ones."""
     eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
@@ -156,7 +158,7 @@ def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
     """Also a step that is never ended."""
     tell = is_compiling()
     model = torch.nn.Linear(2, 2)
-    monitor = ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")])
+    monitor = ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")], compiled="uncompiled")
     monitor.set_module(model)
     monitor.begin_step(0)
     assert not tell()
@@ -164,14 +166,14 @@ def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
     assert tell()
 
 
-@pytest.mark.shows("torch.compile, a function around the model", "activations")
+@pytest.mark.shows("compiled: uncompiled, a function around the model", "activations")
 def test_a_function_that_is_compiled_around_the_model_is_seen_into() -> None:
     """Nobody can find it: compiled code is gone around wherever it is."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     step = torch.compile(lambda x: model(x).sum(), backend="eager")
     x = torch.randn(5, 4)
     step(x)
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")], compiled="uncompiled") as monitor:
         monitor.set_module(model)
         for number in range(3):
             monitor.begin_step(number)

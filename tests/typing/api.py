@@ -88,6 +88,7 @@ def callback() -> Trainer:
         prefix="run1",
         max_logged_keys=100,
         max_overhead=0.02,
+        compiled="keep",
         on_error="raise",
         dry_run=True,
     )

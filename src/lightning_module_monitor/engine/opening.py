@@ -13,6 +13,7 @@ from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import shortened
+from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
@@ -37,7 +38,7 @@ class StepOpener:
         self._planner = planner
         self._reporter = reporter
         self._logged = logged
-        self.modules = ModuleTable(())
+        self.modules = ModuleTable()
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
@@ -88,7 +89,10 @@ class StepOpener:
             probes += [calls] if calls.is_needed() else []
         is_requested = self._planner.has_attention_rule(due)
         attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
-        return StepContext(step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes)
+        uncompiled = None if self._planner.keeps_compiled else Uncompiled()
+        return StepContext(
+            step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes, uncompiled=uncompiled
+        )
 
     def _forget_removed_modules(self) -> None:
         removed = self._planner.forget_removed_modules()

@@ -16,9 +16,10 @@ from lightning_module_monitor.distributed.ranks import Ranks, disagreement, is_f
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.opening import StepOpener
 from lightning_module_monitor.engine.step_context import StepContext
-from lightning_module_monitor.errors import ConfigError, RanksLostError
+from lightning_module_monitor.errors import ConfigError, RanksLostError, shortened
 from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.model.compiled import num_compiled
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.base import Among, Probe
@@ -76,6 +77,8 @@ class StepEngine:
         self._suspended: list[StepContext | None] = []
         self._silences: set[object] = set()
         """One for each block in which nothing is observed."""
+        self._awaits_first_step = True
+        """Whether no step of training has ended yet."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -98,7 +101,7 @@ class StepEngine:
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
-        return self._context is not None and not self._silences and not is_tracing()
+        return not is_tracing() and self._context is not None and not self._silences  # in this order: compiled code reads no state of ours
 
     # The phases of a step
 
@@ -332,6 +335,8 @@ class StepEngine:
         self.agree()
         if self.has_lost_ranks or self._module is None:
             return
+        if self.planner.find_compiled(self._module, self.wrapper):
+            self._opener.forget_plans()
         model = self.wrapper or self._module
         self._context = self._opener.open(due, step, stage, model=model, access=self.access, reference=self._reference, ranks=self.ranks)
         self._context.attach()
@@ -369,6 +374,8 @@ class StepEngine:
             self._context = None
         if context.has_missed():
             self._reporter.log_once(Unobserved.message, logging.WARNING)
+        if context.stage == TRAIN:
+            self._report_not_run(context)
         values: Values | dict[str, float] = Values()
         # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
         for key in context.accumulator.drop_overwriting(self.logged.of_users()):
@@ -391,6 +398,14 @@ class StepEngine:
         record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._opener.modules.modules())
         self.storage.add(record)
         return record
+
+    def _report_not_run(self, context: StepContext) -> None:
+        """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
+        is_first, self._awaits_first_step = self._awaits_first_step, False
+        names = self._opener.modules.not_run() if is_first and self.planner.keeps_compiled and num_compiled() else []
+        if names:
+            what = f"{shortened(names)} did not run in step {context.step}, or inside a compiled function, where nothing is observed"
+            self._reporter.log_once(f"{what}. compiled: uncompiled observes it, and runs monitored steps uncompiled.")
 
     def _finish_by_clock(self, clock: MinutesSchedule, context: StepContext) -> Record | None:
         """Finish a step that the clock picked, and choose the next one: by the time that all ranks have in their record."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from lightning_module_monitor.distributed.reduce import DistributedReducer
-from lightning_module_monitor.model.hooks import Uncompiled, Unobserved
+from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.parameters import WholeTensors
@@ -18,6 +19,7 @@ from lightning_module_monitor.record import RawTensor, Values
 class StepContext:
     """One step, or one loop of another stage, while it is observed: its probes and what they observe.
 
+    Compiled code runs uncompiled in it if ``uncompiled`` is given.
     A model can report attention by hand to the probe ``attention``, so that it is apart from the other ``probes``.
     """
 
@@ -31,6 +33,7 @@ class StepContext:
         whole_tensors: WholeTensors,
         attention: AttentionProbe,
         probes: Sequence[Probe],
+        uncompiled: Uncompiled | None,
     ) -> None:
         self.step = step
         self.stage = stage
@@ -41,12 +44,13 @@ class StepContext:
         self.attention: AttentionProbe | None = attention
         """``None`` in a step that was lost."""
         self.probes: Sequence[Probe] = (*probes, attention)
-        self._uncompiled = Uncompiled()
+        self._uncompiled = uncompiled
         self._num_unobserved = Unobserved.number
 
     def attach(self) -> None:
         """Register the hooks of the probes."""
-        self._uncompiled.begin()
+        if self._uncompiled is not None:
+            self._uncompiled.begin()
         for probe in self.probes:
             probe.attach()
 
@@ -72,7 +76,8 @@ class StepContext:
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
-            stack.callback(self._uncompiled.end)
+            if self._uncompiled is not None:
+                stack.callback(self._uncompiled.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 

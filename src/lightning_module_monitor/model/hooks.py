@@ -1,10 +1,11 @@
-"""Hooks, their owner, the states of torch in which they observe nothing, and compiled code, which runs none of them."""
+"""Hooks, their owner, and the states of torch in which they observe nothing or are kept away."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.jit import _trace as jit
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
+
+from lightning_module_monitor.model.compiled import is_compiler_loaded
 
 Result = TypeVar("Result")
 
@@ -29,9 +32,11 @@ def is_tracing() -> bool:
 
     The trace would contain the operations of the observation. This holds in ``torch.export`` and ``torch.jit.trace``, in
     ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
-    activation checkpointing, counters of operations.
+    activation checkpointing, counters of operations; and in ``torch.compile``.
     """
-    if torch.compiler.is_compiling() or _dispatch_mode() or jit.is_tracing():
+    if torch.compiler.is_compiling() and not _is_exporting():
+        return True  # nothing of a monitor gets into compiled code, also where the user's code calls it
+    if _is_exporting() or _dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
     # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
@@ -92,6 +97,9 @@ def requires_gradient(tensor: Tensor) -> bool:
 class HookSet:
     """Owns hook handles; :meth:`close` removes them.
 
+    No hook on a module gets into compiled code, which is the same with them and without: while torch compiles anything, none of them is
+    on its module (:class:`_Compiling`), and where torch would compile the hook itself, it is disabled.
+
     If ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
     """
 
@@ -102,19 +110,41 @@ class HookSet:
         return len(self._handles)
 
     def add(self, handle: RemovableHandle) -> None:
-        """Own a handle."""
+        """Own the handle of a hook that is not on a module."""
         self._handles.append(handle)
 
-    def add_forward(self, module: nn.Module, hook: Callable[..., object], *, with_kwargs: bool = False) -> None:
-        """Register a forward hook, which gets the keyword arguments too if ``with_kwargs`` is true."""
-        # A class of the user's may override the method without the keyword.
-        self.add(module.register_forward_hook(hook, with_kwargs=True) if with_kwargs else module.register_forward_hook(hook))
+    def add_forward(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
+        """Register a forward hook, with the options of ``register_forward_hook``."""
+        self._add_to_module(module, module.register_forward_hook, hook, options)
+
+    def add_forward_pre(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
+        """Register a hook before forward, with the options of ``register_forward_pre_hook``."""
+        self._add_to_module(module, module.register_forward_pre_hook, hook, options)
+
+    def _add_to_module(
+        self, module: nn.Module, register: Callable[..., RemovableHandle], hook: UncopiedHook, options: dict[str, bool]
+    ) -> None:
+        if not self._handles:
+            _Compiling.watch(self)
+        # The call of a module that is compiled in place compiles what it calls.
+        called = hook if module._compiled_call_impl is None else _NotCompiled(torch.compiler.disable(hook))
+        # A class of the user's may override the method without the keywords.
+        self.add(register(called, **{name: True for name, is_on in options.items() if is_on}))
+
+    def places(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
+        """The dictionaries of torch's that each of them is in, and its key there: of hooks, and of those with an option."""
+        for handle in self._handles:
+            for of_torch in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+                hooks = of_torch()
+                if hooks is not None:
+                    yield hooks, handle.id
 
     def close(self) -> None:
         """Remove every hook."""
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
+        _Compiling.watched.discard(self)
 
 
 class UncopiedHook:
@@ -135,36 +165,58 @@ class UncopiedHook:
         return _CopiedHook, ()
 
 
+class _NotCompiled(functools.partial[object]):
+    """A hook by ``torch.compiler.disable``. A call of it has no frame of its own, which torch could compile. A copy does nothing."""
+
+    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
+        return _CopiedHook, ()
+
+
+class _Compiling:
+    """Keeps hooks off their modules while torch compiles: it would trace them, and compile again when they are gone.
+
+    torch has no public function that reports when it compiles.
+    """
+
+    watched: ClassVar[weakref.WeakSet[HookSet]] = weakref.WeakSet()
+    """Those that may have hooks on modules."""
+    _hidden: ClassVar[list[tuple[OrderedDict[int, Any], dict[int, Any]]]] = []
+    """Dictionaries of hooks without ours, each with its contents before."""
+
+    @classmethod
+    def watch(cls, hooks: HookSet) -> None:
+        """Look after the hooks of a set, from now until it is closed."""
+        cls.watched.add(hooks)
+        if is_compiler_loaded():
+            handler = torch._dynamo.callback.callback_handler
+            if cls._hide not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+                handler.register_start_callback(cls._hide)
+                handler.register_end_callback(cls._show)
+
+    @classmethod
+    def _hide(cls, *_arguments: object) -> None:
+        for hooks, key in (place for one in cls.watched for place in one.places()):
+            if key in hooks:
+                if all(hooks is not other for other, _before in cls._hidden):
+                    cls._hidden.append((hooks, dict(hooks)))
+                del hooks[key]
+
+    @classmethod
+    def _show(cls, *_arguments: object) -> None:
+        places = {(id(hooks), key) for one in cls.watched for hooks, key in one.places()}
+        while cls._hidden:
+            hooks, before = cls._hidden[-1]
+            added = [key for key in hooks if key not in before]
+            for key, hook in before.items():
+                if (id(hooks), key) in places:  # closed meanwhile, it is gone
+                    hooks[key] = hook
+            for key in [key for key in (*before, *added) if key in hooks]:
+                hooks.move_to_end(key)
+            cls._hidden.pop()
+
+
 class _CopiedHook:
     """Does nothing: the hook of a copied module."""
 
     def __call__(self, *_args: object) -> None:
         pass
-
-
-class Uncompiled:
-    """Runs everything that ``torch.compile`` has wrapped uncompiled, from :meth:`begin` to :meth:`end`: a graph skips later hooks.
-
-    Nothing is compiled again, before or after: the graphs stay, and calls bypass them. Several may overlap in any order, e.g. of two
-    monitors in one loop.
-    """
-
-    _begun: ClassVar[set[Uncompiled]] = set()
-    _stance: ClassVar[AbstractContextManager[None] | None] = None
-
-    def begin(self) -> None:
-        """Run uncompiled from now on. Does nothing if the compiler was never loaded."""
-        # A function that is compiled around the model cannot be found, but compiling it has loaded this module.
-        # Before torch 2.6 there is no stance; the callback refuses compiled models there.
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            Uncompiled._begun.add(self)
-            if Uncompiled._stance is None:
-                Uncompiled._stance = torch.compiler.set_stance("force_eager")
-                Uncompiled._stance.__enter__()
-
-    def end(self) -> None:
-        """Run compiled code again; a second call does nothing."""
-        Uncompiled._begun.discard(self)
-        if not Uncompiled._begun and Uncompiled._stance is not None:
-            Uncompiled._stance.__exit__(None, None, None)
-            Uncompiled._stance = None

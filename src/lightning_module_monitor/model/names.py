@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
 
 ROOT = "_root_"
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+_WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = re.compile(rf"(?<![^.])({'|'.join(_WRAPPED)})(\.|$)")
 
 UNWATCHED = (Metric, torch.jit.ScriptModule)
 """A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
@@ -36,6 +38,13 @@ class ModuleSite:
     aliases: tuple[str, ...]
     """Every name a pattern may match, without wrappers: a shared module has several."""
     module: nn.Module
+    is_compiled: bool = False
+    """Whether its call runs compiled code, and nothing inside of it is observed."""
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether there is no module within it that can be observed."""
+        return self.is_compiled or next(self.module.children(), None) is None
 
     @property
     def runs(self) -> bool:
@@ -79,6 +88,12 @@ def without_wrappers(name: str) -> str:
     'blocks.0.fc'
     """
     return _WRAPPERS.sub("", name).rstrip(".") or ROOT
+
+
+def unwrapped_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or of what it wraps for ``torch.compile``, Fabric, FSDP or activation checkpointing."""
+    inner = next((one for name in _WRAPPED if (one := module._modules.get(name)) is not None), None)
+    return type(module) if inner is None else unwrapped_class(inner)
 
 
 def is_fsdp_wrapper(module: nn.Module) -> bool:
@@ -141,6 +156,11 @@ def matches(aliases: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> bool
     return any(pattern.fullmatch(alias) for alias in aliases for pattern in patterns)
 
 
+def beginning_with(regex: str) -> str:
+    """A pattern for ``re.fullmatch`` that matches what ``re.match`` matches with ``regex``."""
+    return f"(?:{regex})(?s:.*)"
+
+
 def and_insides(aliases: Iterable[str]) -> Iterator[str]:
     """The names and those of every module around them: what is inside an excluded module is excluded with it.
 
@@ -160,12 +180,23 @@ class ModelIndex:
         within: Name of the submodule outside of which nothing is observed; ``None`` for all.
         exclude: Names that are never observed, with what is inside of such a module.
         format_name: Makes a name of what ``named_modules`` gives.
+        compiled: What of it is compiled; modules inside of that are not observed.
 
     Raises:
         ConfigError: If there is no submodule of the name ``within``.
     """
 
-    def __init__(self, root: nn.Module, within: str | None, exclude: Sequence[re.Pattern[str]], format_name: NameFormat) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        within: str | None,
+        exclude: Sequence[re.Pattern[str]],
+        format_name: NameFormat,
+        compiled: CompiledParts = NOT_COMPILED,
+    ) -> None:
+        self.compiled = compiled
+        self.whole = ModelIndex(root, within, exclude, format_name) if compiled.inside else self
+        """The names with those inside compiled code."""
         self.namer = Namer(format_name)
         self._format_name = format_name
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
@@ -175,9 +206,13 @@ class ModelIndex:
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
         self.within = outermost
         """Outside of this nothing is observed."""
-        self.modules = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
+        selected = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
+        outside = [site for site in selected if site.module not in compiled.inside]
+        # A wrapper that has the name of a compiled module stands for it.
+        names_of_compiled = {format_name(raw) for raw, module in root.named_modules() if module in compiled.outermost}
+        self.modules = [replace(site, is_compiled=not names_of_compiled.isdisjoint(site.aliases)) for site in outside]
         self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
-        if modules and not self.modules:
+        if modules and not selected:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
         by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
@@ -187,6 +222,24 @@ class ModelIndex:
         self._root = root
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
+
+    def refusal(self, what: str, inside: Sequence[str]) -> ConfigError:
+        """The error for an option that is about modules inside compiled code alone, which are named."""
+        compiled = shortened([without_wrappers(name) for name in self.compiled.names])
+        why = f"compiled: keep observes nothing inside compiled code ({compiled}), and nothing else matches ({shortened(inside)})"
+        return ConfigError(f"{what}: {why}; expected modules outside of it, or compiled: uncompiled.")
+
+    def blocks(self, blocks: str | Sequence[str]) -> list[str]:
+        """The names of blocks, as :func:`find_blocks`.
+
+        Raises:
+            ConfigError: If there are no such blocks, or only inside compiled code.
+        """
+        try:
+            return find_blocks(blocks, self.module_by_name)
+        except ConfigError:
+            # This fails too, with the nearest right name, if it is not for compiled code.
+            raise self.refusal("gradient_flow.blocks", find_blocks(blocks, self.whole.module_by_name)) from None
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that were taken out of the model since its names were read, and their parameters.

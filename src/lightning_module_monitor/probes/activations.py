@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward, requires_gradient
-from lightning_module_monitor.model.names import ModuleSite
+from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors
 from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
@@ -121,9 +121,9 @@ def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTe
 class ModuleTable:
     """What is known of the modules of a model."""
 
-    def __init__(self, sites: Iterable[ModuleSite]) -> None:
+    def __init__(self, sites: Iterable[ModuleSite] = (), observed: Iterable[ModuleSite] = ()) -> None:
         self._sites = list(sites)
-        self._waiting = [site for site in self._sites if site.runs]
+        self._waiting = [site for site in observed if site.runs]
         """Those that have not run yet."""
         self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype, by name."""
@@ -136,6 +136,14 @@ class ModuleTable:
         self._waiting = [site for site in self._waiting if site.name not in self._outputs]
         return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
 
+    def not_run(self) -> list[str]:
+        """The names of modules with weights to train of which no call was observed."""
+        return [
+            site.name
+            for site in self._waiting
+            if site.name not in self._outputs and any(one is not None and one.requires_grad for one in site.module._parameters.values())
+        ]
+
     def modules(self) -> Sequence[ModuleInfo]:
         """All modules; the same object until more is known."""
 
@@ -143,7 +151,9 @@ class ModuleTable:
             return sum(one.numel() for one in site.module.parameters() if not is_lazy(one))
 
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
-            self._modules = tuple(ModuleInfo(site.name, type(site.module).__name__, num_parameters(site)) for site in self._sites)
+            self._modules = tuple(
+                ModuleInfo(site.name, unwrapped_class(site.module).__name__, num_parameters(site)) for site in self._sites
+            )
         if self._num_known != len(self._outputs):
             self._num_known = len(self._outputs)
             self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from lightning_module_monitor.model.compiled import CompiledParts
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
@@ -47,15 +48,17 @@ READERS: Mapping[Callable[..., Any], Reader] = {
 class _HookedModule:
     """A recorded module, and how attention within it is observed."""
 
-    def __init__(self, watched: WatchedModule) -> None:
+    def __init__(self, module: nn.Module, watched: WatchedModule | None, compiled: CompiledParts) -> None:
+        self.module = module
         self.watched = watched
-        self.module = watched.site.module
+        """``None`` for a compiled module of which no kind of heads is recorded: nothing within it is observed."""
         forward = getattr(self.module.forward, "__func__", None)
         defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
-        self.is_of_torch = defined_in.startswith("torch.nn.modules.")
-        """Whether its forward is torch's own, which calls attention only in ``nn.MultiheadAttention``.
+        self.is_without_mode = defined_in.startswith("torch.nn.modules.") or module in compiled.outermost | compiled.callers
+        """Whether no mode is on while it runs: its forward is torch's own, or runs compiled code.
 
-        Such a forward may take another path, with other rounding, where a mode is on; so no mode is on while it runs."""
+        The former calls attention only in ``nn.MultiheadAttention``, and may take another path, with other rounding, where a mode is on.
+        The latter would be compiled again."""
         self.is_attention = forward is nn.MultiheadAttention.forward
         """Whether its forward is that of ``nn.MultiheadAttention``, which the hook observes."""
 
@@ -82,9 +85,13 @@ class AttentionProbe(Probe):
         self.has_observed = False
         """Whether there was any call of attention."""
         self._all = watched
-        hooked = map(_HookedModule, with_heads)
+        compiled, by_module = tools.names.compiled, {one.site.module: one for one in with_heads}
+        modules = dict.fromkeys((*by_module, *compiled.outermost)) if by_module else {}
+        hooked = (_HookedModule(module, by_module.get(module), compiled) for module in modules)
         # A layer of torch's own without children has no attention within it.
-        self._hooked = [one for one in hooked if one.is_attention or not one.is_of_torch or next(one.module.children(), None) is not None]
+        self._hooked = [
+            one for one in hooked if one.is_attention or not one.is_without_mode or next(one.module.children(), None) is not None
+        ]
         self._tools = tools
         self._accumulator = tools.accumulator
         self._hooks = HookSet()
@@ -103,8 +110,8 @@ class AttentionProbe(Probe):
         """Register the hooks."""
         for one in self._hooked:
             enter, leave = UncopiedHook(functools.partial(self._enter, one)), UncopiedHook(functools.partial(self._leave, one))
-            self._hooks.add(one.module.register_forward_pre_hook(enter))
-            self._hooks.add(one.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+            self._hooks.add_forward_pre(one.module, enter)
+            self._hooks.add_forward(one.module, leave, with_kwargs=True, always_call=True)
 
     def end_micro_batch(self) -> None:
         """Forget the last call, and calls of the reference that the model has not made."""
@@ -155,8 +162,8 @@ class AttentionProbe(Probe):
 
     def observe_innermost(self, read: Reader, call: RawCall) -> None:
         """Observe a call within the innermost recorded module that is running."""
-        if self._running:
-            self.observe(self._running[-1].watched, read, call)
+        if self._running and (watched := self._running[-1].watched) is not None:
+            self.observe(watched, read, call)
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
         # E.g. tensors of a functorch transform.
@@ -232,12 +239,12 @@ class AttentionProbe(Probe):
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]
         self._switch()
-        if one.is_attention and output is not None:
+        if one.is_attention and one.watched is not None and output is not None:
             self.observe(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
 
     def _switch(self) -> None:
         """Turn the mode on or off, as the innermost running module requires."""
-        is_wanted = bool(self._running) and not self._running[-1].is_of_torch
+        is_wanted = bool(self._running) and not self._running[-1].is_without_mode
         if is_wanted and not self._is_on:
             # The flag is set before the mode is on, and cleared after it is off: if Ctrl-C comes in between, `close` turns it off.
             self._is_on = True
@@ -260,6 +267,8 @@ class _AttentionMode(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return output
         read = READERS.get(func)
         if read is not None:
             self._probe.observe_innermost(read, RawCall(args, kwargs, output))

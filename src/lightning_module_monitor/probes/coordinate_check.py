@@ -159,7 +159,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
         for module, layer in self._targets:
             # Before other hooks, which may replace the output: the terms are those of the layer itself.
-            self._module_hooks.add(module.register_forward_hook(CallHook(self, layer), with_kwargs=True, prepend=True))
+            self._module_hooks.add_forward(module, CallHook(self, layer), with_kwargs=True, prepend=True)
         if not is_tracing():
             with torch.no_grad(), _full_precision(self._device):
                 self._observe_operator_norms()

@@ -6,11 +6,14 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, nn
 
+from lightning_module_monitor.config.rules import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import is_in_backward
+from lightning_module_monitor.model.names import ModelIndex, Namer
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.base import GradientProbe, StepTools, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
@@ -39,6 +42,23 @@ class Chain:
     """Site of each transition; one fewer than there are blocks."""
     thresholds: Thresholds
     prefix: str
+
+    @classmethod
+    def of(cls, option: ParsedGradientFlow, index: ModelIndex, prefix: str, *, is_compared: bool) -> Chain:
+        """The blocks that a user has named.
+
+        Raises:
+            ConfigError: If there are no such blocks.
+        """
+        names = index.blocks(option.blocks)
+        of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
+        return cls(
+            blocks=[index.module_by_name[name] for name in names],
+            specs=[norm_spec(of_norms.name(name), option.norm, is_compared=is_compared) for name in names],
+            transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
+            thresholds=option.thresholds,
+            prefix=prefix,
+        )
 
     def keys(self) -> list[str]:
         """Every key of a step."""

@@ -219,7 +219,7 @@ class NonfiniteProbe:
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, number), with_kwargs=True)
             else:
-                self._hooks.add(site.module.register_forward_pre_hook(self._hook(self._enter, number), with_kwargs=True))
+                self._hooks.add_forward_pre(site.module, self._hook(self._enter, number), with_kwargs=True)
                 self._hooks.add_forward(site.module, self._hook(self._leave, number), with_kwargs=True)
 
     def _hook(self, observe: Callable[[int, Args, Kwargs, object], None], number: int) -> UncopiedHook:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,10 +13,21 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.names import ModelIndex, ParameterSite, Site, is_excluded, matches
+from lightning_module_monitor.model.compiled import CompiledParts, names_used
+from lightning_module_monitor.model.names import (
+    ModelIndex,
+    ModuleSite,
+    ParameterSite,
+    Site,
+    is_excluded,
+    matches,
+    unwrapped_class,
+    without_wrappers,
+)
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -77,11 +89,15 @@ class Plan:
 
     def expected(self) -> list[MetricSpec]:
         """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if _can_occur(watched.site, kind)]
+        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if watched.site.runs or KINDS[kind].of_heads]
         of_modules = [spec for one in occurring for spec in one.by_layer.values() or [one]]
         of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
+
+
+OF_WATCHES = "health.watch"
+"""The label of rules that record what the built-in detectors judge."""
 
 
 def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
@@ -97,12 +113,16 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     """The kinds for which a rule picks nothing, if it picks something for others.
 
     Raises:
-        ConfigError: If it picks nothing at all; names the nearest right name.
+        ConfigError: If it picks nothing at all, names the nearest right name; or only what is inside compiled code.
     """
     sites_of = {kind: matching(rule, kind, index) for kind in rule.kinds}
-    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind) for site in found)]
+    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind, index) for site in found)]
     if len(idle) < len(rule.kinds):
         return idle
+    if index.whole is not index:
+        idle_kinds(rule, index.whole)  # fails, with the nearest right name, if nothing matches inside compiled code either
+        inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
+        raise index.refusal(f"{rule.label}.kinds {', '.join(rule.kinds)}", inside)
     never_run = [site.name for found in sites_of.values() for site in found]
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
@@ -132,18 +152,73 @@ def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
     return [f"{one.pattern!r} matches none of {len(names)} names{nearest_pattern(one.pattern, names)}" for one in idle]
 
 
-def _can_occur(site: Site, kind: str) -> bool:
+def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
-    return isinstance(site, ParameterSite) or site.runs or KINDS[kind].of_heads
+    if isinstance(site, ParameterSite) or not KINDS[kind].of_heads:
+        return isinstance(site, ParameterSite) or site.runs
+    return not index.compiled.inside or _may_attend(site, index.compiled)
+
+
+def _may_attend(site: ModuleSite, compiled: CompiledParts) -> bool:
+    """Whether a module may call attention outside of the model's compiled code: one around that, if its own code shows it."""
+    of = type(site.module)
+    if site.is_compiled or of.forward.__module__.startswith("torch.nn."):
+        return not site.is_compiled and isinstance(site.module, nn.MultiheadAttention)
+    is_around = any(module in compiled.outermost for module in site.module.modules())
+    return not is_around or not names_used(of.forward, of).isdisjoint(_ATTENTION)
+
+
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "monitor_scaled_dot_product_attention")
 
 
 def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
     """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
     if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
         return False
-    if rule.leaf_modules and next(module.children(), None) is not None:
+    if rule.leaf_modules and not (site.is_leaf if isinstance(site, ModuleSite) else next(module.children(), None) is None):
         return False
     return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
+
+
+def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, shares_input: bool) -> None:
+    """Check a rule against a model's names, and report in which part it matches nothing; an optional one may match nothing at all.
+
+    Args:
+        rule: The rule.
+        index: The names.
+        reporter: Reports it.
+        shares_input: Whether other ranks have the same input as this one.
+
+    Raises:
+        ConfigError: If it matches nothing, or needs what parts of tensors do not show.
+    """
+    if shares_input:
+        check_tensor_parallel(rule)
+    check_types(rule, index.whole)
+    for kind in () if rule.is_optional else idle_kinds(rule, index):
+        where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
+        reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
+    for pattern in () if rule.is_optional else idle_patterns(rule, index.whole):
+        reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
+    if rcc_layers.OUTPUT not in rule.kinds:
+        return
+    unchecked = rcc_layers.unchecked_modules(index.within)
+    picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
+    left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
+    if left_out:
+        why = "rcc leaves out modules whose type is not in its table"
+        reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
+
+
+def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, num_outside: int) -> str:
+    """One line: what of the model is compiled, how many modules that rules match that leaves out, and what no detector judges for that."""
+    names = shortened([without_wrappers(name) for name in index.compiled.names])
+    left_out = f"{num_inside} of the {num_inside + num_outside} modules that the rules match"
+    of_watches = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
+    idle = {name: None for rule in of_watches for name in rule.names if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
+    unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
+    how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
+    return f"Compiled: {names}. What is inside is not observed: {left_out}.{unjudged} {how}."
 
 
 def check_types(rule: ParsedRule, index: ModelIndex) -> None:
@@ -154,14 +229,15 @@ def check_types(rule: ParsedRule, index: ModelIndex) -> None:
     """
     for name in rule.types or ():
         if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
-            own = sorted({type(site.module).__name__ for site in index.modules})
+            own = sorted({unwrapped_class(site.module).__name__ for site in index.modules})
             why = f"is the class of none of {len(index.modules)} modules"
             raise ConfigError(f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(own)}, or an import path{nearest(name, own)}")
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
-    """Whether a module is an instance of a class, which may be given by its name."""
-    return any(base.__name__ == wanted for base in type(module).__mro__) if isinstance(wanted, str) else isinstance(module, wanted)
+    """Whether a module, or what it wraps, is an instance of a class, which may be given by its name."""
+    of = unwrapped_class(module)
+    return any(base.__name__ == wanted for base in of.__mro__) if isinstance(wanted, str) else issubclass(of, wanted)
 
 
 def check_tensor_parallel(rule: ParsedRule) -> None:

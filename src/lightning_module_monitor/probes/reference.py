@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import gathered, reshard
 from lightning_module_monitor.kernels.elements import plain, unwrapped
+from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
@@ -127,7 +128,7 @@ class Reference:
 
     @contextmanager
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
-        """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next.
+        """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next; uncompiled.
 
         After the block the same random numbers come again, buffers and flags are as before, and it holds no graph. The grad mode is that
         of the model: torch selects kernels by it, and by ``requires_grad``.
@@ -142,6 +143,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._siblings.items()),
                 uncached_autocast(),
+                Uncompiled(),
                 no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
@@ -202,14 +204,13 @@ class ReferenceProbe(Probe):
         if not self._wanted:
             return
         if self.reference.follows:
-            hook = UncopiedHook(self._run_beside)
-            self._hooks.add(self.reference.live.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            self._hooks.add_forward_pre(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True)
         root = self.reference.module
-        self._hooks.add(root.register_forward_pre_hook(UncopiedHook(self._begin_call), prepend=True))
+        self._hooks.add_forward_pre(root, UncopiedHook(self._begin_call), prepend=True)
         for (module, by), (tensors, before_other_hooks) in self._wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
-            self._hooks.add(module.register_forward_hook(hook, with_kwargs=True, prepend=before_other_hooks))
-        self._hooks.add(root.register_forward_hook(UncopiedHook(self._end_call), always_call=True))
+            self._hooks.add_forward(module, hook, with_kwargs=True, prepend=before_other_hooks)
+        self._hooks.add_forward(root, UncopiedHook(self._end_call), always_call=True)
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
         """Run the reference by ``call`` and keep the tensors that are wanted. An error is reported.

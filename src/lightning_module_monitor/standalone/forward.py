@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
@@ -76,6 +77,8 @@ def monitor_scaled_dot_product_attention(  # noqa: PLR0917  # torch's own argume
     Raises:
         ValueError: If there is no such module.
     """
+    if torch.compiler.is_compiling():
+        return  # what is compiled is the same with a monitor and without
     # The first of three dimensions is that of the heads, not of the batch.
     query, key, value = (one if one.dim() > 3 else one.unsqueeze(0) for one in (query, key, value))
     if activation is not None and activation.dim() == 3:

@@ -8,11 +8,12 @@ import re
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
+from lightning_module_monitor.model.compiled import compiled_parts
+from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -20,7 +21,7 @@ from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAG
 
 
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
-    """Refuse a compiled model whose values would be wrong, and log that monitored steps run it uncompiled.
+    """For ``compiled: uncompiled``: refuse a model whose values would be wrong, and log that monitored steps run it uncompiled.
 
     Args:
         pl_module: The model.
@@ -30,20 +31,18 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
     Raises:
         ConfigError: If the model is compiled, and hooks are needed at every step, or torch cannot run it uncompiled.
     """
-    compiled = [name or "The model" for name, module in pl_module.named_modules() if _is_compiled(module)]
+    compiled = [without_wrappers(name).replace(ROOT, "The model") for name in compiled_parts(pl_module).names]
     if compiled and at_every_step:
-        expected = "expected health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
+        expected = "expected compiled: keep, or health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
         raise ConfigError(
             f"health.nonfinite looks at every step, and {compiled[0]} is compiled, and hooks do not run in compiled modules; {expected}."
         )
     if compiled and not hasattr(torch.compiler, "set_stance"):
         why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
-        raise ConfigError(
-            f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later. Leave the callback out of this run, or do not compile it."
-        )
+        raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later, or compiled: keep.")
     if compiled:
         how = "monitored steps run it uncompiled, with the time and the memory that this takes"
-        reporter.log_once(f"{compiled[0]} is compiled: {how}. If that does not fit on the device, leave the callback out of this run.")
+        reporter.log_once(f"{compiled[0]} is compiled: {how}. compiled: keep leaves it compiled, and observes what is outside of it.")
 
 
 def check_manual_optimization(pl_module: LightningModule, planner: Planner, reference: str) -> None:
@@ -92,6 +91,11 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     """
     if any(pattern.fullmatch(key) for key in keys):
         return True
+    inside = [
+        one.site.name for one in planner.plan_inside().modules for spec in one.specs.values() if any(map(pattern.fullmatch, spec.keys()))
+    ]
+    if inside:
+        raise planner.index.refusal(f"{label} {pattern.pattern!r}", inside)
     text = pattern.pattern
     wrong = f"{label} {text!r} matches"
     histogram = next((key for key in histograms if pattern.fullmatch(key)), None)
@@ -144,9 +148,3 @@ def _may_come(planner: Planner, pattern: str) -> bool:
 def makes_layers_late(pl_module: LightningModule) -> bool:
     """Whether the module may make layers after the ``setup`` of the callbacks."""
     return any(is_overridden(pl_module, hook) for hook in ("setup", "configure_model"))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # Lightning unwraps a compiled LightningModule, and keeps the compiler in `_compiler_ctx`.
-    is_wrapper = type(module).__name__ == "OptimizedModule"
-    return is_wrapper or module._compiled_call_impl is not None or getattr(module, "_compiler_ctx", None) is not None

@@ -19,6 +19,7 @@ from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_
 from lightning_module_monitor.lightning_packages import Trainer, is_a, messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
+from lightning_module_monitor.probes.planned import OF_WATCHES
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
@@ -39,7 +40,7 @@ class HealthController:
         self._on_error = on_error
         self.findings: list[Finding] = []
         """All findings since the latest fit began, in their order."""
-        monitor.add_rules(watch_rules(options.recorded), "health.watch", are_optional=True)
+        monitor.add_rules(watch_rules(options.recorded), OF_WATCHES, are_optional=True)
         self._judge: Judge | None = None
         self._history = History()
         """Of the run that is over."""

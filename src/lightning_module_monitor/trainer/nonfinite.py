@@ -67,10 +67,11 @@ class NonfiniteController:
         self._monitor = monitor
         self._trainer = trainer
         self._on_error = on_error
-        sites = monitor.planner.index.modules
-        self._probe = NonfiniteProbe(sites, self._hook_failed)
-        self._flag = FiniteStep(sites)
-        self._rerun = StepRerun(trainer.lightning_module, sites)
+        index = monitor.planner.index
+        self._probe = NonfiniteProbe(index.modules, self._hook_failed)
+        # These look inside compiled code too: at gradients, and at a copy that runs uncompiled.
+        self._flag = FiniteStep(index.whole.modules)
+        self._rerun = StepRerun(trainer.lightning_module, index.whole.modules)
         self._is_by_record = not options.is_at_every_step and trainer.world_size > 1
         """Whether the common record shows whether a monitored step is finite."""
         self._marks_steps = marks_steps(options, trainer)

@@ -57,6 +57,7 @@ class Options(PlainFields):
     prefix: str
     max_logged_keys: int
     max_overhead: float | None
+    compiled: str
     on_error: str
     dry_run: bool
 

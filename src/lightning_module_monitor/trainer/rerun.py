@@ -16,8 +16,8 @@ from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule
+from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.copies import independent_copy
-from lightning_module_monitor.model.hooks import Uncompiled
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
@@ -170,14 +170,9 @@ class StepRerun:
 
     def _run(self, sibling: LightningModule, kept: _Kept) -> Tensor | None:
         """Run a micro-batch uncompiled; returns its loss."""
-        uncompiled = Uncompiled()
-        with unchanged_random_states(self._model.device):
+        with unchanged_random_states(self._model.device), Uncompiled():
             kept.random_states.restore()
-            uncompiled.begin()
-            try:
-                output = run_training_step(sibling, self._model.trainer, kept.batch, kept.batch_idx)
-            finally:
-                uncompiled.end()
+            output = run_training_step(sibling, self._model.trainer, kept.batch, kept.batch_idx)
         loss = output.get("loss") if isinstance(output, dict) else output
         return loss if isinstance(loss, Tensor) else None
 

@@ -13,6 +13,7 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
+from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -54,6 +55,7 @@ class RunController:
             prefix=options.prefix,
             on_error=options.on_error,
             history=1,
+            compiled=options.compiled,
         )
         self.reporter = ErrorReporter(messages, options.on_error, is_first_process)
         if options.rules is None:
@@ -99,7 +101,7 @@ class RunController:
         asks_for_reference = ("rcc" if self.options.reference is None else "reference") if runs_training_step else ""
         checks.check_manual_optimization(pl_module, self.monitor.planner, asks_for_reference)
         strategy.check_strategy(trainer, self.health.options, self.monitor.planner)
-        checks.check_compiled(pl_module, self.reporter, at_every_step=self.health.options.is_at_every_step)
+        self._check_compiled(pl_module)
         if not checks.makes_layers_late(pl_module):
             self.set_module(trainer, pl_module)
         if self.is_fit and self.reference is not None and strategy.can_copy(trainer):
@@ -110,9 +112,7 @@ class RunController:
         if not self.options.observes_run("fit"):
             return
         if self.monitor.module is None:
-            checks.check_compiled(
-                pl_module, self.reporter, at_every_step=self.health.options.is_at_every_step
-            )  # layers made since may be compiled
+            self._check_compiled(pl_module)  # layers made since may be compiled
             self.set_module(trainer, pl_module)
         self.monitor.wrapper = trainer.strategy.model
         if self.reference is not None and strategy.can_copy(trainer):
@@ -124,6 +124,10 @@ class RunController:
             print(dry_run(planner, schedule, trainer.max_steps))
         elif trainer.is_global_zero:
             self.reporter.log_once(summary(planner, schedule, self.sinks.roll_ups_in_words()))
+
+    def _check_compiled(self, pl_module: LightningModule) -> None:
+        if self.options.compiled == UNCOMPILED:
+            checks.check_compiled(pl_module, self.reporter, at_every_step=self.health.options.is_at_every_step)
 
     def set_module(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the module to monitor, and check the options against its names.
@@ -140,8 +144,12 @@ class RunController:
             numba_kernel.loops()  # compiled here, and not within the first monitored step
         if not self.monitor.planner.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
-        modules = self.monitor.planner.index.modules
+        index = self.monitor.planner.index
+        modules = index.modules
         if self.options.rcc and not any(layer_parts(site.module) for site in modules):
+            inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
+            if inside:
+                raise index.refusal("rcc", inside)
             what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
             self.reporter.log_once(f"rcc: none of the {len(modules)} modules is {what}; nothing of it is recorded.")
         self._expect_keys(trainer)

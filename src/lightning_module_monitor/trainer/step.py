@@ -313,10 +313,10 @@ class DDPForwardGuard:
         """Whether each running call is one of DDP's, the outermost first."""
         first, last = UncopiedHook(self._begin), UncopiedHook(self._end)
         silence, observe = UncopiedHook(self._silenced), UncopiedHook(self._observed)
-        self._hooks.add(module.register_forward_pre_hook(first, prepend=True))
-        self._hooks.add(module.register_forward_pre_hook(observe))
-        self._hooks.add(module.register_forward_hook(silence, prepend=True, always_call=True))
-        self._hooks.add(module.register_forward_hook(last, always_call=True))
+        self._hooks.add_forward_pre(module, first, prepend=True)
+        self._hooks.add_forward_pre(module, observe)
+        self._hooks.add_forward(module, silence, prepend=True, always_call=True)
+        self._hooks.add_forward(module, last, always_call=True)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -1,0 +1,319 @@
+"""Models under torch.compile with ``compiled: keep``: as many compilations and runs as without the callback, and the same training."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, CountingBackend, Net, Trained, compiled, plain_state
+from helpers.equivalence import PARAMETERS, TENSORS
+from helpers.lightning_package import Callback
+from helpers.tiny import KeepRecords
+from helpers.training import KeepLosses, loader, seed, trainer
+from torch import Tensor, nn
+
+from lightning_module_monitor import ModuleMonitorCallback, Record, Rule
+from lightning_module_monitor.errors import ConfigError, NonfiniteError
+
+# Importing torch's compiler calls what torch 2.13 has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    # Its tracer reads the gradient of the input of a compiled block.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+OF_PARAMETERS = ["parameter", "gradient", "update"]
+RULES = [Rule(kinds=[*OF_PARAMETERS, "activation", "activation_gradient"], statistics=["mean", "norm"])]
+OUTSIDE = [how for how in WAYS if how.startswith("blocks")]
+"""The ways in which the outputs of blocks are outside."""
+WHERE = {
+    "whole": "_root_|model.*",
+    "whole, in place": "model.*",
+    **dict.fromkeys(("part", "in place"), r"model\..*"),
+    **dict.fromkeys(
+        ("a function that a module holds", "a method that a module holds", "a function around the model"), r"model\.blocks\.\d"
+    ),
+}
+"""What is inside compiled code beside the modules within blocks, which always are."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Run(NamedTuple):
+    counts: list[tuple[int, int]]
+    """Compilations and runs after the first fit, the second one, and the resumed one."""
+    losses: list[Tensor]
+    random_states: list[Any]
+    weights: dict[str, Tensor]
+    records: list[Record]
+    callback: ModuleMonitorCallback | None
+
+
+def run(how: str, folder: Path, options: dict[str, Any] | None, *, fullgraph: bool = False, **of_trainer: Any) -> Run:
+    """Two fits of six steps with loops of validation, and a third one from the first one's checkpoint; ``options`` are the callback's."""
+    torch._dynamo.reset()
+    backend, counts, losses = CountingBackend(), [], KeepLosses()
+    seed()
+    module, given = compiled(how, backend, fullgraph=fullgraph)
+    callback = None if options is None else ModuleMonitorCallback(**({"every_n_steps": 2, "on_error": "raise", "store": False} | options))
+    records = None if callback is None else KeepRecords(callback)
+    callbacks: list[Callback] = [losses] if callback is None or records is None else [callback, records, losses]
+    limits: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1, "num_sanity_val_steps": 1} | of_trainer
+    for number, resumed in enumerate((None, None, folder / "0.ckpt")):
+        fit = trainer(folder, callbacks, **(limits | ({"max_epochs": 3} if resumed else {})))
+        fit.fit(given, loader(), loader(8), ckpt_path=resumed, weights_only=False)
+        fit.save_checkpoint(folder / f"{number}.ckpt")
+        counts.append(backend.counts)
+    return Run(counts, losses.losses, losses.random_states, plain_state(module), [] if records is None else records.records, callback)
+
+
+def everything(how: str) -> dict[str, Any]:
+    """Every option that has something outside of the compiled code."""
+    rules = [{"kinds": OF_PARAMETERS, "statistics": ["norm", "hist"]}, {"kinds": "parameter_difference", "statistics": "ratio"}]
+    common = {"health": {"nonfinite": "always"}, "stages": ["train", "validate"], "reference": "init", "store": True}
+    if how in WITHOUT_OUTSIDE:
+        return {**common, "rules": rules}
+    kinds = ["activation", "activation_gradient", "activation_difference"]
+    flow = ["model.blocks.0", "model.blocks.1"] if how.startswith("blocks") else ["model.stem", "model.head"]
+    return {
+        **common,
+        "rules": [*rules, {"kinds": kinds, "statistics": ["mean", "hist"]}, {"kinds": "activation_difference", "statistics": "ratio"}],
+        # A mode of torch's is on in the module that calls the function.
+        "attention": how != "a function around the model",
+        "rcc": True,
+        "gradient_flow": {"blocks": flow},
+        "capture": {"sites": "model.head", "steps": [0, 2], "kinds": ["activation", "gradient"]},
+    }
+
+
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("which", ["default rules", "parameters only", "everything"])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.shows("compiled: keep, {how}", "training unchanged")
+def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: str, fullgraph: bool, tmp_path: Path) -> None:
+    """In every way: over monitored and other steps, loops of validation, a second fit and a resumed one; and training is the same."""
+    options: dict[str, dict[str, Any]] = {
+        "default rules": {},
+        "parameters only": {"rules": [Rule(kinds=OF_PARAMETERS, statistics="norm")]},
+        "everything": everything(how),
+    }
+    plain = run(how, tmp_path, None, fullgraph=fullgraph)
+    monitored = run(how, tmp_path, options[which], fullgraph=fullgraph)
+    assert plain.counts[0][0] >= 1
+    assert monitored.counts == plain.counts
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, monitored.losses, strict=True))
+    assert monitored.random_states == plain.random_states
+    assert all(torch.equal(monitored.weights[name], value) for name, value in plain.weights.items())
+    recorded = [record.step for record in monitored.records if "gradient/model.head.weight/norm" in record.values]
+    assert recorded[:3] == [0, 2, 4]
+
+
+# What is observed
+
+
+RMS = {"kinds": "activation", "statistics": "rms"}
+INSIDE = r"compiled: keep observes nothing inside compiled code \(model\.blocks\.0, model\.blocks\.1\), and nothing else matches"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": [RMS | {"sites": ".*fc"}]}, rf"rules\[0\]\.kinds activation: {INSIDE} \(model\.blocks\.0\.fc"),
+        ({"rules": [RMS | {"types": ["Dropout"]}]}, rf"rules\[0\]\.kinds activation: {INSIDE}"),
+        ({"capture": {"sites": "model.blocks.1.norm", "steps": 0}}, f"capture.kinds .*: {INSIDE}"),
+        ({"gradient_flow": {"blocks": ["model.blocks.0.fc", "model.blocks.1.fc"]}}, rf"gradient_flow\.blocks: {INSIDE}"),
+        ({"alerts": [{"keys": "activation/.*fc/rms", "above": 1.0}], "rules": [RMS]}, f"alerts.*{INSIDE}"),
+    ],
+)
+def test_what_is_inside_alone_is_refused_by_a_line_that_names_the_option(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Rules, capture, gradient flow and alerts; a wrong name is refused as ever."""
+    _module, given = compiled("blocks", CountingBackend())
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, [ModuleMonitorCallback(**options)], fast_dev_run=1).fit(given, loader(), loader(8))
+    wrong = ModuleMonitorCallback(rules=[RMS | {"sites": "model.blocks.0.fcc"}])
+    with pytest.raises(ConfigError, match=r"matches none of .* module names.*model\.blocks\.0\.fc"):
+        trainer(tmp_path, [wrong], fast_dev_run=1).fit(given, loader(), loader(8))
+
+
+@pytest.mark.parametrize("option", ["attention", "rcc"])
+@pytest.mark.parametrize("how", ["whole", "part", "in place"])
+def test_options_that_need_insides_are_refused_where_nothing_is_outside(how: str, option: str, tmp_path: Path) -> None:
+    """By name, before the first batch."""
+    _module, given = compiled(how, CountingBackend())
+    with pytest.raises(ConfigError, match=rf"{option}.*compiled: keep observes nothing inside compiled code"):
+        trainer(tmp_path, [ModuleMonitorCallback(**{option: True})], fast_dev_run=1).fit(given, loader(), loader(8))
+
+
+def test_attention_inside_of_compiled_blocks_is_refused(tmp_path: Path) -> None:
+    """Also where modules around them are not compiled; of those one that calls attention itself is observed."""
+    module = Trained(nn.Sequential(nn.Linear(6, 8), torch.compile(Attention(), backend="eager"), nn.Linear(8, 3)))
+    with pytest.raises(ConfigError, match=r"attention_entropy.*compiled: keep.*\(model\.1\)"):
+        trainer(tmp_path, [ModuleMonitorCallback(attention=True)], fast_dev_run=1).fit(module, loader(), loader(8))
+    attention = Attention()
+    attention.qkv = torch.compile(attention.qkv, backend="eager")  # type: ignore[assignment]  # a module, too
+    callback = ModuleMonitorCallback(1, rules=[], attention=True, store=False)
+    trainer(tmp_path, [callback], max_steps=1).fit(Trained(nn.Sequential(nn.Linear(6, 8), attention, nn.Linear(8, 3))), loader(), loader(8))
+    assert callback.last_record is not None
+    assert "attention_entropy/model.1.head_0/mean" in callback.last_record.values
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_leaves_out(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first batch, or, of a function that nothing in the model holds, after the first step."""
+    _module, given = compiled(how, CountingBackend())
+    callback = ModuleMonitorCallback(1, store=False)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=3).fit(given, loader(), loader(8))
+    lines = [record.getMessage() for record in caplog.records if "compiled: uncompiled" in record.getMessage()]
+    names = {
+        "whole": r"_root_, training_step, validation_step and 2 more",
+        "whole, in place": "_root_",
+        "part": "model",
+        "in place": "model",
+        "a function that a module holds": r"model\.encode",
+        "a method that a module holds": r"model\.encode",
+    }
+    left_out = {"whole": "9 of the 9", "whole, in place": "9 of the 10", "part": "9 of the 10", "in place": "9 of the 10"}
+    of_blocks = "6 of the 9" if how.startswith("a ") else "6 of the 11"
+    of_names = names.get(how, r"model\.blocks\.0, model\.blocks\.1")
+    expected = rf"Compiled: {of_names}\. .* {left_out.get(how, of_blocks)} modules .*"
+    if how == "a function around the model":
+        expected = r"model\.blocks\.0\.norm, model\.blocks\.0\.fc, .* did not run in step 0, or inside a compiled function.*"
+    assert len(lines) == 1
+    assert re.match(expected, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "how"),
+    [
+        pytest.param(value, how, marks=pytest.mark.shows(f"compiled: {value}, {how}", *columns, "training unchanged"))
+        for how in WAYS
+        for value, columns in (("uncompiled", TENSORS), ("keep", TENSORS if how in OUTSIDE else PARAMETERS))
+    ],
+)
+def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str, tmp_path: Path) -> None:
+    """With a backend that rounds nothing: ``uncompiled`` records everything inside, ``keep`` what is outside, the outputs of blocks too."""
+    flow = {"blocks": "model.blocks"} if value == "uncompiled" or how in OUTSIDE else None
+    runs = []
+    for compiled_how in ("none", how):
+        torch._dynamo.reset()
+        seed()
+        options: dict[str, Any] = {"rules": RULES, "gradient_flow": flow if compiled_how == how else {"blocks": "model.blocks"}}
+        callback = ModuleMonitorCallback(2, compiled=value, store=False, on_error="raise", **options)
+        records, module = KeepRecords(callback), Trained()
+        given = module if compiled_how == "none" else compiled(how, CountingBackend(), module)[1]
+        trainer(tmp_path, [callback, records], max_steps=6).fit(given, loader(), loader(8))
+        runs.append([(record.step, dict(record.values.items())) for record in records.records])
+    for (step, plain), (other_step, found) in zip(*runs, strict=True):
+        assert step == other_step
+        assert all(plain[key] == one for key, one in found.items())
+        missing = {key for key in plain if key not in found}
+        inside = r"(activation|activation_gradient)/(model\.blocks\.\d\..*|{})/.*".format(WHERE.get(how, "none"))
+        assert (
+            not missing if value == "uncompiled" else all(re.match(inside, key) or (not flow and "gradient_flow" in key) for key in missing)
+        )
+        assert bool(missing) == (value == "keep")
+
+
+def test_classes_are_those_of_what_is_compiled(tmp_path: Path) -> None:
+    """In ``types``, and in the table of modules: not those of torch's wrapper."""
+    _module, given = compiled("blocks", CountingBackend())
+    callback = ModuleMonitorCallback(1, rules=[RMS | {"types": ["Block"]}], store=False)
+    trainer(tmp_path, [callback], max_steps=1).fit(given, loader(), loader(8))
+    record = callback.last_record
+    assert record is not None
+    assert [key for key in record.values if key.startswith("activation")] == [
+        "activation/model.blocks.0/rms",
+        "activation/model.blocks.1/rms",
+    ]
+    assert {one.type for one in record.modules if one.name == "model.blocks.0"} == {"Block"}
+
+
+def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the backend does not round at all, the differences of the first step are zero."""
+    backend = CountingBackend()
+    _module, given = compiled("blocks", backend, Trained(Net(dropout=0.0)))
+    rules = [Rule(kinds="activation_difference", statistics="ratio")]
+    callback = ModuleMonitorCallback(1, rules=rules, reference="init", store=False, rcc=True, on_error="raise")
+    records = KeepRecords(callback)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(given, loader(), loader(8))
+    assert sum("The reference runs uncompiled" in record.getMessage() for record in caplog.records) == 1
+    first = records.records[0].values
+    assert first["activation_difference/model.blocks.1/ratio"] == 0.0
+    assert first["rcc_effective_update/model.head/rms"] == 0.0
+    assert not any(key.startswith("rcc_") and "blocks" in key for key in first)
+    assert records.records[1].values["activation_difference/model.blocks.1/ratio"] > 0.0
+    assert backend.counts == (1, 4)  # two blocks of one code, in two steps
+
+
+def test_a_check_that_needs_insides_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the same line; one with modules outside of compiled code does not."""
+    model = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), backend="eager"), nn.Linear(8, 3), nn.Sigmoid())
+    callback = ModuleMonitorCallback(1, health={"watch": ["dead_units", "saturation"]}, store=False)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=1).fit(Trained(model), loader(), loader(8))
+    [line] = [record.getMessage() for record in caplog.records if "health.watch" in record.getMessage()]
+    assert line.startswith("Compiled: model.0. What is inside is not observed: 2 of the 5 modules that the rules match.")
+    assert "health.watch has no dead_fraction to judge. compiled: uncompiled records them" in line
+
+
+# The search for non-finite values
+
+
+@pytest.mark.parametrize("nonfinite", ["warn", "always", "stop"])
+@pytest.mark.parametrize("how", ["whole", "part", "blocks", "blocks, in place"])
+def test_the_module_inside_that_made_a_nan_is_named(how: str, nonfinite: str, tmp_path: Path) -> None:
+    """A copy that is not compiled runs the step again; what is compiled is not compiled again."""
+    backend = CountingBackend()
+    module = Trained(Net(dropout=0.0))
+    with torch.no_grad():
+        module.model.blocks[1].fc.weight.fill_(1e30)
+        module.model.blocks[1].norm.weight.fill_(1e30)
+    _module, given = compiled(how, backend, module)
+    callback = ModuleMonitorCallback(50, health={"nonfinite": nonfinite}, store=False)
+    fit = trainer(tmp_path, [callback], max_steps=2, limit_val_batches=0)
+    if nonfinite == "stop":
+        with pytest.raises(NonfiniteError, match=r"model\.blocks\.1\.fc"):
+            fit.fit(given, loader(), loader(8))
+    else:
+        fit.fit(given, loader(), loader(8))
+    assert [(one.step, one.site) for one in callback.findings if one.name == "nonfinite"] == [(0, "model.blocks.1.fc")]
+    assert backend.num_compilations <= 2
+
+
+# The compiler's own rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "part", "blocks", "blocks, in place"])
+@pytest.mark.shows("compiled: keep, bf16-mixed by inductor", "training unchanged")
+def test_bit_by_bit_with_inductor_in_bf16_mixed(how: str, tmp_path: Path) -> None:
+    """LayerNorm, GELU and a residual, which it rounds otherwise: ``keep`` trains as without the callback, ``uncompiled`` does not."""
+    runs = []
+    for value in (None, "keep", "uncompiled"):
+        torch._dynamo.reset()
+        seed()
+        module, given = compiled(how, "inductor", Trained(Net(width=64, dropout=0.0)))
+        kinds = ["gradient", "parameter", *([] if how in WITHOUT_OUTSIDE else ["activation", "activation_gradient"])]
+        options: dict[str, Any] = {"rules": [Rule(kinds=kinds, statistics="norm")], "store": False, "on_error": "raise"}
+        losses = KeepLosses()
+        callbacks: list[Callback] = [losses] if value is None else [ModuleMonitorCallback(2, compiled=value, **options), losses]
+        fit = trainer(tmp_path, callbacks, max_steps=6, precision="bf16-mixed", limit_val_batches=1)
+        fit.fit(given, loader(), loader(8))
+        runs.append((losses.losses, plain_state(module)))
+    (losses_of_plain, weights_of_plain), (kept, weights_kept), (_uncompiled, weights_uncompiled) = runs
+    assert all(torch.equal(one, other) for one, other in zip(losses_of_plain, kept, strict=True))
+    assert all(torch.equal(weights_kept[name], value) for name, value in weights_of_plain.items())
+    assert not all(torch.equal(weights_uncompiled[name], value) for name, value in weights_of_plain.items())
