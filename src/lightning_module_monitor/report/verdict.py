@@ -174,7 +174,7 @@ def verdict_on(  # noqa: PLR0917  # what a store has
     series = [
         (Key(table.name.kind, "", table.statistic, table.name.stage), bool(has_value))
         for table in (*tables, *figures)
-        for has_value in (table.is_recorded & ~np.isnan(table.values)).any(axis=1)
+        for has_value in np.any(table.is_recorded & ~np.isnan(table.values), axis=1)
     ]
     types = {one.type for one in modules}
     checks = []
