@@ -78,11 +78,10 @@ OPTIONS: Options = {
         "watch": ["vanishing", "exploding"],
         "then": ["warn", "capture"],
         "capture_steps": 2,
-        "snapshot": True,
     },
     "alerts": [
         {"keys": ["run1/gradient/.*", "run1/update/.*"], "above": 1e3, "below": 0.0, "for_steps": 2, "then": ["warn", "checkpoint"]},
-        {"keys": ["run1/gradient/.*"], "relative_to_median": True, "above": 90.0, "changes_by": 1e6, "name": "wild"},
+        {"keys": ["run1/gradient/.*"], "relative_to_median": True, "above": 90.0, "name": "wild"},
     ],
     "store": True,
     "report": False,
@@ -92,6 +91,7 @@ OPTIONS: Options = {
     "prefix": "run1",
     "max_logged_keys": 500,
     "max_overhead": None,
+    "compiled": "uncompiled",
     "on_error": "raise",
     "dry_run": False,
 }

@@ -240,7 +240,7 @@ def test_the_search_filters(visit: Visit) -> None:
         assert names_of_rows(visit) == left
     visit.page.fill("#search", "net.head")
     visit.page.wait_for_timeout(250)
-    assert visit.page.locator("#search-count").text_content() == "2 of 13 sites"  # the module and its weight
+    assert visit.page.locator("#search-count").text_content() == "3 of 13 sites"  # the module, its weight, the transition to it
     shown = visit.page.eval_on_selector_all("#verdict [data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
     assert shown
     assert set(shown) <= {"net.head", "net.head.weight"}
