@@ -174,8 +174,8 @@ def test_functions_by_import_path() -> None:
 def test_torchmetrics_by_class_path() -> None:
     """A torchmetrics object with its arguments, and one without."""
     functions = {
-        "average": {"class_path": "torchmetrics.MeanMetric", "init_args": {"nan_strategy": "ignore"}},
-        "largest": {"class_path": "torchmetrics.MaxMetric", "init_args": {"nan_strategy": "ignore"}},
+        "average": {"class_path": "torchmetrics.MeanMetric", "init_args": {"nan_strategy": "disable"}},
+        "largest": {"class_path": "torchmetrics.MaxMetric", "init_args": {"nan_strategy": "disable"}},
     }
     callback = fit_with(every_n_steps=[0], rules=[rule(functions=functions, statistics=["mean", "max"], sites=r"model\.2")])
     assert callback.last_record is not None

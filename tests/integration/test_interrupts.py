@@ -46,7 +46,7 @@ FILES_THAT_READ = ("store/schema.py", "store/opening.py")
 RULES = [
     Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics="norm"),
     Rule(
-        kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="ignore")}
+        kinds="activation", sites=".*head", statistics="hist", functions={"mean": torch.mean, "metric": MeanMetric(nan_strategy="disable")}
     ),
     Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"),
 ]
