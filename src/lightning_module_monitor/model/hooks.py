@@ -34,9 +34,11 @@ def is_tracing() -> bool:
     ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
     activation checkpointing, counters of operations; and in ``torch.compile``.
     """
-    if torch.compiler.is_compiling() and not _is_exporting():
+    if torch.compiler.is_compiling():  # while it exports, too
+        if _is_exporting():
+            _note_unobserved()
         return True  # nothing of a monitor gets into compiled code, also where the user's code calls it
-    if _is_exporting() or _dispatch_mode() or jit.is_tracing():
+    if _dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
     # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
@@ -114,7 +116,7 @@ class HookSet:
         self._handles.append(handle)
 
     def add_forward(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
-        """Register a forward hook, with the options of ``register_forward_hook``."""
+        """Register a forward hook, with options of ``register_forward_hook``: without any that a class of the user's may not have."""
         self._add_to_module(module, module.register_forward_hook, hook, options)
 
     def add_forward_pre(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
@@ -128,8 +130,7 @@ class HookSet:
             _Compiling.watch(self)
         # The call of a module that is compiled in place compiles what it calls.
         called = hook if module._compiled_call_impl is None else _NotCompiled(torch.compiler.disable(hook))
-        # A class of the user's may override the method without the keywords.
-        self.add(register(called, **{name: True for name, is_on in options.items() if is_on}))
+        self._handles.append(register(called, **options))
 
     def places(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
         """The dictionaries of torch's that each of them is in, and its key there: of hooks, and of those with an option."""

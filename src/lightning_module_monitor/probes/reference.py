@@ -209,7 +209,7 @@ class ReferenceProbe(Probe):
         self._hooks.add_forward_pre(root, UncopiedHook(self._begin_call), prepend=True)
         for (module, by), (tensors, before_other_hooks) in self._wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
-            self._hooks.add_forward(module, hook, with_kwargs=True, prepend=before_other_hooks)
+            self._hooks.add_forward(module, hook, with_kwargs=True, **({"prepend": True} if before_other_hooks else {}))
         self._hooks.add_forward(root, UncopiedHook(self._end_call), always_call=True)
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
