@@ -43,7 +43,15 @@ def test_a_falling_loss_silences() -> None:
     """The section of a detector that is silent in healthy runs has the part by which the loss falls, in percent."""
     sections = [section.partition("\n") for section in generated("detectors").split("\n### ")[1:]]
     silent = {name: found[1] for name, _, text in sections if (found := re.search(r"\*\*Silent:\*\* .* (\d+) %", text))}
-    of_halves = ("saturation", "growing_weights", "shrinking_weights", "growing_over_depth", "entropy_collapse", "constant_input")
+    of_halves = (
+        "dead_units",
+        "saturation",
+        "growing_weights",
+        "shrinking_weights",
+        "growing_over_depth",
+        "entropy_collapse",
+        "constant_input",
+    )
     halves = dict.fromkeys(of_halves, "50")
     tenths = dict.fromkeys(("exploding", "growing_activations", "gradient_spike", "large_updates"), "10")
     assert silent == halves | tenths

@@ -103,7 +103,7 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     # What the watches look at besides.
     expected |= {"activation/model.stem.2/dead_fraction", *(f"gradient/{name}/rms" for name in parameters if name.endswith("weight"))}
     context = {
-        f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_rms", "input_is_constant", "stale_gradients")
+        f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_abs_max", "input_is_constant", "stale_gradients")
     }  # the last one is what the module logs as "loss"
     assert set(record.values) == expected | context | {"monitor/errors"}
     assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 37 keys a step, every 50 steps."]

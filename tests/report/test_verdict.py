@@ -136,6 +136,30 @@ def test_a_weight_that_is_clamped_is_not_judged() -> None:
         assert [one.name for one in verdict_on([gradients, norms], facts=[(0, facts)]).findings] == names
 
 
+def test_a_loss_that_crosses_zero_does_not_diverge() -> None:
+    """It has no factor by which it grows; one that stays above 0 does."""
+    rising = [0.2 * 1.5**step for step in range(STEPS)]
+    for first, names in ((-0.1, set()), (0.1, {"diverging"})):
+        found = {one.name for one in verdict_on(healthy_tables(), [loss([first, *rising[1:]])]).findings}
+        assert found & {"diverging"} == names
+
+
+def test_a_rate_that_a_schedule_has_brought_to_nothing() -> None:
+    """Weights that stop moving are explained by it, and not by code that cuts the graph."""
+    still = [*np.linspace(1, 2, 4), *[2.0] * 12]
+    tables = [table("gradient/norm", {"fc.weight": [0.5] * STEPS}), table("parameter/norm", {"fc.weight": still})]
+    for last, name in ((1e-12, "decayed_rate"), (1e-3, "frozen")):
+        rates = table("context/lr", {"": [1e-2] * 4 + [last] * 12})
+        assert [one.name for one in verdict_on(tables, [loss(FALLING), rates], facts=[(0, parameter_facts())]).diagnoses] == [name]
+
+
+@pytest.mark.parametrize("last", [0.5, 1.9])
+def test_dead_units_of_a_network_that_learns_are_no_fault(last: float) -> None:
+    """About half of the ReLU units are zero for every input of one dimension."""
+    verdict = verdict_on([*healthy_tables(), table("activation/dead_fraction", {"relu": [0.6] * STEPS})], [loss([2.0, *[last] * 15])])
+    assert ("dead_units" in {one.name for one in verdict.findings}) == (last == 1.9)
+
+
 def test_a_nan_stands_in_the_headline_whatever_explains_it() -> None:
     """With its place and cause, also if another diagnosis is surer."""
     nan = Finding(16, "nonfinite", "model.half_block", "", "Infinity in model.half_block, in the forward pass.", "error", cause="overflow")

@@ -77,6 +77,7 @@ class StepEngine:
         self._suspended: list[StepContext | None] = []
         self._silences: set[object] = set()
         """One for each block in which nothing is observed."""
+        self._num_compiled_before = num_compiled()
         self._awaits_first_step = True
         """Whether no step of training has ended yet."""
 
@@ -402,7 +403,8 @@ class StepEngine:
     def _report_not_run(self, context: StepContext) -> None:
         """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
         is_first, self._awaits_first_step = self._awaits_first_step, False
-        names = self._opener.modules.not_run() if is_first and self.planner.keeps_compiled and num_compiled() else []
+        has_compiled = self.planner.keeps_compiled and num_compiled() > self._num_compiled_before
+        names = self._opener.modules.not_run() if is_first and has_compiled else []
         if names:
             what = f"{shortened(names)} did not run in step {context.step}, or inside a compiled function, where nothing is observed"
             self._reporter.log_once(f"{what}. compiled: uncompiled observes it, and runs monitored steps uncompiled.")

@@ -291,6 +291,15 @@ CAUSES = (
         remark=lambda history: f"All steps together can move a weight by {history.reach:.1g} of its norm.",
     ),
     Cause(
+        "decayed_rate",
+        "The schedule has brought the learning rate down to next to nothing",
+        _STILL,
+        "a slower schedule; look whether it counts steps or epochs (interval of lr_scheduler)",
+        (*_STILL, NOT_LEARNING),
+        "the newest rate is below a millionth of the largest one",
+        is_shown=lambda finding, history: history.has_decayed(finding.site),
+    ),
+    Cause(
         "frozen",
         "Parameters that are to be trained do not move",
         _STILL,

@@ -130,7 +130,7 @@ DETECTORS = {
             source="L. Lu, Y. Shin, Y. Su, G. Karniadakis, Dying ReLU and Initialization, arXiv 1903.06733; the limit is a heuristic",
             cure="a lower learning rate, biases that start at 0 or above, LeakyReLU or GELU, a normalization layer in front",
             types=("ReLU", "ReLU6"),
-            rule=_rule(above=0.5, for_steps=10, phrase="{sites}: {value:.0%} of the units are zero for every input"),
+            rule=_rule(above=0.5, for_steps=10, unless_loss_falls=0.5, phrase="{sites}: {value:.0%} of the units are zero for every input"),
         ),
         Detector(
             "saturation",

@@ -53,7 +53,7 @@ class History:
         self.rates: dict[str, tuple[int, float]] = {}
         """Number of records and largest value of every learning rate, by its name."""
         self.first: dict[str, float] = {}
-        """Sizes in the first record: ``gradient``, ``output``, ``input_rms``, ``target_rms``."""
+        """Sizes in the first record: ``gradient``, ``output``, ``input_abs_max``."""
         self.last: Mapping[Key, float] = {}
         """The values of the last record with parameters."""
         self._context: Mapping[str, float] = {}
@@ -74,7 +74,7 @@ class History:
             self.last = values
             if not self.first:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
-                self.first = {name: self._context[name] for name in ("input_rms", "target_rms") if name in self._context}
+                self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1]} if outputs else {})}
 
     # The loss
@@ -141,6 +141,12 @@ class History:
         parameter = self.facts.parameters.get(site)
         return math.nan if parameter is None else self._context.get(name_of_rate(parameter.group), math.nan)
 
+    def has_decayed(self, site: str) -> bool:
+        """Whether the learning rate of a parameter is below a millionth of the largest that it has had."""
+        parameter = self.facts.parameters.get(site)
+        largest = 0.0 if parameter is None else self.rates.get(name_of_rate(parameter.group), (0, 0.0))[1]
+        return 0 < self.rate_of(site) < 1e-6 * largest
+
     def sites_of(self, rate: str) -> list[str]:
         """Trained parameters with a learning rate, by its name, whose last gradient was not 0."""
         parameters = self.facts.parameters
@@ -149,14 +155,14 @@ class History:
 
     @property
     def has_small_outputs(self) -> bool:
-        """Whether a regression began with outputs that are much smaller than its targets."""
-        size = max(math.sqrt(max(self.first_loss, 0.0)), self.first.get("target_rms", 0.0)) if self.losses else 0.0
-        return not self.facts.is_classification and self.first_loss > 100 and self.first.get("output", math.nan) < 0.1 * size
+        """Whether a regression began with outputs that are much smaller than the root of its loss, as far from its targets."""
+        is_large = not self.facts.is_classification and self.first_loss > 100
+        return is_large and self.first.get("output", math.nan) < 0.1 * math.sqrt(self.first_loss)
 
     @property
     def has_large_input(self) -> bool:
-        """Whether the input was far from a size of 1 in the first record."""
-        return self.first.get("input_rms", math.nan) > 20
+        """Whether the input had values far from 1 in the first record."""
+        return self.first.get("input_abs_max", math.nan) > 50
 
     @property
     def explodes_from_start(self) -> bool:

@@ -81,7 +81,9 @@ class Judge:
         if rule.needs_rate:
             values = {key: value for key, value in values.items() if history.rate_of(self._parts[key].site) != 0}
         state.num_records += not values and rule.is_of_facts and history.facts is not NO_FACTS
-        if not values or (rule.needs_step and was_skipped) or (rule.name == DIVERGING and history.facts.is_manual):
+        # A loss that crosses 0 has no factor by which it grows.
+        has_no_factor = rule.name == DIVERGING and (history.facts.is_manual or min(history.losses, default=1.0) <= 0)
+        if not values or (rule.needs_step and was_skipped) or has_no_factor:
             return None
         if step > rule.until_step or has_fallen(history.first_loss, history.loss, rule.unless_loss_falls):
             state.num_records += 1  # it was looked at, and is well

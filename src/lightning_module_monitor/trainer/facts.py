@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Facts, GroupFacts, ParameterFacts, Training
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 
-INPUT = {"input_rms": "max", "input_is_constant": "min", "target_rms": "max", "stale_gradients": "max"}
+INPUT = {"input_abs_max": "max", "input_is_constant": "min", "stale_gradients": "max"}
 """Values of the context that describe the batch and the gradients before the backward pass, with their aggregates."""
 
 MAX_NODES = 100
@@ -56,18 +57,16 @@ class StepFacts:
 
     @torch.no_grad()
     def observe_batch(self, batch: object) -> None:
-        """Describe a micro-batch: its largest tensor is the input, and other floating tensors are targets. Nothing is read on the host."""
-        tensors = [one for _path, one in named_tensors(batch) if one.dim() and one.numel() and one.layout is torch.strided]
+        """Describe a micro-batch by its largest tensor, the input. Nothing is read on the host."""
+        parts = [plain(one) for _path, one in named_tensors(batch)]
+        tensors = [one for one in parts if one.dim() and one.numel() and one.layout is torch.strided]
         if not tensors:
             return
         data = max(tensors, key=Tensor.numel)
         if len(data) > 1:
             self._add("input_is_constant", (data == data[:1]).all().float())
         if data.is_floating_point():
-            self._add("input_rms", _rms(data))
-        targets = [_rms(one) for one in tensors if one is not data and one.is_floating_point()]
-        if targets:
-            self._add("target_rms", torch.stack(targets).max())
+            self._add("input_abs_max", data.detach().abs().max().float())
 
     @torch.no_grad()
     def observe_backward(self, loss: Tensor, optimizers: Iterable[Any]) -> None:
@@ -132,10 +131,6 @@ def _parameters(monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> dict
         name: ParameterFacts(training_of(one), group_of.get(id(one), -1), 0 if one is None else one.numel())
         for name, one in parameters.items()
     }
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    return tensor.detach().float().square().mean().sqrt()
 
 
 def _first_gradient(optimizer: Optimizer) -> Tensor | None:
