@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.kernels.elements import PLAIN
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is laid out over ranks by torch (FSDP2, tensor parallel)."""
     # By what it can do: to import its class takes half a second, and before torch 2.5 the module was a private one.
-    return hasattr(type(tensor), "full_tensor")
+    kind = type(tensor)
+    return kind not in PLAIN and hasattr(kind, "full_tensor")
 
 
 class FlatShard(NamedTuple):

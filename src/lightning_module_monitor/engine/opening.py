@@ -64,10 +64,10 @@ class StepOpener:
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)
         tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter)
-        if stage == TRAIN:
-            fail_removed(plan.parameters_by_kind, tools.accumulator)
         captured = self._planner.capture_plan(step) if stage == TRAIN else None
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        if None in parameters.values():
+            fail_removed(plan.parameters_by_kind, tools.accumulator)
         flat = flat_shards_by_name(parameters, model)
         expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)

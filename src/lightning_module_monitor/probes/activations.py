@@ -61,7 +61,7 @@ class ActivationProbe(GradientProbe[_Target]):
         if compared is not None and not is_in_backward():
             with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
                 self._compare(*compared, output)
-        tensors = [*named_tensors(output)]
+        tensors = [((), output)] if isinstance(output, Tensor) else [*named_tensors(output)]
         if not tensors and output is not None:
             self._unsupported[type(output)].append(site)
         for path, tensor in tensors:

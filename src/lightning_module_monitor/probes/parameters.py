@@ -279,7 +279,8 @@ class ParameterProbe(Probe):
         parts = []
         for spec, tensor in pairs:
             try:
-                self._check_tokens(spec, tensor)
+                if (spec.needs | spec.base_needs) & Need.TOKENS:
+                    self._check_tokens(spec, tensor)
                 part = self._own_part(spec, tensor)
             except Exception as error:
                 self._accumulator.fail(spec, tensor, error)  # this one alone
@@ -289,12 +290,12 @@ class ParameterProbe(Probe):
         return parts
 
     def _check_tokens(self, spec: MetricSpec, tensor: Tensor) -> None:
-        """Note a tensor that is a single token, of which this rank has a part.
+        """Note a tensor that is a single token, of which this rank has a part; norms of tokens are recorded.
 
         Raises:
             ValueError: If this rank has parts of several tokens, whose norms are asked for.
         """
-        if (spec.needs | spec.base_needs) & Need.TOKENS and (spec.site in self.flat or has_parts_of_tokens(tensor)):
+        if spec.site in self.flat or has_parts_of_tokens(tensor):
             if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) > 1:
                 raise ValueError("its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out")
             self._accumulator.whole_tokens.add(spec)

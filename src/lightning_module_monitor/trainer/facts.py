@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import LightningModule
+from lightning_module_monitor.model.hooks import as_torch_itself
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Facts, GroupFacts, ParameterFacts, Training
@@ -140,7 +141,7 @@ def _first_gradient(optimizer: Optimizer) -> Tensor | None:
 
 def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
     """Names of the nodes of a loss's graph, from the loss on, each with that of the node before it that does more than reshape."""
-    waiting: deque[Any] = deque([loss.grad_fn])
+    waiting: deque[Any] = deque([as_torch_itself(Tensor.grad_fn.__get__, loss)])  # type: ignore[attr-defined]  # a property
     known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
         node = waiting.popleft()
