@@ -141,7 +141,7 @@ def _first_gradient(optimizer: Optimizer) -> Tensor | None:
 
 def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
     """Names of the nodes of a loss's graph, from the loss on, each with that of the node before it that does more than reshape."""
-    waiting: deque[Any] = deque([as_torch_itself(Tensor.grad_fn.__get__, loss)])  # type: ignore[attr-defined]  # a property
+    waiting: deque[Any] = deque([as_torch_itself(lambda: loss.grad_fn)])
     known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
         node = waiting.popleft()
