@@ -130,7 +130,10 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
         assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in found.words
         assert found.words == by_rank[0]["findings"][0].words
         assert [record.values["activation/model.relu/dead_fraction"] for record in result["records"]] == [0.5, 0.5]
-    assert [message.partition(",")[0] for message in by_rank[0]["said"] if "in the forward pass" in message] == ["[monitor] Step 2"]
+    assert [message.partition(",")[0] for message in by_rank[0]["said"] if "in the forward pass" in message] == [
+        "[monitor] Step 2",
+        "[monitor] Diagnosis 1: A value is not finite",
+    ]
     assert not any("nonfinite" in message for result in by_rank[1:] for message in result["said"])
 
 

@@ -174,10 +174,10 @@ def test_a_module_that_is_copied_as_itself_is_refused() -> None:
 def test_arguments_keep_their_attributes() -> None:
     """Plain ones: no code of their classes is run. A tensor may refer to itself."""
     mask = torch.ones(2)
-    mask.me, mask.names, mask.lock = mask, ["a"], threading.Lock()
+    mask.me, mask.labels, mask.lock = mask, ["a"], threading.Lock()
     clone = plain_copy([mask])[0]
     assert clone is not mask
     assert clone.me is clone
-    assert clone.names == ["a"]
-    assert clone.names is not mask.names
+    assert clone.labels == ["a"]
+    assert clone.labels is not mask.labels
     assert not hasattr(clone, "lock")
