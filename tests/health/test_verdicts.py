@@ -53,7 +53,8 @@ def test_a_sick_training(name: str, seed: int, tmp_path: Path) -> None:
     verdict = verdict_of(case, tmp_path, seed)
     assert verdict.level in case.levels
     assert [one.name for one in verdict.diagnoses[:1]] == [one.name for one in verdict.diagnoses[:1] if one.name in case.causes]
-    assert bool(verdict.diagnoses) == bool(case.causes)
+    # A loss that may fall, between 1 % and 5 %, has no finding.
+    assert bool(verdict.diagnoses) == (bool(case.causes) and verdict.level != "unknown")
     if any(one.name == "nonfinite" for one in verdict.findings):
         assert verdict.headline.startswith(("NaN in ", "Infinity in "))
 

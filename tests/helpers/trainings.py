@@ -415,7 +415,9 @@ SICK: dict[str, Case] = {
     "Adam at 1e-6": Case(lambda: Module(mlp(), adam(1e-6)), ("small_rate",), steps=300),
     "SGD at 1e-6": Case(lambda: Module(cnn(), sgd(1e-6)), ("small_rate",), steps=300),
     "shuffled labels": Case(lambda: Module(mlp()), ("not_learning",), data=lambda: digits(change=shuffled), steps=120),
-    "shuffled labels, CNN": Case(lambda: Module(cnn(), sgd(0.01)), ("not_learning",), data=lambda: digits(change=shuffled)),
+    "shuffled labels, CNN": Case(
+        lambda: Module(cnn(), sgd(0.01)), ("not_learning",), levels=("watch", "unknown"), data=lambda: digits(change=shuffled)
+    ),
     "Adam at 1.0": Case(lambda: Module(mlp(), adam(1.0)), ("learning_rate",)),
     "SGD at 50": Case(lambda: Module(mlp(), sgd(50.0)), ("learning_rate",)),
     "momentum at 5": Case(lambda: Module(cnn(), sgd(5.0, momentum=0.9)), ("learning_rate", "growth", "not_learning"), steps=200),

@@ -210,7 +210,7 @@ CAUSES = (
         ("exploding", "growing_weights", "growing_activations", "diverging", NONFINITE, "skipped_steps"),
         "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
         (*_GROWTH, *_SYMPTOMS, NONFINITE, "growing_over_depth", "skipped_steps"),
-        "the first gradient is more than 1000 times the first loss, before any update; or a recurrent module makes the NaN",
+        "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
         is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
     ),
     Cause(

@@ -166,8 +166,10 @@ class History:
 
     @property
     def explodes_from_start(self) -> bool:
-        """Whether the gradient of the first record is out of proportion to its loss."""
-        return self.first.get("gradient", math.nan) > 1e3 * max(abs(self.first_loss), 1.0)
+        """Whether the first gradient was more than 1000 times the first loss, or the first output 1000 times the input."""
+        sizes = {"output": 1.0, "input_abs_max": 1.0} | self.first
+        is_large_output = sizes["output"] > 1e3 * max(sizes["input_abs_max"], 1.0)
+        return is_large_output or self.first.get("gradient", math.nan) > 1e3 * max(abs(self.first_loss), 1.0)
 
     @property
     def reach(self) -> float:
