@@ -6,6 +6,7 @@ import json
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def _items(items: Any) -> dict[str, Any]:
 def _entries(root: Path) -> list[Any]:
     """All entries of the file of the one offline run in a folder, which is ended."""
     import wandb
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
     wandb.finish()
@@ -42,7 +44,8 @@ def _entries(root: Path) -> list[Any]:
     entries: list[WandbRecord] = []
     while not any(entry.HasField("exit") for entry in entries):  # a process of wandb's own writes on after finish()
         assert time.monotonic() < deadline, "wandb did not finish its file"
-        entries = [WandbRecord.FromString(data) for data in _log(path)]
+        with suppress(DecodeError):  # the last entry is being written
+            entries = [WandbRecord.FromString(data) for data in _log(path)]
         time.sleep(0.01)
     return entries
 
