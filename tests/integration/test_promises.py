@@ -82,8 +82,9 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         runs.append((keep, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
-            # Its classes are drawn at random.
-            assert {one.name for one in callback.findings} <= {"not_learning", "gradient_gain"}
+            # Its classes are drawn at random, and the gain of the transformer's last transition is next to the limit: 10.4 with torch 2.4.
+            findings = {"not_learning", "gradient_gain"} if model == "transformer" else {"not_learning"}
+            assert {finding.name for finding in callback.findings} <= findings
             assert len(callback.last_record.histograms) > 3
             assert (
                 callback.last_record.values[
@@ -211,7 +212,7 @@ class Ends(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.parametrize(("health", "most"), [(None, 580), (False, 55)])
+@pytest.mark.parametrize(("health", "most"), [(None, 560), (False, 55)])
 def test_a_step_that_is_not_monitored_costs_a_few_calls(health: bool | None, most: int, tmp_path: Path) -> None:
     """At the default configuration all events of the callback in a step of two micro-batches make few calls, those of C included.
 
@@ -292,7 +293,7 @@ def test_the_callback_pickles_without_the_model(tmp_path: Path) -> None:
     module = Classifier(nn.Linear(6, 3000))
     trainer(tmp_path, [callback], max_steps=2).fit(module, loader(), loader(8))
     data = pickle.dumps(callback)
-    assert len(data) < 40_000  # the weights alone take 84,000 bytes
+    assert len(data) < 20_000  # the weights alone take 84,000 bytes
     revived = pickle.loads(data)  # our own bytes
     assert revived.last_record == callback.last_record
 

@@ -81,7 +81,7 @@ def _nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiled_for_cuda(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """There is a cubin; the sums stay in registers, but for one; 16 bytes are read at once, or 8 of half precision, where it can."""
+    """There is a cubin; the sums stay in registers, but for one of Triton 3.8; 16 bytes are read at once, or 8 of half precision, where it can."""
     kernel = compiled(LAUNCHES[name], ("cuda", arch, 32), monkeypatch)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     ptx = tmp_path / "kernel.ptx"
@@ -92,7 +92,8 @@ def test_compiled_for_cuda(name: str, arch: int, monkeypatch: pytest.MonkeyPatch
     log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     assert len(spills) == 2, log
-    assert max(map(int, spills)) <= 8, log  # Triton 3.8 spills one number where 3.7 spills none
+    is_new = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)  # it spills one number where 3.7 spills none
+    assert max(map(int, spills)) <= (8 if is_new else 0), log
     if name in {"activation", "huge activation", "everything", "everything of float64", "difference", "parameters"}:
         assert re.search(r"ld\.global\S*\.v[24]\.b", ptx.read_text())
 

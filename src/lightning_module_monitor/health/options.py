@@ -85,8 +85,10 @@ class ParsedHealth:
     """The detectors that record the values they need."""
     is_off: bool
     """Whether no detector judges."""
+    then: tuple[Action, ...]
+    """What follows a finding of a detector."""
     alerts: tuple[AlertRule, ...]
-    """The user's alerts and the watches."""
+    """The user's alerts."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
     """Patterns of the user's alerts, each with its name in messages."""
     capture_steps: int
@@ -97,9 +99,15 @@ class ParsedHealth:
         return self.nonfinite in (ALWAYS, STOP)
 
     @property
+    def rules(self) -> tuple[AlertRule, ...]:
+        """The user's alerts, and the detectors as rules."""
+        detectors = () if self.is_off else BUILT_IN.values()
+        return (*self.alerts, *(detector.alert(self.then) for detector in detectors if detector.rule is not None))
+
+    @property
     def may_capture(self) -> bool:
-        """Whether an alert or watch captures raw tensors."""
-        return any("capture" in rule.then for rule in self.alerts)
+        """Whether an alert or detector captures raw tensors."""
+        return any("capture" in rule.then for rule in self.rules)
 
 
 def parse_health(health: object, alerts: Sequence[object], *, has_default_rules: bool) -> ParsedHealth:
@@ -119,13 +127,12 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     is_off = health.watch is not None and not watches
     recorded = () if is_off else tuple(dict.fromkeys((*(CHEAP if has_default_rules else ()), *named)))
     then = _parse_actions(health.then, "health.then")
-    of_watches = [] if is_off else [one.alert(then) for one in BUILT_IN.values() if one.rule is not None]
     by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
     of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
     patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, recorded, is_off, (*of_user, *of_watches), tuple(patterns), capture_steps)
+    return ParsedHealth(health.nonfinite, recorded, is_off, then, tuple(of_user), tuple(patterns), capture_steps)
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:

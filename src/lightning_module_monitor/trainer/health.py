@@ -93,7 +93,7 @@ class HealthController:
                 self._awaited.add(label, pattern)
         self._is_fit = is_fit
         index = planner.index
-        self._judge = Judge(self.options.alerts, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
+        self._judge = Judge(self.options.rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         if self.options.nonfinite != IGNORE:
             self.nonfinite = NonfiniteController(self.options, self._monitor, trainer, on_error=self._on_error)
         if is_fit:

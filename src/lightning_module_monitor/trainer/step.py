@@ -76,9 +76,10 @@ class StepController:
             self._run.sinks.note_step(step)
             # An error below must not prevent the end of the step: other ranks wait for it.
             self.is_idle = not self._run.observes_training or self._monitor.has_lost_ranks
+        nonfinite = self._nonfinite
         if self.is_idle:
-            if self._monitor.has_lost_ranks and self._nonfinite is not None:
-                self._nonfinite.close()
+            if self._monitor.has_lost_ranks and nonfinite is not None:
+                nonfinite.close()
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
@@ -90,7 +91,7 @@ class StepController:
                 self._facts.begin_step()
                 self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
-            elif self._overhead is None and self._nonfinite is None:
+            elif self._overhead is None and nonfinite is None:
                 self.is_idle = True
                 return
         # Until on_before_backward, a backward pass is an inner one of the user's.
@@ -101,15 +102,16 @@ class StepController:
         if self._run.reference is not None and self._monitor.awaits_reference():
             self._run.reference.run(trainer, batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
-        if self._nonfinite is not None:
-            self._nonfinite.begin_micro_batch(batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
+        if nonfinite is not None:
+            nonfinite.begin_micro_batch(batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
             if is_first and is_monitored:
-                self._nonfinite.report_marked_steps(step)
+                nonfinite.report_marked_steps(step)
 
     def begin_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
-        if self._nonfinite is not None:
-            self._nonfinite.begin_backward(loss)
+        nonfinite = self._nonfinite
+        if nonfinite is not None:
+            nonfinite.begin_backward(loss)
         if self._optimizers is not None:
             self._optimizers.begin_backward(loss)
             self._context.observe_loss(trainer, loss, self._optimizers.scale)
@@ -118,8 +120,9 @@ class StepController:
     def end_backward(self) -> None:
         """The backward pass is over."""
         self._monitor.end_backward()
-        if self._nonfinite is not None:
-            self._nonfinite.end_backward()
+        nonfinite = self._nonfinite
+        if nonfinite is not None:
+            nonfinite.end_backward()
 
     def before_clipping(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete and not clipped.
@@ -129,9 +132,10 @@ class StepController:
         """
         if trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        if self._nonfinite is not None:
+        nonfinite = self._nonfinite
+        if nonfinite is not None:
             step, health = step_of(trainer), self._run.health
-            found = self._nonfinite.before_update(step)
+            found = nonfinite.before_update(step)
             health.note(found)
             if found is not None and health.options.nonfinite == STOP:
                 self._run.emit(trainer, pl_module, None)
@@ -142,8 +146,9 @@ class StepController:
 
     def end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A micro-batch is over; the last one of a step ends the step."""
-        if self._nonfinite is not None:
-            self._nonfinite.end_micro_batch()
+        nonfinite = self._nonfinite
+        if nonfinite is not None:
+            nonfinite.end_micro_batch()
         self._monitor.after_micro_batch()
         ends_step = not trainer.fit_loop._should_accumulate()
         if ends_step:

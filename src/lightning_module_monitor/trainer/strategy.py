@@ -123,7 +123,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
     if not is_known(trainer) and trainer.world_size > 1:
-        together = [f"{rule.name!r}: then {action!r}" for rule in health.alerts for action in rule.then if action in ("stop", "checkpoint")]
+        together = [f"{rule.name!r}: then {action!r}" for rule in health.rules for action in rule.then if action in ("stop", "checkpoint")]
         if health.nonfinite == STOP:
             together.insert(0, f"health.nonfinite: {STOP!r}")
         if together:
