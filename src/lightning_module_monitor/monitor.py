@@ -149,7 +149,7 @@ class ModuleMonitor(Described, StepEngine):
         module = "no module" if self._module is None else type(self._module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
         rows = [
-            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.names), str(rule.schedule))
+            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
             for rule in rules
         ]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)

@@ -10,17 +10,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_module_monitor.config.rules import Capture, GradientFlow, ParsedRule, Rule, parse_capture, parse_gradient_flow, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts, num_compiled
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, ParameterSite
-from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.planned import Plan, check_rule, compiled_in_words, idle_kinds, matching
+from lightning_module_monitor.probes.planned import Plan, check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
@@ -34,7 +32,7 @@ from lightning_module_monitor.record import (
     check_prefix,
     is_context,
 )
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.spec import MetricSpec, Output
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""
@@ -341,7 +339,9 @@ class Planner:
                     by_site[site.name][kind].append(rule)
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            return Watched(site, {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()})
+            specs = {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()}
+            layers = {kind: {name: spec.at(name) for name in layer_sites(site, kind)} for kind, spec in specs.items()}
+            return Watched(site, {kind: one for kind, one in specs.items() if not layers[kind]}, {k: v for k, v in layers.items() if v})
 
         return Plan(
             [watched(site) for site in index.modules if site.name in by_site],
@@ -358,29 +358,20 @@ class Planner:
         Raises:
             ConfigError: If two different things have one name.
         """
-        named: dict[str, object] = {}
+        outputs: dict[str, Output] = {}
         for rule in rules:
-            # Two metrics of torchmetrics cannot be compared: `==` makes a third one of them.
-            functions = {
-                one.name: (type(one.function) if isinstance(one.function, Metric) else one.function, one.aggregate)
-                for one in rule.functions
-            }
-            for name, one in {**rule.statistics, **dict.fromkeys((*rule.histograms, *rule.units)), **functions}.items():
-                if named.setdefault(name, one) != one:
+            for name, output in rule.outputs.items():
+                if outputs.setdefault(name, output) != output:
                     why = f"another rule records something else as {name!r} of kind {kind!r} at {site.name!r}"
                     raise ConfigError(f"{rule.label}: {why}; expected names that differ.")
         return MetricSpec(
             kind,
             site.name,
+            outputs,
             stage,
             self.prefix,
-            statistics={name: one for rule in rules for name, one in rule.statistics.items()},
-            histograms=tuple(dict.fromkeys(name for rule in rules for name in rule.histograms)),
-            functions={function.name: function for rule in rules for function in rule.functions},
-            units=tuple(dict.fromkeys(name for rule in rules for name in rule.units)),
             is_compared=self.shares_input and isinstance(site, ModuleSite),
             is_replicated=self._has_ranks and isinstance(site, ParameterSite),
-            layers=tuple(rcc_layers.layer_sites(site.module, kind)) if isinstance(site, ModuleSite) and kind in rcc_layers.KINDS else (),
         )
 
     # Keys
@@ -410,7 +401,7 @@ class Planner:
             return True
         if stage not in self._taken:
             plan = self.plan(stage=stage)
-            of_rules = (one for spec in plan.all_specs() for one in (*spec.keys(), *spec.histogram_keys))
+            of_rules = (key for spec in plan.all_specs() for key in spec.keys.values())
             self._taken[stage] = {*of_rules, *plan.keys()}
         return key in self._taken[stage]
 

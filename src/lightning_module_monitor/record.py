@@ -99,43 +99,46 @@ class Kind:
     """Whether it is also there in a loop without training."""
     of_heads: bool = False
     """Whether it is of the heads of the attention within the module: they are known when it runs, and so are their keys."""
+    of_layers: bool = False
+    """Whether it is of the linear maps within the module, which the coordinate check compares with those of the reference."""
     is_pair: bool = False
     """Whether it is of two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
     needs_reference: bool = False
     """Whether there is nothing to see of it without a reference."""
     values: tuple[str, ...] = ()
     """The names of its values, where they are not statistics of a tensor."""
+    can_be_captured: bool = False
+    """Whether its tensors can be captured as they are."""
+    has_units: bool = False
+    """Whether its tensors have units, channels or features, as the outputs of a layer have."""
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("activation", "module", in_every_stage=True),
-        Kind("activation_gradient", "module"),
+        Kind("activation", "module", in_every_stage=True, can_be_captured=True, has_units=True),
+        Kind("activation_gradient", "module", can_be_captured=True, has_units=True),
         Kind("attention_entropy", "module", in_every_stage=True, of_heads=True),
         Kind("attention_relative_entropy", "module", in_every_stage=True, of_heads=True),
         Kind("attention_max_logit", "module", in_every_stage=True, of_heads=True),
         Kind("attention_sink", "module", in_every_stage=True, of_heads=True),
         Kind("activation_difference", "module", is_relative=True, is_pair=True, needs_reference=True),
-        Kind("rcc_effective_update", "module", needs_reference=True),
-        Kind("rcc_propagating_update", "module", needs_reference=True),
-        Kind("rcc_output", "module", needs_reference=True),
-        Kind("rcc_reference_output", "module", needs_reference=True),
-        Kind("rcc_input", "module", needs_reference=True),
-        Kind("rcc_input_change", "module", needs_reference=True),
-        Kind("rcc_operator_norm", "module", needs_reference=True, values=("update", "reference")),
-        Kind("rcc_alignment", "module", needs_reference=True, values=("effective", "propagating")),
-        Kind("parameter", "parameter"),
+        Kind("rcc_effective_update", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_propagating_update", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_output", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_reference_output", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_input", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_input_change", "module", of_layers=True, needs_reference=True),
+        Kind("rcc_operator_norm", "module", of_layers=True, needs_reference=True, values=("update", "reference")),
+        Kind("rcc_alignment", "module", of_layers=True, needs_reference=True, values=("effective", "propagating")),
+        Kind("parameter", "parameter", can_be_captured=True),
         Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, needs_reference=True),
-        Kind("gradient_before_clip", "parameter"),
-        Kind("gradient", "parameter"),
-        Kind("update", "parameter", is_relative=True),
+        Kind("gradient_before_clip", "parameter", can_be_captured=True),
+        Kind("gradient", "parameter", can_be_captured=True),
+        Kind("update", "parameter", is_relative=True, can_be_captured=True),
     )
 }
 """Kind by name, in the order in which their keys are listed."""
-
-CAPTURED = ("activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update")
-"""The kinds whose tensors can be captured as they are."""
 
 
 class Key(NamedTuple):

@@ -519,7 +519,7 @@ BROKEN = {
     1: (ModuleMonitor, "begin_backward"),
     2: (MomentTable, "add_all"),
     3: (OptimizerTracker, "finish"),
-    5: (StepAccumulator, "_local"),
+    5: (StepAccumulator, "_observed"),
     7: (OptimizerTracker, "finish"),
 }
 """What of the monitor raises on the last rank, by step; the last of them in the last step."""

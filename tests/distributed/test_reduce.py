@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.reduce import DistributedReducer, message_of
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
+from lightning_module_monitor.statistics.functions import Function, Value
+from lightning_module_monitor.statistics.registry import HistogramStatistic
+from lightning_module_monitor.statistics.spec import MetricSpec, Output
 
 NUM_WATCHES = 5
 PLAIN = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.paired and not one.relative}
 RELATIVE = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and (one.paired or one.relative)}
+HISTOGRAM: dict[str, Output] = {"hist": HistogramStatistic()}
 
 
 def quartiles(values: Tensor) -> dict[str, Tensor]:
@@ -32,19 +32,19 @@ def quartiles(values: Tensor) -> dict[str, Tensor]:
 
 def wishes() -> list[MetricSpec]:
     """The plan of a rank: every rank makes its own, alike."""
-    functions = [
-        UserFunction("average", torch.mean, "mean"),
-        UserFunction("total", torch.sum, "sum"),
-        UserFunction("least", torch.min, "min"),
-        UserFunction("most", torch.max, "max"),
-        UserFunction("spread", torch.flatten, quartiles),
-    ]
+    functions: dict[str, Output] = {
+        "average": Function("mean", function=torch.mean),
+        "total": Function("sum", function=torch.sum),
+        "least": Function("min", function=torch.min),
+        "most": Function("max", function=torch.max),
+        "spread": Function(quartiles, function=torch.flatten),
+    }
     return [
-        MetricSpec("activation", "a", statistics=dict(PLAIN), histograms=("hist",)),
-        MetricSpec("activation", "b", statistics=dict(PLAIN), functions={one.name: one for one in functions}),
-        MetricSpec("activation", "c", functions={one.name: one for one in functions}),
-        MetricSpec("activation_difference", "d", statistics={**PLAIN, **RELATIVE}),
-        MetricSpec("activation", "e", statistics={"norm": STATISTICS["norm"]}, histograms=("hist",)),  # type: ignore[dict-item]
+        MetricSpec("activation", "a", {**PLAIN, **HISTOGRAM}),
+        MetricSpec("activation", "b", {**PLAIN, **functions}),
+        MetricSpec("activation", "c", functions),
+        MetricSpec("activation_difference", "d", {**PLAIN, **RELATIVE}),
+        MetricSpec("activation", "e", {"norm": PLAIN["norm"], **HISTOGRAM}),
     ]
 
 
@@ -89,13 +89,12 @@ def test_any_shares_give_what_one_process_would_have(first: list[list[Seen]], se
 
     def work(rank: ThreadRank) -> list[Any]:
         plan = wishes()
-        exchange = DistributedReducer(rank, plan)
-        found = []
+        state, found = SeriesState(plan), []
         for step in steps:
-            observation = StepAccumulator(no_trouble)
+            observation = StepAccumulator(no_trouble, state)
             for seen in step[rank.index]:
                 seen.show(observation, plan)
-            found.append((observation.collect(exchange), observation.histograms))
+            found.append((observation.collect(rank), observation.histograms))
         return found
 
     meeting: Meeting[list[Any]] = Meeting(len(first))
@@ -115,14 +114,12 @@ def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
     """A NaN result of one rank is NaN in every aggregate; an infinite one is infinite."""
 
     def work(rank: ThreadRank) -> dict[str, float]:
-        plan = wishes()
-        observation = StepAccumulator(no_trouble)
+        observation = StepAccumulator(no_trouble, SeriesState(wishes()))
         value = {0: 1.0, 1: float("nan"), 2: float("inf")}[rank.index]
         for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
             shown = value if name == "nan" or rank.index != 1 else 2.0
-            own = MetricSpec("own", name)
-            observation.add_result(own, UserFunction(name, float, aggregate), shown, 1)
-        return observation.collect(DistributedReducer(rank, plan))
+            observation.add_result(MetricSpec("own", name, {name: Value(aggregate)}), name, shown, 1)
+        return observation.collect(rank)
 
     for values in Meeting[dict[str, float]](3).run(work):
         assert np.isnan(values["own/nan/nan"])
@@ -135,15 +132,14 @@ def test_errors_and_lost_steps_are_everybodys() -> None:
     def work(rank: ThreadRank) -> tuple[dict[str, float], int, bool, bool]:
         plan = wishes()
         said: list[str] = []
-        observation = StepAccumulator(lambda watch, name, seen, error: said.append(name))
-        exchange = DistributedReducer(rank, plan)
+        observation = StepAccumulator(lambda watch, name, seen, error: said.append(name), SeriesState(plan))
         observation.observe(plan[0], torch.ones(2, 3))
         if rank.index == 1:
             observation.fail(plan[0], torch.ones(2), ValueError("on purpose"))
-        values = observation.collect(exchange)
-        lost = StepAccumulator(no_trouble)
+        values = observation.collect(rank)
+        lost = StepAccumulator(no_trouble, SeriesState(plan))
         lost.is_lost = rank.index == 2
-        lost.collect(exchange)
+        lost.collect(rank)
         return values, observation.num_errors, bool(said), lost.is_lost
 
     for index, (values, num_errors, has_said, is_lost) in enumerate(Meeting[Any](3).run(work)):
@@ -156,12 +152,11 @@ def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
         said: list[str] = []
-        observation = StepAccumulator(lambda watch, name, seen, error: said.append(str(error)))
+        observation = StepAccumulator(lambda watch, name, seen, error: said.append(str(error)), SeriesState(wishes()))
         if rank.index == 0:
-            observation.add_result(
-                MetricSpec("own", "site"), UserFunction("mine", float, lambda values: values.max()), torch.tensor([1.0, 5.0]), 2
-            )
-        return observation.collect(DistributedReducer(rank, wishes())), said
+            spec = MetricSpec("own", "site", {"mine": Value(lambda values: values.max())})
+            observation.add_result(spec, "mine", torch.tensor([1.0, 5.0]), 2)
+        return observation.collect(rank), said
 
     (first, nothing), (other, said) = Meeting[Any](2).run(work)
     assert first["own/site/mine"] == 5.0
@@ -174,12 +169,12 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
     """Each is told of when it comes."""
 
     def work(rank: ThreadRank) -> list[dict[str, float]]:
-        exchange, found = DistributedReducer(rank, wishes()), []
+        state, found = SeriesState(wishes()), []
         for step in range(3):
-            observation = StepAccumulator(no_trouble)
+            observation = StepAccumulator(no_trouble, state)
             for name in ("early", "late")[: 1 + (step > 0)]:
-                observation.add_result(MetricSpec("own", "site"), UserFunction(name, float, "sum"), float(rank.index + step), 1)
-            found.append(observation.collect(exchange))
+                observation.add_result(MetricSpec("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
+            found.append(observation.collect(rank))
         return found
 
     for values in Meeting[Any](2).run(work):
@@ -190,31 +185,38 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
         ]
 
 
-def test_a_watch_that_cannot_be_sent_is_said_and_left_out() -> None:
-    """A statistic of the user's without a name of its own; the others go."""
-    unsendable = MetricSpec("own", "a", statistics={"odd": Statistic(0, lambda moments: moments.mean)})
-    failed: list[str] = []
-    message = message_of([unsendable, MetricSpec("own", "b")], lambda watch, error: failed.append(watch.site))
-    assert failed == ["a"]
-    assert [watch.site for watch in pickle.loads(message)] == ["b"]
-    [reducer] = Meeting[DistributedReducer](1).run(lambda rank: DistributedReducer(rank, []))
-    reducer.learn([message], [])
-    assert [watch.site for watch in reducer.specs.values()] == ["b"]
+def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> None:
+    """A statistic of the user's that is in no rule: its rank records NaN, and the streams beside it reach all."""
+
+    def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
+        failed: list[str] = []
+        accumulator = StepAccumulator(lambda spec, name, seen, error: failed.append(spec.site), SeriesState(wishes()))
+        if rank.index == 1:
+            odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
+            accumulator.observe(MetricSpec("own", "a", {"odd": odd}), torch.ones(2))
+            accumulator.observe(MetricSpec("own", "b", {"norm": PLAIN["norm"]}), torch.ones(4))
+        return accumulator.collect(rank), failed
+
+    (values, failed), (own_values, own_failed) = Meeting[Any](2).run(work)
+    assert (failed, own_failed) == ([], ["a"])
+    assert values == {"own/b/norm": 2.0}
+    assert own_values["own/b/norm"] == 2.0
+    assert np.isnan(own_values["own/a/odd"])
 
 
 def compared() -> list[MetricSpec]:
     """What a rank of those that share their input wants: of some sites nothing that tells parts of a tensor apart."""
-    positive = UserFunction("positive", lambda x: (x > 0).sum(), "sum")
-    everything = UserFunction("all", torch.flatten, lambda values: {"sum": values.sum(), "count": values.numel()})
-    wishes: list[dict[str, Any]] = [
-        {"histograms": ("hist",)},
-        {"functions": {"positive": positive}},
-        {"functions": {"all": everything}},
-        {"statistics": {"nonfinite_count": STATISTICS["nonfinite_count"]}},
-        {"statistics": dict(PLAIN), "histograms": ("hist",), "functions": {"positive": positive}},
+    positive = Function("sum", function=lambda x: (x > 0).sum())
+    everything = Function(lambda values: {"sum": values.sum(), "count": values.numel()}, function=torch.flatten)
+    wishes: list[dict[str, Output]] = [
+        HISTOGRAM,
+        {"positive": positive},
+        {"all": everything},
+        {"nonfinite_count": PLAIN["nonfinite_count"]},
+        {**PLAIN, **HISTOGRAM, "positive": positive},
     ]
     return [
-        MetricSpec("activation", f"{site}_{number}", **wish, is_compared=True)
+        MetricSpec("activation", f"{site}_{number}", wish, is_compared=True)
         for site in ("copied", "sliced")
         for number, wish in enumerate(wishes)
     ]
@@ -233,9 +235,10 @@ def test_of_ranks_that_share_their_input_copies_count_once_and_parts_all() -> No
                 observation.observe(watch, tensor)
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], dict[str, Any]]:
-        plan, observation = compared(), StepAccumulator(no_trouble)
+        plan = compared()
+        observation = StepAccumulator(no_trouble, SeriesState(plan))
         show(observation, plan, copies[rank.index // 2], parts[rank.index])
-        return observation.collect(DistributedReducer(rank, plan)), observation.histograms
+        return observation.collect(rank), observation.histograms
 
     alone, plan = StepAccumulator(no_trouble), compared()
     for index, part in enumerate(parts):
@@ -255,15 +258,16 @@ def test_what_failed_on_one_rank_is_asked_of_none() -> None:
     """Results that an aggregate of the user's cannot have together; the ranks that have others do not wait for them."""
 
     def work(rank: ThreadRank) -> dict[str, float]:
-        plan, observation = wishes(), StepAccumulator(lambda watch, name, seen, error: None)
+        plan = wishes()
+        observation = StepAccumulator(lambda watch, name, seen, error: None, SeriesState(plan))
         observation.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
             results = observation._results["activation/c/spread"][2]
             results.values.append("no tensor")  # type: ignore[arg-type]
-        return observation.collect(DistributedReducer(rank, plan))
+        return observation.collect(rank)
 
     first, second = Meeting[Any](2).run(work)
-    assert first["activation/c/spread.low"] == 0.75
+    assert np.isnan(first["activation/c/spread"])
     assert np.isnan(second["activation/c/spread"])
     assert first["activation/c/total"] == second["activation/c/total"] == 12.0
 
@@ -272,13 +276,14 @@ def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
     """Its error is its own, and the step is lost on all; nobody goes on to what takes more collectives."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], bool, str]:
-        plan, observation, error = wishes(), StepAccumulator(no_trouble), ""
+        plan, error = wishes(), ""
+        observation = StepAccumulator(no_trouble, SeriesState(plan))
         observation.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
             observation._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
         values: dict[str, float] = {}
         try:
-            values = observation.collect(DistributedReducer(rank, plan))
+            values = observation.collect(rank)
         except ZeroDivisionError as caught:
             error = str(caught)
         return values, observation.is_lost, error
@@ -296,12 +301,12 @@ def test_an_error_in_sending_comes_after_what_the_others_wait_for() -> None:
         raise MonitorError(spec.site) from error
 
     def work(rank: ThreadRank) -> str:
-        accumulator = StepAccumulator(raises)
+        accumulator = StepAccumulator(raises, SeriesState(wishes()))
         if rank.index == 1:
-            odd = Statistic(STATISTICS["norm"].needs, lambda moments: moments.mean)  # type: ignore[union-attr]
-            accumulator.observe(MetricSpec("own", "odd", statistics={"odd": odd}), torch.ones(2))
+            odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
+            accumulator.observe(MetricSpec("own", "odd", {"odd": odd}), torch.ones(2))
         try:
-            accumulator.collect(DistributedReducer(rank, wishes()))
+            accumulator.collect(rank)
         except MonitorError as error:
             return str(error)
         return ""

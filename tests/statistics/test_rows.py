@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.results import SeriesState
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.spec import MetricSpec, Output
+
+
+def output_of(name: str) -> Output:
+    """A built-in output."""
+    output = STATISTICS[name]
+    assert not callable(output)
+    return output
 
 
 def watch(site: str, *names: str) -> MetricSpec:
     """A watch of some statistics."""
-    statistics = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
-    return MetricSpec("activation", site, statistics=statistics, histograms=("hist",) if "hist" in names else ())
+    return MetricSpec("activation", site, {name: output_of(name) for name in names})
 
 
 WATCHES = [watch("a", "mean", "std"), watch("b", "max"), watch("c", "mean", "std"), watch("d", "norm", "ratio"), watch("e", "hist", "max")]
@@ -75,25 +80,15 @@ def test_a_statistic_that_fails_costs_its_own_values_alone() -> None:
     def root(moments: Any) -> Any:
         return moments.squares.sqrt()
 
-    statistics = {**watch("a", "mean", "max").statistics, "root": Statistic(STATISTICS["norm"].needs, root)}  # type: ignore[union-attr]
+    statistics: dict[str, Output] = {**watch("a", "mean", "max").outputs, "root": Statistic(STATISTICS["norm"].needs, root)}
     told: list[tuple[str, str, type]] = []
     observation = StepAccumulator(lambda one, name, _seen, error: told.append((one.site, name, type(error))))
     for site in "ab":
-        observation.observe(MetricSpec("activation", site, statistics=statistics), torch.arange(3.0))
+        observation.observe(MetricSpec("activation", site, statistics), torch.arange(3.0))
     expected = {"mean": 1.0, "max": 2.0, "root": pytest.approx(math.nan, nan_ok=True)}
     assert observation.collect() == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
     assert told == [("a", "root", AttributeError)]
     assert observation.num_errors == 1
-
-
-def test_an_empty_token_in_parts_is_nan_whatever_numpy_is_set_to() -> None:
-    """As it is without a word: nothing over nothing."""
-    one = watch("a", "token_rms", "mean")
-    observation = StepAccumulator(lambda *_trouble: None)
-    observation.whole_tokens.add(one)
-    observation.observe(one, torch.empty(0))
-    with np.errstate(all="raise"):
-        assert all(math.isnan(value) for value in observation.collect().values())
 
 
 def test_of_two_watches_of_one_key_the_last_one_counts() -> None:

@@ -16,10 +16,11 @@ from torchmetrics import Metric
 from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
-from lightning_module_monitor.record import CAPTURED, KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
-from lightning_module_monitor.statistics.functions import AGGREGATES, UserFunction
+from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.spec import Output
 
 
 @any_hints
@@ -119,18 +120,10 @@ class ParsedRule:
     types: tuple[type[nn.Module] | str, ...] | None = None
     """Classes, and names of classes of the model."""
     leaf_modules: bool = False
-    statistics: Mapping[str, Statistic] = field(default_factory=dict)
-    histograms: tuple[str, ...] = ()
-    functions: tuple[UserFunction, ...] = ()
-    units: tuple[str, ...] = ()
-    """Names of the statistics of units."""
+    outputs: Mapping[str, Output] = field(default_factory=dict)
+    """What it records of a tensor, by name."""
     is_optional: bool = False
     """Whether it may match nothing: the user has not named its sites."""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of everything that it computes of a tensor."""
-        return [*self.statistics, *self.histograms, *self.units, *(function.name for function in self.functions)]
 
 
 def default_rules() -> list[Rule]:
@@ -174,7 +167,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
     if not isinstance(rule.leaf_modules, bool):
         raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
     types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
-    computed = _parse_values(rule, label, kinds[0]) if has_values else _parse_statistics(rule, label, kinds)
+    outputs = _parse_values(rule, label, kinds[0]) if has_values else _parse_outputs(rule, label, kinds)
     return ParsedRule(
         label=label,
         kinds=kinds,
@@ -183,7 +176,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         types=None if types is None else tuple(_parse_type(one, f"{label}.types") for one in types),
         leaf_modules=rule.leaf_modules,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
-        **computed,
+        outputs=outputs,
     )
 
 
@@ -230,8 +223,9 @@ def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
     """
     capture = options_of(Capture, capture, "capture", "{sites: model.head, steps: [0, 100]}")
     kinds = _not_empty(capture.kinds, "capture.kinds", "activation")
+    captured = [name for name, kind in KINDS.items() if kind.can_be_captured]
     for kind in kinds:
-        check_choice(kind, CAPTURED, f"capture.kinds {kind!r} is no kind of tensor that can be captured")
+        check_choice(kind, captured, f"capture.kinds {kind!r} is no kind of tensor that can be captured")
     sites = parse_patterns(_not_empty(capture.sites, "capture.sites", "'model.head'"), "capture.sites")
     steps = parse_schedule(list(_not_empty(capture.steps, "capture.steps", "[0, 100]")), "capture.steps")
     return ParsedRule(label="capture", kinds=kinds, sites=sites, schedule=steps)
@@ -314,56 +308,42 @@ _FAMILIES = ("attention_", "rcc_")
 _KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{one}*" for one in _FAMILIES if name.startswith(one)), name) for name in KINDS))
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
 
-OF_UNITS = ("activation", "activation_gradient")
-"""The kinds whose tensors have units."""
 
-
-def _parse_statistics(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of ``ParsedRule`` that hold statistics; functions are the rule's own and those in ``STATISTICS``."""
+def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, Output]:
+    """What a rule records of a tensor, by name; functions are the rule's own and those in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
-    statistics: dict[str, Statistic] = {}
-    histograms: dict[str, None] = {}
-    functions: dict[str, UserFunction] = {}
-    units: dict[str, None] = {}
+    outputs: dict[str, Output] = {}
     for name in as_tuple(rule.statistics):
         check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic")
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)
-        if isinstance(statistic, HistogramStatistic):
-            histograms[name] = None
-        elif isinstance(statistic, UnitStatistic):
-            units[name] = None
-        elif isinstance(statistic, Statistic):
-            statistics[name] = statistic
+        if isinstance(statistic, Statistic | HistogramStatistic | UnitStatistic):
+            outputs[name] = statistic
         else:
-            functions[name] = UserFunction(name, statistic, aggregate)
+            outputs[name] = Function(aggregate, function=statistic)
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
         raise ConfigError(f"{label}.functions of kinds {', '.join(kinds)}: some have two tensors, some one; expected a rule for each sort.")
     for name, given in rule.functions.items():
-        if name in (*statistics, *histograms, *functions, *units):
+        if name in outputs:
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
         function = _function(given, f"{label}.functions {name!r}")
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         _check_name(name, f"{label}.functions")
-        functions[name] = UserFunction(name, function, aggregate)
-    if not (statistics or histograms or functions or units):
+        outputs[name] = Function(aggregate, function=function)
+    if not outputs:
         raise ConfigError(f"{label} has neither statistics nor functions; expected at least one, e.g. statistics: rms.")
-    return {
-        "statistics": statistics,
-        "histograms": tuple(histograms),
-        "functions": tuple(functions.values()),
-        "units": tuple(units),
-    }
+    return outputs
 
 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
     """Check that a statistic exists for all kinds of a rule."""
     if isinstance(statistic, UnitStatistic):
-        why, unfit, fit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if kind not in OF_UNITS], [*OF_UNITS]
+        why, unfit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if not KINDS[kind].has_units]
+        fit = [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, Statistic) and statistic.paired:
         why, unfit = "is of two tensors, and {!r} is one", [kind for kind in kinds if not KINDS[kind].is_pair]
         fit = [name for name, kind in KINDS.items() if kind.is_pair]
@@ -377,8 +357,8 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
         raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
 
 
-def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Any]:
-    """As :func:`_parse_statistics`, for a kind that has named values and no statistics; all values if none is given."""
+def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Output]:
+    """As :func:`_parse_outputs`, for a kind that has named values and no statistics; all values if none is given."""
     kind, names = KINDS[name_of_kind], as_tuple(rule.statistics)
     if rule.functions:
         raise ConfigError(
@@ -386,11 +366,10 @@ def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Any]:
         )
     for name in names:
         check_choice(name, kind.values, f"{label}.statistics {name!r} is none of {kind.name!r}")
-    # Such values are joined like the results of a function.
-    return {"functions": tuple(UserFunction(name, float, "mean") for name in names or kind.values)}
+    return {name: Value() for name in names or kind.values}
 
 
-def _parse_aggregate(aggregate: object, label: str) -> str | Callable[[Tensor], Any]:
+def _parse_aggregate(aggregate: object, label: str) -> Aggregate:
     if isinstance(aggregate, str) and aggregate in AGGREGATES:
         return aggregate
     function = _imported(aggregate, label) if isinstance(aggregate, str) and "." in aggregate else aggregate

@@ -152,11 +152,6 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return torch.empty_like(parameter) if is_empty else parameter.grad
 
 
-def has_parts_of_tokens(tensor: Tensor) -> bool:
-    """Whether the last dimension is laid out over ranks."""
-    return is_sharded(tensor) and any(placement.is_shard(tensor.dim() - 1) for placement in tensor.placements)
-
-
 def _is_copy(tensor: DTensor) -> bool:
     """Whether this rank's elements are those of the first of the ranks that have them all."""
     coordinate = tensor.device_mesh.get_coordinate()

@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
-from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.functions import Aggregate, Value
+from lightning_module_monitor.statistics.spec import Identity, MetricSpec
 
 
 class LoggedValues:
-    """Adds values to the open step, each with the same specification in every step and on every rank."""
+    """Adds values to the open step, each of the same stream in every step and on every rank."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._specs: dict[tuple[str, str, str, str], MetricSpec] = {}
+        self._streams: dict[Identity, MetricSpec] = {}
         self.expected: list[MetricSpec] = []
-        """Those that are known beforehand, besides the specifications of the rules."""
+        """Streams announced before the first step."""
 
-    def spec(self, kind: str, name: str, *, site: str = "", stage: str = TRAIN) -> MetricSpec:
-        """The specification of a value, which is the same object in every step."""
-        return self._specs.setdefault((kind, site, name, stage), MetricSpec(kind, site, stage, self._prefix))
+    def stream(self, kind: str, name: str, aggregate: Aggregate, *, site: str = "", stage: str = TRAIN) -> MetricSpec:
+        """The stream of a value: the same object in every step, while the aggregate is the same."""
+        value = Value(aggregate)
+        stream = self._streams.get((kind, site, name, stage))
+        if stream is None or stream.values[name] != value:
+            stream = self._streams[kind, site, name, stage] = MetricSpec(kind, site, {name: value}, stage, self._prefix)
+        return stream
 
     def of_users(self) -> list[MetricSpec]:
-        """The specifications of what users log."""
-        return [spec for spec in self._specs.values() if spec.kind not in (OWN_KIND, CONTEXT_KIND)]
+        """The streams of what users log."""
+        return [stream for stream in self._streams.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
 
     def expect_context(self, aggregates: Mapping[str, str]) -> None:
         """Announce values of the context, by their names, with the aggregate of each."""
-        specs = [(self.spec(CONTEXT_KIND, name), UserFunction(name, float, aggregate)) for name, aggregate in aggregates.items()]
-        self.expected = [spec.with_function(function) for spec, function in specs]
+        self.expected = [self.stream(CONTEXT_KIND, name, aggregate) for name, aggregate in aggregates.items()]
 
-    def add(
-        self,
-        context: StepContext,
-        kind: str,
-        name: str,
-        value: Tensor | float,
-        aggregate: str | Callable[[Tensor], Any],
-        *,
-        site: str = "",
-    ) -> None:
+    def add(self, context: StepContext, kind: str, name: str, value: Tensor | float, aggregate: Aggregate, *, site: str = "") -> None:
         """Add a value to a step; a tensor is not read before the step ends."""
-        spec, function = self.spec(kind, name, site=site, stage=context.stage), UserFunction(name, float, aggregate)
         value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
-        context.accumulator.add_result(spec, function, value, size)
+        context.accumulator.add_result(self.stream(kind, name, aggregate, site=site, stage=context.stage), name, value, size)

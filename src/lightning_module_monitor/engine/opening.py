@@ -8,7 +8,6 @@ from collections import defaultdict
 from torch import nn
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import DistributedReducer
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.step_context import StepContext
@@ -19,16 +18,14 @@ from lightning_module_monitor.probes.activations import ActivationProbe, ModuleT
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
+from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors, fail_removed
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.registry import Recent, memory
-from lightning_module_monitor.statistics.results import SeriesState
 
 
 class StepOpener:
@@ -39,8 +36,8 @@ class StepOpener:
         self._reporter = reporter
         self._logged = logged
         self.modules = ModuleTable()
-        self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
-        """What lives from step to step, by the plan that says what may be observed."""
+        self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
+        """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
 
@@ -62,8 +59,7 @@ class StepOpener:
         """Open a step; its probes are not attached yet. ``model`` is the module, or what a strategy has wrapped it in."""
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
-        state, reducer = self._lasting(due, stage, ranks)
-        tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter)
+        tools = StepTools(StepAccumulator(reporter.of_spec, self._state(due, stage)), sites, reporter)
         captured = self._planner.capture_plan(step) if stage == TRAIN else None
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         if None in parameters.values():
@@ -84,14 +80,14 @@ class StepOpener:
         if captured is not None:
             probes.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
         if calls is not None:
-            probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
+            probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.stream(OWN_KIND, RCC_SKIPPED_CALLS, "sum")))
             # The last to be attached: by now it is known which tensors of the reference the others need.
             probes += [calls] if calls.is_needed() else []
         is_requested = self._planner.has_attention_rule(due)
         attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
         uncompiled = None if self._planner.keeps_compiled else Uncompiled()
         return StepContext(
-            step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes, uncompiled=uncompiled
+            step, stage, tools, ranks, whole_tensors=whole_tensors, attention=attention, probes=probes, uncompiled=uncompiled
         )
 
     def _forget_removed_modules(self) -> None:
@@ -101,13 +97,12 @@ class StepOpener:
             why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
-    def _lasting(self, due: ActiveRules, stage: str, ranks: Ranks | None) -> tuple[SeriesState, DistributedReducer | None]:
-        """What lives from step to step of one plan, and what reduces over ranks."""
+    def _state(self, due: ActiveRules, stage: str) -> SeriesState:
+        """What lives from step to step of one plan."""
         if (stage, due) not in self._states:
             plan = self._planner.plan(due, stage)
-            specs = [*plan.all_specs(), *(self._logged.expected if stage == TRAIN else ())]
+            streams = [*intermediate_streams(plan.modules), *plan.all_specs(), *(self._logged.expected if stage == TRAIN else ())]
             if plan.has_coordinate_check():
-                function = UserFunction(RCC_SKIPPED_CALLS, float, "sum")
-                specs += [self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS).with_function(function), *alignment_specs(plan.modules)]
-            self._states[stage, due] = SeriesState(self._units), None if ranks is None else DistributedReducer(ranks, specs)
+                streams.append(self._logged.stream(OWN_KIND, RCC_SKIPPED_CALLS, "sum"))
+            self._states[stage, due] = SeriesState(streams, self._units)
         return self._states[stage, due]

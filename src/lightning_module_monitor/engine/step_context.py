@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from lightning_module_monitor.distributed.reduce import DistributedReducer
+from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
@@ -13,7 +13,7 @@ from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.parameters import WholeTensors
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import unchanged_grad_mode
-from lightning_module_monitor.record import RawTensor, Values
+from lightning_module_monitor.record import RawTensor
 
 
 class StepContext:
@@ -28,7 +28,7 @@ class StepContext:
         step: int,
         stage: str,
         tools: StepTools,
-        reducer: DistributedReducer | None,
+        ranks: Ranks | None,
         *,
         whole_tensors: WholeTensors,
         attention: AttentionProbe,
@@ -38,7 +38,7 @@ class StepContext:
         self.step = step
         self.stage = stage
         self.accumulator = tools.accumulator
-        self.reducer = reducer
+        self.ranks = ranks
         self.whole_tensors = whole_tensors
         self._reporter = tools.reporter
         self.attention: AttentionProbe | None = attention
@@ -108,12 +108,7 @@ class StepContext:
                     tensors += probe.tensors()
         return tensors
 
-    def with_derived(self, values: Values) -> Values | dict[str, float]:
-        """The values, with what some probes derive from them in their place."""
-        deriving = [probe for probe in self.probes if probe.overrides(Probe.derive)]
-        if not deriving:
-            return values
-        derived = dict(values.items())
-        for probe in deriving:
-            probe.derive(derived)
-        return derived
+    def derive(self, values: dict[str, float]) -> None:
+        """Replace values by what some probes derive from them."""
+        for probe in self.probes:
+            probe.derive(values)

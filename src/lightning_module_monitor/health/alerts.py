@@ -307,4 +307,4 @@ class ReplicaAlert:
         what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
         meaning = "Those recorded are of all ranks' elements together"
         words = f"Ranks have different values of {what}, and should have the same. {meaning}. Try: {CURE}."
-        return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.keys()), ""), words)]
+        return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.number_keys), ""), words)]

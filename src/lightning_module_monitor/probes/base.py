@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -39,6 +39,12 @@ class Watched(Generic[SiteT]):
 
     site: SiteT
     specs: Mapping[str, MetricSpec]
+    layers: Mapping[str, Mapping[str, MetricSpec]] = field(default_factory=dict)
+    """What is recorded of the linear maps of a module by kind and by the name of the map's site."""
+
+    def all_specs(self) -> list[MetricSpec]:
+        """What is recorded of every kind, linear maps included."""
+        return [*self.specs.values(), *(spec for by_site in self.layers.values() for spec in by_site.values())]
 
 
 WatchedModule = Watched[ModuleSite]

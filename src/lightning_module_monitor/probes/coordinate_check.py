@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,6 @@ from lightning_module_monitor.probes.rcc_layers import (
     EFFECTIVE,
     INPUT,
     INPUT_CHANGE,
-    KINDS,
     OPERATOR_NORM,
     OUTPUT,
     PROPAGATING,
@@ -48,7 +47,7 @@ from lightning_module_monitor.probes.rcc_layers import (
 from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
-from lightning_module_monitor.statistics.functions import UserFunction
+from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
@@ -115,29 +114,30 @@ class CheckedLayer:
 def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
     """The linear maps of a module that the check compares with the reference's module."""
     module, found = watched.site.module, []
-    by_kind = {kind: watched.specs[kind].by_layer for kind in KINDS if kind in watched.specs}
-    if not by_kind or reference is None:
+    if not watched.layers or reference is None:
         return []
     parts = layer_parts(module)
     for part, layer_type in parts.items() if layer_parts(reference).keys() == parts.keys() else ():
-        start = f".{part}" if part else ""
-        specs = {kind: by_site[start] for kind, by_site in by_kind.items() if start in by_site}
-        of_weight = {kind: by_site[f"{start}.weight"] for kind, by_site in by_kind.items() if f"{start}.weight" in by_site}
-        alignments, norms = {}, specs.get(OPERATOR_NORM)
-        if (spec := specs.get(ALIGNMENT)) is not None:
-            for name in spec.functions:
-                alignments[name] = spec.derive((ALIGNMENT, name), statistics={name: _RATIO_OF_NORMS}, functions={}, layers=())
-            norms = norms or spec.derive(OPERATOR_NORM, kind=OPERATOR_NORM, functions={}, layers=())
-        recorded = frozenset(specs[OPERATOR_NORM].functions if OPERATOR_NORM in specs else ())
+        site = f"{watched.site.name}.{part}" if part else watched.site.name
+        specs = {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
+        of_weight = {kind: by_site[f"{site}.weight"] for kind, by_site in watched.layers.items() if f"{site}.weight" in by_site}
+        planned = specs.get(ALIGNMENT)
+        alignments = {} if planned is None else {name: replace(planned, outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
+        recorded = frozenset(specs[OPERATOR_NORM].outputs if OPERATOR_NORM in specs else ())
         computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
-        site, maps = f"{watched.site.name}{start}", (specs, of_weight, alignments)
+        norms = specs.get(OPERATOR_NORM, planned)
+        if norms is not None and computed != recorded:
+            norms = replace(norms, kind=OPERATOR_NORM, outputs={name: Value() for name in sorted(computed)})
+        maps = (specs, of_weight, alignments)
         found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
     return found
 
 
-def alignment_specs(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
-    """What is recorded of the alignments: ratios of norms, which operator norms divide at the end of the step."""
-    return [spec for one in modules for layer in checked_layers(one, one.site.module) for spec in layer.alignments.values()]
+def intermediate_streams(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
+    """What is recorded to compute the alignments at the end of the step: ratios of norms, and the operator norms that divide them."""
+    layers = [layer for watched in modules for layer in checked_layers(watched, watched.site.module)]
+    norms = [layer.norms for layer in layers if layer.norms is not None]
+    return [*(stream for layer in layers for stream in layer.alignments.values()), *norms]
 
 
 class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
@@ -167,14 +167,14 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
     def finish(self) -> None:
         """Record how many calls were left out."""
         if self._layers:
-            self._accumulator.add_result(self._skipped_calls, UserFunction(RCC_SKIPPED_CALLS, float, "sum"), float(self._num_skipped), 1)
+            self._accumulator.add_result(self._skipped_calls, RCC_SKIPPED_CALLS, float(self._num_skipped), 1)
 
     def derive(self, values: dict[str, float]) -> None:
         """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
         for layer in self._layers:
             for name, spec in layer.alignments.items():
                 assert layer.norms is not None
-                key, norm_key = spec.statistic_keys[0], layer.norms.key(_NORM_OF_ALIGNMENT[name])
+                key, norm_key = spec.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
                 if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
@@ -246,7 +246,7 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         for name, norms in (("update", operator_norms(updates)), ("reference", known)):
             for layer, spec in layers:
                 if name in layer.computed_norms and layer.site in norms:
-                    self._accumulator.add_result(spec, UserFunction(name, float, "mean"), norms[layer.site], 1)
+                    self._accumulator.add_result(spec, name, norms[layer.site], 1)
 
 
 class CallTensors(NamedTuple):

@@ -28,7 +28,7 @@ MAIN_NAMES = ("hidden_states", "last_hidden_state")
 
 def norm_spec(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
     """The spec of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
-    return MetricSpec(KIND, name, statistics={norm: NORMS[norm]}, is_compared=is_compared)
+    return MetricSpec(KIND, name, {norm: NORMS[norm]}, is_compared=is_compared)
 
 
 @dataclass(frozen=True)
@@ -142,5 +142,5 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def derive(self, values: dict[str, float]) -> None:
         """Replace norms by gains."""
-        norms = [values.pop(key, None) for spec in self._chain.specs for key in spec.statistic_keys]
+        norms = [values.pop(key, None) for spec in self._chain.specs for key in spec.keys.values()]
         values.update(self._chain.values(norms))

@@ -15,7 +15,6 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.shards import (
     FlatShard,
     gradient_of,
-    has_parts_of_tokens,
     is_flattened,
     is_sharded,
     own_part,
@@ -290,15 +289,13 @@ class ParameterProbe(Probe):
         return parts
 
     def _check_tokens(self, spec: MetricSpec, tensor: Tensor) -> None:
-        """Note a tensor that is a single token, of which this rank has a part; norms of tokens are recorded.
+        """Check that this rank has whole tokens, whose norms are recorded.
 
         Raises:
-            ValueError: If this rank has parts of several tokens, whose norms are asked for.
+            ValueError: If the tensor is laid out over ranks.
         """
-        if spec.site in self.flat or has_parts_of_tokens(tensor):
-            if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) > 1:
-                raise ValueError("its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out")
-            self._accumulator.whole_tokens.add(spec)
+        if spec.site in self.flat or is_sharded(tensor):
+            raise ValueError("it is laid out over ranks, and token_norm and token_rms are of whole tokens; expected a rule without them")
 
     def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
         shard, part = self.flat.get(spec.site), None

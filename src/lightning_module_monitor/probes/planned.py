@@ -29,6 +29,7 @@ from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 
@@ -57,8 +58,8 @@ class Plan:
 
     def specs(self) -> list[MetricSpec]:
         """Every specification of a rule, modules first, in the model's order."""
-        of_modules = [spec for watched in self.modules for one in watched.specs.values() for spec in one.by_layer.values() or [one]]
-        return of_modules + [spec for one in self.parameters for spec in one.specs.values()]
+        of_modules = [spec for watched in self.modules for spec in watched.all_specs()]
+        return of_modules + [spec for watched in self.parameters for spec in watched.all_specs()]
 
     def all_specs(self) -> list[MetricSpec]:
         """Those of the rules, and of the gradient flow."""
@@ -68,11 +69,11 @@ class Plan:
         """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
-        return all(len(spec.planned_keys()) == len(spec.keys()) for spec in self.specs() if kind in ("", spec.kind))
+        return all(spec.planned_keys == spec.number_keys for spec in self.specs() if kind in ("", spec.kind))
 
     def has_coordinate_check(self) -> bool:
         """Whether anything of the refined coordinate check is recorded."""
-        return any(spec.kind in rcc_layers.KINDS for spec in self.specs())
+        return any(watched.layers for watched in self.modules)
 
     def has_heads(self) -> bool:
         """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
@@ -80,7 +81,7 @@ class Plan:
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.planned_keys()]
+        of_rules = [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.planned_keys]
         return of_rules + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
@@ -89,8 +90,7 @@ class Plan:
 
     def expected(self) -> list[MetricSpec]:
         """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        occurring = [one for watched in self.modules for kind, one in watched.specs.items() if watched.site.runs or KINDS[kind].of_heads]
-        of_modules = [spec for one in occurring for spec in one.by_layer.values() or [one]]
+        of_modules = [spec for watched in self.modules for spec in watched.all_specs() if watched.site.runs or KINDS[spec.kind].of_heads]
         of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
         return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
@@ -104,9 +104,15 @@ def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
     """The sites that a rule picks for a kind."""
     if KINDS[kind].site == "parameter":
         return [site for site in index.parameters if is_picked(site, site.owner, rule)]
-    is_rcc = kind in rcc_layers.KINDS
-    there = [site for site in index.modules if not is_rcc or rcc_layers.layer_sites(site.module, kind)]
+    there = [site for site in index.modules if not KINDS[kind].of_layers or layer_sites(site, kind)]
     return [site for site in there if is_picked(site, site.module, rule)]
+
+
+def layer_sites(site: Site, kind: str) -> list[str]:
+    """The sites of a kind that is of the linear maps within a module: ``fc``, ``fc.weight``, ``attn.q_proj``; none of any other kind."""
+    if isinstance(site, ParameterSite) or not KINDS[kind].of_layers:
+        return []
+    return [f"{site.name}{suffix}" for suffix in rcc_layers.layer_sites(site.module, kind)]
 
 
 def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
@@ -215,7 +221,7 @@ def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside
     names = shortened([without_wrappers(name) for name in index.compiled.names])
     left_out = f"{num_inside} of the {num_inside + num_outside} modules that the rules match"
     of_watches = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
-    idle = {name: None for rule in of_watches for name in rule.names if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
+    idle = {name: None for rule in of_watches for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
     unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
     how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
     return f"Compiled: {names}. What is inside is not observed: {left_out}.{unjudged} {how}."
@@ -240,13 +246,18 @@ def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     return any(base.__name__ == wanted for base in of.__mro__) if isinstance(wanted, str) else issubclass(of, wanted)
 
 
+def token_statistics(rule: ParsedRule) -> list[str]:
+    """The names of a rule's statistics that are of the norms of tokens."""
+    return [name for name, output in rule.outputs.items() if isinstance(output, Statistic) and output.needs & Need.TOKENS]
+
+
 def check_tensor_parallel(rule: ParsedRule) -> None:
     """Refuse what cannot be computed from parts of a tensor, where it is not known which part a rank has.
 
     Raises:
         ConfigError: Names the rule.
     """
-    names = [name for name, one in rule.statistics.items() if one.needs & Need.TOKENS]
+    names = token_statistics(rule)
     if names:
         why = "in tensor parallel training a rank may have parts of the tokens"
         raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")

@@ -208,7 +208,7 @@ class _Probe(BlockGradientProbe):
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
         if self._norms is None:
             values = {one: one.collect() for one in set(self.reached.values())}
-            keys = [spec.statistic_keys[0] for spec in self._specs]
+            keys = [spec.number_keys[0] for spec in self._specs]
             self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
         return list(self._norms)
 

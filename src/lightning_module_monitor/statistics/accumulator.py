@@ -6,13 +6,16 @@ import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.reduce import DistributedReducer
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.reduce import reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided
@@ -20,15 +23,38 @@ from lightning_module_monitor.kernels.moments import Moments, Need, merged, mome
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.record import Values
-from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
+from lightning_module_monitor.statistics.finish import Finisher
+from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
+from lightning_module_monitor.statistics.layout import ABSENT, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
-from lightning_module_monitor.statistics.results import GlobalResult, LocalResult, SeriesState
+from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
 
 OnError = Callable[[MetricSpec, str, str, Exception], None]
 """Receives what could not be computed: specification, statistic or function, of what, cause."""
+
+
+class SeriesState:
+    """What lives from step to step: the layout, copies of torchmetrics objects, and which units were alive.
+
+    Args:
+        streams: Those that are planned.
+        units: Which units were alive in the last monitored steps, by key; several states may share them.
+    """
+
+    def __init__(self, streams: Iterable[MetricSpec] = (), units: defaultdict[str, Recent] | None = None) -> None:
+        self.layout = Layout(streams)
+        self.metrics: dict[str, Metric] = {}
+        """The copy of the user's torchmetrics object by key."""
+        self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
+        self._finisher = Finisher(())
+
+    def finisher(self, is_observed: Sequence[bool]) -> Finisher:
+        """Finishes the statistics of the streams that were observed; made anew only when they differ from those of the step before."""
+        rows = [*itertools.compress(zip(self.layout.streams.values(), self.layout.first_rows.values(), strict=True), is_observed)]
+        if self._finisher.rows != rows:
+            self._finisher = Finisher(rows)
+        return self._finisher
 
 
 class StepAccumulator:
@@ -40,22 +66,19 @@ class StepAccumulator:
         self._table = MomentTable()
         self._rows: dict[MetricSpec, int] = {}
         """First row of what was observed."""
+        self._num_rows = 0
         self._results: dict[str, tuple[MetricSpec, str, Results]] = {}
         self._metrics: dict[str, tuple[MetricSpec, str, Metric]] = {}
         self._units: dict[MetricSpec, Tensor] = {}
         """Which units of a site were alive, on their device."""
-        self.whole_tokens: set[MetricSpec] = set()
-        """Those whose tensor is a single token that several ranks have parts of; its norm is that of all elements."""
         self.parts: set[MetricSpec] = set()
-        """Those of whose tensor this rank has a part that no other rank counts."""
+        """Streams of which this rank holds its own shard."""
         self._failed: set[str] = set()
-        self._uncounted: set[str] = set()
-        """Keys of histograms that some elements are missing from."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
         self.differing: Sequence[MetricSpec] = ()
-        """Of what ranks have different values, and should have the same, once :meth:`collect` was called."""
+        """Streams that differ between ranks although they must be equal, once :meth:`collect` was called."""
         self.histograms: dict[str, Histogram] = {}
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
@@ -177,148 +200,178 @@ class StepAccumulator:
 
     def call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
         """Give a tensor, or both of a pair, to the user's functions, and to nothing else."""
-        for function in spec.functions.values():
+        for name, function in spec.functions.items():
             try:
                 with undisturbed(tensors[0].device):
                     # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
                     # while the layer after this one overwrites the original.
                     copies = [strided(tensor).detach().clone() for tensor in tensors]
                     if isinstance(function.function, Metric):
-                        self._update_metric(spec, function.function, function.name, copies)
+                        self._update_metric(spec, function.function, name, copies)
                     else:
-                        self.add_result(spec, function, function.function(*copies), tensors[0].numel())
+                        self.add_result(spec, name, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(spec, function.name, _describe(tensors[0]), error)
+                self._fail(spec, name, _describe(tensors[0]), error)
 
-    def add_result(self, spec: MetricSpec, function: UserFunction, result: object, num_elements: int) -> None:
-        """Take a result that was computed elsewhere: a real tensor of any shape or a number, from so many elements.
+    def add_result(self, spec: MetricSpec, name: str, result: object, num_elements: int) -> None:
+        """Take a result of a function or a value: a real tensor of any shape or a number, computed from so many elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
         """
-        key = spec.key(function.name)
+        key = spec.keys[name]
         if key not in self._results:
-            self._results[key] = (spec.with_function(function), function.name, Results(function.aggregate))
+            self._results[key] = (spec, name, Results(spec.values[name].aggregate))
         self._results[key][2].add(result, num_elements)
 
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
-        """Discard the results of some specifications whose keys are those of what was measured; returns the keys."""
-        results = [key for key, (spec, *_rest) in self._results.items() if spec.origin in logged]
-        measured = set(itertools.chain.from_iterable(spec.keys() for spec in self._rows if results))
+        """Discard the values of some streams whose keys are those of what was measured; returns the keys."""
+        results = [key for key, (spec, *_rest) in self._results.items() if spec in logged]
+        measured = set(itertools.chain.from_iterable(spec.number_keys for spec in self._rows if results))
         dropped = [key for key in results if key in measured]
         for key in dropped:
             del self._results[key]
         return dropped
 
     def fail(self, spec: MetricSpec, observed: object, error: Exception) -> None:
-        """Note that nothing of a specification could be computed of what was observed."""
+        """Record NaN for all outputs of a stream, of which something could not be computed."""
         self.num_errors += 1
         self._give_up(spec)
-        self._on_error(spec, ", ".join((*spec.statistics, *spec.histograms, *spec.functions, *spec.units)), _describe(observed), error)
+        self._on_error(spec, ", ".join(spec.outputs), _describe(observed), error)
 
     # The end of the step
 
-    def collect(self, reducer: DistributedReducer | None = None) -> Values:
+    def collect(self, ranks: Ranks | None = None) -> dict[str, float]:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
-            reducer: Reduces what all ranks have observed, on each of which this is called; ``None`` where there is one.
+            ranks: The processes whose tensors count together, on each of which this is called; ``None`` for this one alone.
 
         Returns:
             Value by key. A site that was not observed is absent; what could not be computed is NaN.
         """
-        result = self._on_host() if reducer is None else self._reduced(reducer)
-        if self.is_lost:
-            # No rank goes on: the one that lost the step may have nothing to go on with.
-            return Values()
-        whole_tokens = {row for spec, row in result.rows if spec in self.whole_tokens} if self.whole_tokens else ()
-        values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail)
-        values.update(result.values)
-        for spec, units in result.units:
-            for key in map(spec.key, spec.units):
-                self._state.units[key].append(units.numpy())
-                values[key] = dead_fraction(self._state.units[key])
-        by_key = {key: Histogram(row.numpy()) for spec, row in result.counted for key in spec.histogram_keys}
-        self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._uncounted}
-        values.update(dict.fromkeys(self._failed, float("nan")))
-        return values
-
-    def _on_host(self) -> GlobalResult:
-        """What this process has observed, where there is no other."""
-        parts = self._finished_parts()
-        moments, counts, units, scalars = self._transferred([value for _key, part in parts for value in part.values])
-        counted, sizes = [spec for spec in self._rows if spec.histograms], [*map(len, self._units.values())]
-        of_part = scalars.split([len(part.values) for _key, part in parts]) if parts else ()
-        return GlobalResult(
-            rows=[*self._rows.items()],
-            moments=moments,
-            counted=[*zip(counted, counts.long(), strict=True)] if counted else [],
-            units=[*zip(self._units, (units > 0).split(sizes), strict=True)] if sizes else [],
-            values={key: part.merge(one) for (key, part), one in zip(parts, of_part, strict=True)},
-        )
-
-    def _transferred(self, scalars: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Copy moments, counts of histograms, units and some scalars to the host by one transfer per device; all float64.
-
-        Returns:
-            Moments, shape ``(NUM_FIELDS, rows)``; counts, shape ``(counted rows, NUM_COUNTS)``; units and scalars, one after the other.
-        """
-        num_rows, counted = len(self._state.specs), [row for spec, row in self._rows.items() if spec.histograms]
-        counts, units = self._table.collect_counts(counted), [*self._units.values()]
-        shares, others = to_host(self._table.collect(num_rows), scalars + counts + units)
-        sizes = [len(scalars), len(counts) * len(counted) * NUM_COUNTS, sum(map(len, units))]
-        # Each operation of torch counts at the end of a step, and nearly always there is nothing but moments.
-        of_scalars, of_counts, of_units = others.split(sizes) if len(others) else (others, others, others)
-        if counted:
-            of_counts = of_counts.view(len(counts), len(counted), NUM_COUNTS).sum(0)
-        return merged(shares, num_rows, torch.device("cpu")), of_counts, of_units, of_scalars
-
-    def _reduced(self, reducer: DistributedReducer) -> GlobalResult:
-        """What all ranks have observed."""
+        layout = self._state.layout
         try:
-            result = reducer.reduce(self._local, self._cannot_send)
+            observe = functools.partial(self._observed, is_alone=ranks is None)
+            observed, numbers, copied, self.differing = reduce_step(observe, layout, ranks, self._cannot_send)
         except Exception:
             self.is_lost = True
             raise
-        for spec in result.failed:
+        self.num_errors, self.is_lost = int(numbers.num_errors), bool(numbers.is_lost)
+        if self.is_lost:
+            # No rank goes on: the one that lost the step may have nothing to go on with.
+            return {}
+        for spec in itertools.compress(layout.streams.values(), numbers.failed.tolist()):
             self._give_up(spec)
-        self._failed.update(result.failed_keys)
-        self.num_errors, self.is_lost, self.differing = result.num_errors, result.is_lost, result.differing
-        if not self.is_lost:
-            # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
-            for key, part in self._reduced_parts(result, reducer):
-                result.values[key] = part.merge(torch.stack([value.to("cpu") for value in part.values]))
-        return result
+        raised = numbers.raised.tolist()
+        self._failed.update(spec.keys[name] for (spec, name, _value), has_raised in zip(layout.values, raised, strict=True) if has_raised)
+        # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
+        results = self._finished_once(observed, numbers, copied, ranks)
+        moments = Moments(*(field.numpy() for field in numbers.moments))
+        values = self._state.finisher([is_observed > 0 for is_observed in numbers.observed.tolist()]).values(moments, self._fail)
+        values |= self._merged_values(numbers) | results | self._unit_values(numbers)
+        counts = zip(layout.counted, numbers.counts.numpy().astype(np.int64), strict=True)
+        measured = {identity for identity, is_observed in zip(layout.streams, numbers.observed.tolist(), strict=True) if is_observed}
+        by_key = {key: Histogram(row) for spec, row in counts if spec.identity in measured for key in spec.histogram_keys}
+        self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
+        return values | {key: float("nan") for key in self._failed if key not in by_key}
 
-    def _local(self) -> LocalResult:
-        """What this rank has observed, on the host."""
-        moments, counts, units, _no_scalars = self._transferred([])
-        counted = [spec.identity for spec in self._rows if spec.histograms]
-        of_units = units.split([*map(len, self._units.values())])
-        return LocalResult(
-            specs=[*self._rows, *(one[0] for one in (*self._results.values(), *self._metrics.values())), *self._units],
-            rows={spec.identity: row for spec, row in self._rows.items()},
-            moments=Moments.joined([Moments(*moments), Moments.of_nothing(1)]),
-            counted={identity: place for place, identity in enumerate(counted)},
-            counts=nn.functional.pad(counts.view(-1, NUM_COUNTS), (0, 0, 0, 1)),
-            results={key: results for key, (_spec, _name, results) in self._results.items()},
+    def _observed(self, *, is_alone: bool) -> Observed:
+        """What this rank has observed, on the host, by one transfer per device."""
+        final: dict[str, Tensor] = {}
+        for spec, name, metric in self._metrics.values() if is_alone else ():
+            final |= self._parts(spec, name, functools.partial(_computed, metric))
+        named: list[tuple[str, Results]] = []
+        whole: list[tuple[str, Aggregate, Tensor]] = []
+        for key, (spec, name, results) in self._results.items():
+            if isinstance(results.aggregate, str):
+                named.append((key, results))
+            else:
+                try:
+                    whole.append((key, results.aggregate, torch.cat(results.values)))
+                except Exception as error:
+                    self._fail(spec, name, "its results", error)
+        counted = [spec for spec in self._rows if spec.histograms]
+        counts = self._table.collect_counts([self._rows[spec] for spec in counted])
+        scalars = [value for _key, results in named for value in results.values]
+        others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _key, _aggregate, values in whole)]
+        shares, arrived = to_host(self._table.collect(self._num_rows), others)
+        parts = iter(arrived.split([tensor.numel() for tensor in others]) if others else ())
+        sums = [next(parts).view(len(counted), NUM_COUNTS) for _share in counts]
+        units = {spec.identity: next(parts) for spec in self._units}
+        of_results = {key: Results(one.aggregate, [next(parts)[0] for _value in one.values], one.weights) for key, one in named}
+        final_values = {key: float(next(parts)[0]) for key in final}
+        of_results |= {key: Results(aggregate, [next(parts).to(values.dtype)]) for key, aggregate, values in whole}
+        nothing = torch.stack(tuple(Moments.of_nothing(1)))
+        return Observed(
+            streams=[*self._rows, *(spec for spec, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
+            rows=self._rows,
+            moments=torch.cat([merged(shares, self._num_rows, torch.device("cpu")), nothing], 1),
+            counts={} if not sums else dict(zip((spec.identity for spec in counted), torch.stack(sums).sum(0), strict=True)),
+            units=units,
+            results=of_results,
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            units=dict(zip((spec.identity for spec in self._units), of_units, strict=True)),
+            final=final_values,
             parts=frozenset(spec.identity for spec in self.parts),
-            failed=frozenset(self._failed | self._uncounted),
+            failed=frozenset(self._failed),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
 
+    def _merged_values(self, numbers: Numbers) -> dict[str, float]:
+        """The results that named aggregates have merged, by key."""
+        values: dict[str, float] = {}
+        for index, is_called in enumerate(numbers.called.tolist()):
+            spec, name, value = self._state.layout.values[index]
+            if is_called and value.is_number and isinstance(value.aggregate, str):
+                values[spec.keys[name]] = numbers.value(index, value.aggregate)
+        return values
+
+    def _unit_values(self, numbers: Numbers) -> dict[str, float]:
+        """The statistics of units by key, of this step and the ones before."""
+        values: dict[str, float] = {}
+        for spec, units in zip(self._state.layout.with_units, numbers.units, strict=True):
+            alive = units[units != ABSENT] > 0
+            for key in (spec.keys[name] for name in spec.units) if len(alive) else ():
+                self._state.units[key].append(alive.numpy())
+                values[key] = dead_fraction(self._state.units[key])
+        return values
+
+    def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[str, float]:
+        """What aggregates of the user's and torchmetrics objects make of everything, by key.
+
+        On every rank, in the same order, whatever this one has. What failed on any rank is NaN on all, and no rank gathers its results.
+        """
+        flags = zip(numbers.called.tolist(), numbers.raised.tolist(), strict=True)
+        is_due = [is_called and not has_raised for is_called, has_raised in flags]
+        due = [one for one in itertools.compress(self._state.layout.values, is_due) if not one[2].is_number]
+        gathered = [_whole_results(observed, due)]
+        if ranks is not None and any(not _is_metric(value) for _spec, _name, value in due):
+            own = due if ranks.place == 0 else [one for one in due if one[0].identity not in copied]
+            gathered = ranks.gather(_whole_results(observed, own))
+        values = dict(observed.final)
+        for spec, name, value in due:
+            key = spec.keys[name]
+            if not _is_metric(value):
+                aggregate = observed.results[key].aggregate if key in observed.results else value.aggregate
+                compute = functools.partial(_aggregated, aggregate, [results[key] for results in gathered if key in results])
+            elif ranks is not None:
+                compute = functools.partial(_synchronized, self._metrics[key][2] if key in self._metrics else _copy_of(value), ranks)
+            else:
+                continue  # it is among the final ones
+            values |= {part: float(result) for part, result in self._parts(spec, name, compute).items()}
+        return values
+
     def _row(self, spec: MetricSpec) -> int:
-        """First row of a specification in the table."""
+        """First row of a stream in the table."""
         row = self._rows.get(spec)
         if row is None:
-            row = self._rows[spec] = self._state.first_row(spec)
+            row = self._rows[spec] = self._num_rows
+            self._num_rows += spec.num_rows
         return row
 
     def _update_metric(self, spec: MetricSpec, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
-        key = spec.key(name)
+        key = spec.keys[name]
         if key not in self._state.metrics:
             self._state.metrics[key] = metric.clone()
         own = self._state.metrics[key]
@@ -327,55 +380,17 @@ class StepAccumulator:
             self._metrics[key] = (spec, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
-    def _finished_parts(self) -> list[tuple[str, Results]]:
-        """Function results by key, ready for the transfer: aggregates of the user's and torchmetrics objects are computed."""
-        parts: list[tuple[str, Results]] = []
-        for spec, name, results in self._results.values():
-            parts += self._parts(spec, name, functools.partial(results.parts, name))
-        for spec, name, metric in self._metrics.values():
-            parts += self._parts(spec, name, functools.partial(_computed, name, metric))
-        return parts
-
-    def _reduced_parts(self, result: GlobalResult, reducer: DistributedReducer) -> list[tuple[str, Results]]:
-        """As :meth:`_finished_parts`, of what all ranks have; on every rank, in the same order, whatever this one has."""
-        is_gathered = any(not isinstance(function.function, Metric) for _spec, function in result.unfinished)
-        gathered = reducer.ranks.gather(self._own_results(() if reducer.ranks.place == 0 else result.copied)) if is_gathered else []
-        parts: list[tuple[str, Results]] = []
-        for spec, function in result.unfinished:
-            name, key = function.name, spec.key(function.name)
-            if isinstance(function.function, Metric):
-                metric = self._metrics[key][2] if key in self._metrics else function.function.clone()
-                metric.process_group = reducer.ranks.group  # where its collectives meet none of training's
-                metric.to("cpu")  # the group is one of the host
-                parts += self._parts(spec, name, functools.partial(_computed, name, metric))
-            else:
-                results = Results(function.aggregate, [values[key] for values in gathered if key in values])
-                parts += self._parts(spec, name, functools.partial(results.parts, name))
-        return parts
-
-    def _own_results(self, copied: Collection[Identity]) -> dict[str, Tensor]:
-        """What an aggregate of the user's receives of this rank, by key."""
-        own = {}
-        for key, (spec, name, results) in self._results.items():
-            if isinstance(results.aggregate, str) or spec.identity in copied:
-                continue
-            try:
-                own[key] = torch.cat(results.values).cpu()
-            except Exception as error:
-                # The other ranks wait for the rest.
-                self._fail(spec, name, "its results", error)
-        return own
-
-    def _parts(self, spec: MetricSpec, name: str, compute: Callable[[], Mapping[str, Results]]) -> list[tuple[str, Results]]:
+    def _parts(self, spec: MetricSpec, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
+        """A final result by key; of a dict each part has its own."""
         try:
-            return [(spec.key(part), results) for part, results in compute().items()]
+            parts = by_part(compute())
         except Exception as error:
             self._fail(spec, name, "its results", error)
-            return []
+            return {}
+        return {spec.part_key(name, part) if part else spec.keys[name]: value for part, value in parts.items()}
 
     def _give_up(self, spec: MetricSpec) -> None:
-        self._failed.update(spec.keys())
-        self._uncounted.update(spec.histogram_keys)
+        self._failed.update(spec.keys.values())
 
     def _cannot_send(self, spec: MetricSpec, error: Exception) -> None:
         self._give_up(spec)
@@ -384,18 +399,48 @@ class StepAccumulator:
     def _fail(self, spec: MetricSpec, name: str, source: str, error: Exception) -> None:
         """Note that a statistic or function could not be computed; ``source`` describes what from."""
         self.num_errors += 1
-        self._failed.add(spec.key(name))
+        self._failed.add(spec.keys[name])
         self._on_error(spec, name, source, error)
 
 
-def _computed(name: str, metric: Metric) -> dict[str, Results]:
+def _is_metric(value: Value) -> bool:
+    return isinstance(value, Function) and isinstance(value.function, Metric)
+
+
+def _copy_of(value: Value) -> Metric:
+    assert isinstance(value, Function)
+    assert isinstance(value.function, Metric)
+    return value.function.clone()
+
+
+def _whole_results(observed: Observed, values: Iterable[tuple[MetricSpec, str, Value]]) -> dict[str, Tensor]:
+    """The results that aggregates of the user's receive of this rank, by key."""
+    keys = (spec.keys[name] for spec, name, value in values if not _is_metric(value))
+    return {key: observed.results[key].values[0] for key in keys if key in observed.results}
+
+
+def _aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
+    """What an aggregate of the user's makes of results of all ranks, on the host."""
+    assert callable(aggregate)
+    with undisturbed(torch.device("cpu")):
+        return aggregate(torch.cat(list(results)))
+
+
+def _computed(metric: Metric) -> object:
     with undisturbed(metric.device), warnings.catch_warnings():
         # Of several ranks only some may have had tensors for it.
         warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
         try:
-            return by_part(name, metric.compute())
+            return metric.compute()
         finally:
             metric.reset()
+
+
+def _synchronized(metric: Metric, ranks: Ranks) -> object:
+    """What a torchmetrics object computes over all ranks, whose states it exchanges itself."""
+    metric.process_group = ranks.group  # where its collectives meet none of training's
+    metric.to("cpu")  # the group is one of the host
+    return _computed(metric)
 
 
 def _describe(value: object) -> str:

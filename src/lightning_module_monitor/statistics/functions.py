@@ -1,4 +1,4 @@
-"""Functions and torchmetrics objects of the user's: called without disturbing training, their results aggregated."""
+"""Functions and torchmetrics objects of the user's, and values that are computed elsewhere: their results are joined within a step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,45 @@ from lightning_module_monitor.kernels.elements import own_elements, plain
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 
+Aggregate = str | Callable[[Tensor], Any]
+
 AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 """How the elements of a result are joined when it arrives, and the results of a step on the host; for a mean these have weights then."""
 
 
 @dataclass(frozen=True)
-class UserFunction:
-    """A function of a tensor, or a torchmetrics object, with its name and the way its results are joined."""
+class Value:
+    """A number that is computed elsewhere, and how several of a step are joined: by the name of an aggregate, or a function."""
 
-    name: str
-    function: Metric | Callable[..., Any]
-    aggregate: str | Callable[[Tensor], Any]
+    aggregate: Aggregate = "mean"
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict."""
+        return isinstance(self.aggregate, str)
+
+
+@dataclass(frozen=True, eq=False)
+class Function(Value):
+    """A function of a tensor, or a torchmetrics object, and how its results are joined."""
+
+    function: Metric | Callable[..., Any] = field(kw_only=True)
+
+    @property
+    def is_number(self) -> bool:
+        """As of a :class:`Value`; a torchmetrics object is finished once, too."""
+        return super().is_number and not isinstance(self.function, Metric)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same; two torchmetrics objects cannot be compared (``==`` makes a third one of them): of one class they are."""
+        return isinstance(other, Function) and self._same == other._same
+
+    def __hash__(self) -> int:
+        return hash(self._same)
+
+    @property
+    def _same(self) -> tuple[object, object]:
+        return type(self.function) if isinstance(self.function, Metric) else self.function, self.aggregate
 
 
 @contextmanager
@@ -39,15 +67,16 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Results:
-    """What one function returned at one site within a step."""
+    """The results of one output within a step, still on their devices."""
 
-    aggregate: str | Callable[[Tensor], Any]
+    aggregate: Aggregate
     values: list[Tensor] = field(default_factory=list)
     """Scalars in float64, or, for an aggregate of the user's, flat results as they came."""
     weights: list[float] = field(default_factory=list)
+    """Of scalars."""
 
     def add(self, result: object, num_elements: int) -> None:
-        """Keep a result, a real tensor of any shape or a number, still on its device.
+        """Keep a result, a real tensor of any shape or a number.
 
         A scalar weighs ``num_elements``, from which it was computed, a tensor as many elements as it has.
 
@@ -55,46 +84,42 @@ class Results:
             TypeError: If it is neither.
             ValueError: If it is a tensor without elements of its own.
         """
-        if isinstance(result, Real):
-            result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
-        result = plain(result) if isinstance(result, Tensor) else result
-        if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
-            what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            raise TypeError(f"returned {what}; expected a real tensor or a number")
-        result = own_elements(result if result.layout is torch.strided else result.to_dense())
+        tensor = as_tensor(result)
         if isinstance(self.aggregate, str):
-            wide = result.to(torch.float64 if has_float64(result.device) else torch.float32)
-            self.values.append(wide if wide.dim() == 0 else AGGREGATES[self.aggregate](wide))
-            self.weights.append(num_elements if result.dim() == 0 else result.numel())
+            self.values.append(joined(tensor, self.aggregate))
+            self.weights.append(num_elements if tensor.dim() == 0 else tensor.numel())
         else:
-            self.values.append(result.reshape(-1))
-
-    def parts(self, name: str) -> dict[str, Results]:
-        """Results to be merged on the host, by the name that they get in the key.
-
-        An aggregate of the user's is applied here, on the device; where it returns a dict, its keys are appended.
-        """
-        if isinstance(self.aggregate, str):
-            return {name: self}
-        with undisturbed(self.values[0].device):
-            return by_part(name, self.aggregate(torch.cat(self.values)))
-
-    def merge(self, values: Tensor) -> float:
-        """The one number, from this object's values as they arrived on the host, float64, shape ``(results,)``."""
-        assert isinstance(self.aggregate, str)
-        if len(self.weights) == 1 and self.weights != [0]:  # multiplied by its weight and divided by it, a value could round
-            return float(values[0])
-        if self.aggregate != "mean":
-            return float(AGGREGATES[self.aggregate](values))
-        weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
-        return float((values * weights).sum() / weights.sum())
+            self.values.append(tensor.reshape(-1))
 
 
-def by_part(name: str, result: object) -> dict[str, Results]:
-    """A final result as one, or for a dict several, entries: ``name``, or ``name.part`` for each part."""
-    parts = {f"{name}.{part}": value for part, value in result.items()} if isinstance(result, Mapping) else {name: result}
-    entries = {}
-    for key, value in parts.items():
-        entries[key] = Results("mean")
-        entries[key].add(value, 1)
-    return entries
+def as_tensor(result: object) -> Tensor:
+    """A result as a tensor of its own elements.
+
+    Raises:
+        TypeError: If it is neither a real tensor nor a number.
+        ValueError: If it is a tensor without elements of its own.
+    """
+    if isinstance(result, Real):
+        result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
+    result = plain(result) if isinstance(result, Tensor) else result
+    if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
+        what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise TypeError(f"returned {what}; expected a real tensor or a number")
+    return own_elements(result if result.layout is torch.strided else result.to_dense())
+
+
+def joined(tensor: Tensor, aggregate: str) -> Tensor:
+    """The elements of a tensor as one, shape ``()``, in float64 where its device has it."""
+    wide = wide_of(tensor)
+    return wide if wide.dim() == 0 else AGGREGATES[aggregate](wide)
+
+
+def wide_of(tensor: Tensor) -> Tensor:
+    """A tensor in float64, or in float32 where its device has no other."""
+    return tensor.to(torch.float64 if has_float64(tensor.device) else torch.float32)
+
+
+def by_part(result: object) -> dict[str, Tensor]:
+    """A final result as one number, by ``""``, or for a dict several, by the names of its parts; each of shape ``()``, on its device."""
+    parts = result if isinstance(result, Mapping) else {"": result}
+    return {str(part): joined(as_tensor(value), "mean") for part, value in parts.items()}

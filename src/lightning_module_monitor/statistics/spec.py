@@ -6,79 +6,95 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from torchmetrics import Metric
+from typing import TypeAlias
 
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
-from lightning_module_monitor.statistics.functions import UserFunction
-from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.functions import Function, Value
+from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic, UnitStatistic
 
 OWN, BASE, CURRENT, PRODUCT = range(4)
-"""Rows of one specification in the table, from its first on: of the tensor itself; of what that is relative to (the reference, of a
-difference); of the model's tensor of a difference, and of the product of both tensors."""
+"""Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the model's tensor of a
+difference, the product of both tensors."""
 
-Identity = tuple[str, ...]
+Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | Value
+"""What a stream records: a number made of moments, counts of bins, a number made of units, or the result of a function or a value."""
+
+Identity: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class MetricSpec:
-    """What all rules together record of one kind at one site. Specifications are compared by identity.
+    """What all rules together record of one kind at one site. Streams are compared by identity.
 
     Attributes:
         kind: Its kind.
         site: Name of the module or parameter.
+        outputs: What is recorded, by the name that it has in the key.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         prefix: Put before every key.
-        statistics: Statistics that are made of moments, by name.
-        histograms: Names of the histograms: none, or the one that ``STATISTICS`` has.
-        functions: The user's functions by name.
-        units: Names of the statistics of units.
         is_compared: Whether ranks that share their input find out whether they have the same of it, which then counts once.
         is_replicated: Whether every rank is expected to have the same of it, which then counts once.
-        layers: Of a kind of the coordinate check what follows the module's name at its sites: ``""``, ``".weight"``, ``".q_proj"``.
-        origin: The specification that this one was derived from.
+        origin: The stream that this one is a further site of.
     """
 
     kind: str
     site: str
+    outputs: Mapping[str, Output] = field(default_factory=dict)
     stage: str = TRAIN
     prefix: str = ""
-    statistics: Mapping[str, Statistic] = field(default_factory=dict)
-    histograms: tuple[str, ...] = ()
-    functions: Mapping[str, UserFunction] = field(default_factory=dict)
-    units: tuple[str, ...] = ()
     is_compared: bool = False
     is_replicated: bool = False
-    layers: tuple[str, ...] = ()
     origin: MetricSpec | None = None
-    _derived: dict[object, MetricSpec] = field(default_factory=dict, repr=False)
-    """What :meth:`derive` has returned, by name."""
 
     @functools.cached_property
     def identity(self) -> Identity:
         """What distinguishes it from all others, the same on every rank."""
-        return self.kind, self.site, self.stage, self.prefix, *self.statistics, *self.histograms, *self.functions, *self.units
+        return self.kind, self.site, self.stage, self.prefix, *self.outputs
+
+    @functools.cached_property
+    def statistics(self) -> dict[str, Statistic]:
+        """The outputs that are made of moments."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, Statistic)}
+
+    @functools.cached_property
+    def histograms(self) -> tuple[str, ...]:
+        """Names of the histograms: none, or the one that ``STATISTICS`` has."""
+        return tuple(name for name, output in self.outputs.items() if isinstance(output, HistogramStatistic))
+
+    @functools.cached_property
+    def units(self) -> tuple[str, ...]:
+        """Names of the statistics of units."""
+        return tuple(name for name, output in self.outputs.items() if isinstance(output, UnitStatistic))
+
+    @functools.cached_property
+    def values(self) -> dict[str, Value]:
+        """The outputs that are results: of functions, or of what is computed elsewhere."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, Value)}
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Function]:
+        """The functions that get the stream's tensors."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, Function)}
 
     @functools.cached_property
     def needs(self) -> int:
         """What its statistics are finished from, bits of ``Need``."""
-        needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values()), Need.HISTOGRAM if self.histograms else 0)
+        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values()), Need.NOTHING)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
-        return needs | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
+        return needs | (Need.HISTOGRAM if self.histograms else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
     @functools.cached_property
     def base_needs(self) -> int:
         """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
-        needs = functools.reduce(operator.or_, (one.needs for one in self.statistics.values() if one.relative), 0)
+        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values() if output.relative), 0)
         return needs | (Need.SQUARES if self.is_paired else 0)
 
     @functools.cached_property
     def is_paired(self) -> bool:
         """Whether any statistic is of two tensors."""
-        return any(one.paired for one in self.statistics.values())
+        return any(output.paired for output in self.statistics.values())
 
     @functools.cached_property
     def looks_at_features(self) -> bool:
@@ -91,53 +107,43 @@ class MetricSpec:
         return 4 if self.is_paired else 2 if self.base_needs else 1
 
     @functools.cached_property
-    def statistic_keys(self) -> list[str]:
-        """Keys of the statistics, in order."""
-        return [self.key(name) for name in self.statistics]
+    def keys(self) -> dict[str, str]:
+        """The key of every output, by its name; a function that returns a dict has others instead."""
+        fit = {name: fit_for_loggers(name, MAX_STATISTIC_LENGTH) for name in self.outputs}
+        return {name: Key(self.kind, self.site, short, self.stage, self.prefix).format() for name, short in fit.items()}
 
     @functools.cached_property
     def histogram_keys(self) -> list[str]:
         """Keys of the histograms."""
-        return [self.key(name) for name in self.histograms]
+        return [self.keys[name] for name in self.histograms]
 
-    def keys(self) -> list[str]:
-        """The key of every number: statistic and function; a function that returns a dict has others instead."""
-        return self.statistic_keys + [self.key(name) for name in (*self.functions, *self.units)]
+    @functools.cached_property
+    def number_keys(self) -> list[str]:
+        """Keys of the numbers: of statistics, functions, values and units, in this order."""
+        return [self.keys[name] for name in (*self.statistics, *self.values, *self.units)]
 
+    @functools.cached_property
+    def moment_keys(self) -> list[str]:
+        """Keys of what is made of the tensors themselves: of statistics, histograms and units."""
+        return [self.keys[name] for name in (*self.statistics, *self.histograms, *self.units)]
+
+    @functools.cached_property
     def planned_keys(self) -> list[str]:
         """The keys of numbers that are known before the first step: not those of results that may turn out to be dicts."""
-        plain = [one for one in self.functions.values() if isinstance(one.aggregate, str) and not isinstance(one.function, Metric)]
-        return self.statistic_keys + [self.key(name) for name in (*(one.name for one in plain), *self.units)]
+        unknown = {self.keys[name] for name, output in self.values.items() if not output.is_number}
+        return [key for key in self.number_keys if key not in unknown]
 
-    def key(self, statistic: str) -> str:
-        """The key of one value."""
-        if statistic not in self._keys:
-            fit = fit_for_loggers(statistic, MAX_STATISTIC_LENGTH)
-            self._keys[statistic] = Key(self.kind, self.site, fit, self.stage, self.prefix).format()
-        return self._keys[statistic]
-
-    @functools.cached_property
-    def _keys(self) -> dict[str, str]:
-        return {}
+    def part_key(self, name: str, part: str) -> str:
+        """The key of one part of an output that is a dict."""
+        return Key(self.kind, self.site, fit_for_loggers(f"{name}.{part}", MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
 
     def at(self, site: str) -> MetricSpec:
-        """The same for another site, a further output of the module."""
-        return self.derive(site, site=site, layers=(), origin=self)
-
-    def with_function(self, function: UserFunction) -> MetricSpec:
-        """A function alone at the same site; the specification itself if it has the function."""
-        if function.name in self.functions:
-            return self
-        return self.derive((function.name,), statistics={}, histograms=(), units=(), functions={function.name: function}, origin=self)
+        """The same for a further site, as a further output of the module; for one site always the same object."""
+        stream = self._further.get(site)
+        if stream is None:
+            stream = self._further[site] = replace(self, site=site, origin=self)
+        return stream
 
     @functools.cached_property
-    def by_layer(self) -> dict[str, MetricSpec]:
-        """The specification of each of :attr:`layers`."""
-        return {one: self.at(f"{self.site}{one}") if one else self for one in self.layers}
-
-    def derive(self, name: object, **changes: Any) -> MetricSpec:  # values of fields
-        """The specification with other values of some fields: for one name always the same object."""
-        derived = self._derived.get(name)
-        if derived is None:
-            derived = self._derived[name] = replace(self, _derived={}, **changes)
-        return derived
+    def _further(self) -> dict[str, MetricSpec]:
+        return {}

@@ -91,9 +91,8 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     """
     if any(pattern.fullmatch(key) for key in keys):
         return True
-    inside = [
-        one.site.name for one in planner.plan_inside().modules for spec in one.specs.values() if any(map(pattern.fullmatch, spec.keys()))
-    ]
+    specs = [spec for watched in planner.plan_inside().modules for spec in watched.all_specs()]
+    inside = [spec.site for spec in specs if any(map(pattern.fullmatch, spec.number_keys))]
     if inside:
         raise planner.index.refusal(f"{label} {pattern.pattern!r}", inside)
     text = pattern.pattern

@@ -213,7 +213,7 @@ class RunController:
         rules, findings, store = self.monitor.planner.rules, self.health.findings, self.sinks.store_path
         last = "none" if self.last_record is None else f"of step {self.last_record.step}: {counted(len(self.last_record.values), 'value')}"
         rows = [
-            *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.names)}, {rule.schedule}") for rule in rules),
+            *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
             ("last record", last),
             ("store", store or "none"),
             *(("finding", f"step {one.step}, {one.name} {one.site}: {one.words}") for one in findings),

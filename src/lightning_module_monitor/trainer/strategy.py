@@ -11,10 +11,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
-from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.lightning_packages import Trainer, is_a
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.parameters import ParameterAccess
+from lightning_module_monitor.probes.planned import token_statistics
 from lightning_module_monitor.record import KINDS
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
             raise ConfigError(f"{together[0]}: {why}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
     if is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
         for rule in planner.rules:
-            of_tokens = [one for one, statistic in rule.statistics.items() if statistic.needs & Need.TOKENS]
+            of_tokens = token_statistics(rule)
             kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
             if of_tokens and kinds:
                 why = f"under {name} a rank has parts of the tokens of parameters"

@@ -35,7 +35,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
     for kind in dict.fromkeys(spec.kind for spec in specs):
         own = [spec for spec in specs if spec.kind == kind]
-        names = dict.fromkeys(name for spec in own for name in (*spec.statistics, *spec.histograms, *spec.functions, *spec.units))
+        names = dict.fromkeys(name for spec in own for name in spec.outputs)
         sites = f"heads of attention within {len(own)} modules, known when it runs," if KINDS[kind].of_heads else f"{len(own)} sites"
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
