@@ -81,7 +81,7 @@ def _nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiled_for_cuda(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """There is a cubin; the sums stay in registers, but for one of Triton 3.8; 16 bytes are read at once, or 8 of half precision, where it can."""
+    """There is a cubin; sums stay in registers (Triton 3.8: all but one); 16 bytes are read at once, or 8 of half precision."""
     kernel = compiled(LAUNCHES[name], ("cuda", arch, 32), monkeypatch)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     ptx = tmp_path / "kernel.ptx"

@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.moments import Fingerprints, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import NUM_FIELDS
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Value
 from lightning_module_monitor.statistics.layout import LARGEST, SUMMED, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.registry import STATISTICS
@@ -58,14 +59,14 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | 
     except Exception as caught:
         observed, error = lost, caught
     while True:
-        unknown = [spec for spec in observed.streams if spec.identity not in layout.streams and spec.identity not in unsent]
+        unknown = [spec for spec in observed.streams if spec.identity not in layout.places and spec.identity not in unsent]
         try:
             numbers = observed.numbers(layout, has_more=bool(unknown))
         except Exception as caught:
             observed, error = lost, error or caught
             numbers = observed.numbers(layout, has_more=bool(unknown))
         reduced = _reduced(observed, numbers, layout, ranks)
-        if not reduced.numbers.has_more:
+        if not reduced.numbers.has_more[0]:
             break
         named: list[_Name] = []
         for spec in unknown:
@@ -88,12 +89,14 @@ def _reduced(observed: Observed, own: Numbers, layout: Layout, ranks: Ranks) -> 
     largest = _joined(own, LARGEST)
     summed = _joined(own, SUMMED)
     fingerprints = None if ranks.num_sharing == 1 else _fingerprints(own, layout)
-    result = reduce_moments(own.moments, largest, summed, ranks, fingerprints, replicas=_replicas(observed, layout))
+    result = reduce_moments(
+        Moments(*torch.from_numpy(own.moments)), largest, summed, ranks, fingerprints, replicas=_replicas(observed, layout)
+    )
     fields = _parted(result.largest, own, LARGEST) | _parted(result.summed, own, SUMMED)
-    numbers = Numbers(moments=result.moments, **fields)
-    failed = {spec for spec, is_failed in zip(layout.streams.values(), numbers.failed.tolist(), strict=True) if is_failed}
+    numbers = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
+    failed = {*itertools.compress(layout.streams, numbers.failed)}
     differing = [spec for spec in itertools.compress(layout.replicated, result.differ.tolist()) if spec not in failed]
-    return Reduced(observed, numbers, frozenset(itertools.compress(layout.streams, result.are_copies.tolist())), differing)
+    return Reduced(observed, numbers, frozenset(itertools.compress(layout.places, result.are_copies.tolist())), differing)
 
 
 class _Name(NamedTuple):
@@ -125,7 +128,7 @@ def learn(layout: Layout, names: Iterable[Iterable[_Name]], own: Iterable[Metric
     """Add the streams that all ranks have named, in their order; ``own`` are those of this rank."""
     of_this_rank = {spec.identity: spec for spec in own}
     for name in itertools.chain.from_iterable(names):
-        origin = None if name.origin is None else layout.streams.get(name.origin)
+        origin = None if name.origin not in layout.places else layout.streams[layout.places[name.origin]]
         known = of_this_rank.get(name.identity)
         layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1]))])
 
@@ -152,10 +155,10 @@ def _fingerprints(own: Numbers, layout: Layout) -> Fingerprints:
     Parameters and values of the user's own are left out: there each rank observes its own part, and parts of a constant are alike.
     """
     none = len(layout.streams)
-    items = _items(layout, {spec: place for place, spec in enumerate(layout.streams.values()) if spec.is_compared}, none)
-    results = torch.stack([own.extremes, own.has_nan, own.totals, own.weights])
-    columns = [(torch.stack(own.moments), items.rows), (own.counts.T, items.counted), (results, items.values)]
-    known = torch.cat([values.flatten() for values, _items in columns])
+    items = _items(layout, {spec: place for place, spec in enumerate(layout.streams) if spec.is_compared}, none)
+    results = np.stack([own.extremes, own.has_nan, own.totals, own.weights])
+    columns = [(own.moments, items.rows), (own.counts.T, items.counted), (results, items.values)]
+    known = torch.from_numpy(np.concatenate([values.ravel() for values, _items in columns]))
     of_known = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
     return Fingerprints(fingerprints_of(known, of_known, none), items.of_summed(none))
 
@@ -164,9 +167,10 @@ def _replicas(observed: Observed, layout: Layout) -> Replicas:
     """The streams that every rank is expected to have alike, and those that this one has a part of."""
     none = len(layout.replicated)
     items = _items(layout, {spec: place for place, spec in enumerate(layout.replicated)}, none)
+    identities = [spec.identity for spec in layout.replicated]
     return Replicas(
-        first_rows=torch.tensor([layout.first_rows[spec.identity] for spec in layout.replicated], dtype=torch.int64, device="cpu"),
-        are_parts=torch.tensor([spec.identity in observed.parts for spec in layout.replicated], dtype=torch.float64, device="cpu"),
+        first_rows=torch.tensor([layout.first_rows[layout.places[one]] for one in identities], dtype=torch.int64, device="cpu"),
+        are_parts=torch.tensor([one in observed.parts for one in identities], dtype=torch.float64, device="cpu"),
         of_numbers=items.of_summed(none),
     )
 
@@ -186,18 +190,18 @@ class _Items(NamedTuple):
 
 
 def _items(layout: Layout, items: dict[MetricSpec, int], none: int) -> _Items:
-    rows = [items.get(spec, none) for spec in layout.streams.values() for _row in range(spec.num_rows)]
+    rows = [items.get(spec, none) for spec in layout.streams for _row in range(spec.num_rows)]
     counted = [items.get(spec, none) for spec in layout.counted]
     values = [items.get(spec, none) for spec, _name, _value in layout.values]
     return _Items(*(torch.tensor(one, dtype=torch.int64, device="cpu") for one in (rows, counted, values)))
 
 
 def _joined(numbers: Numbers, fields: Sequence[str]) -> Tensor:
-    return torch.cat([getattr(numbers, name).flatten() for name in fields])
+    return torch.from_numpy(np.concatenate([getattr(numbers, name).ravel() for name in fields]))
 
 
-def _parted(joined: Tensor, like: Numbers, fields: Sequence[str]) -> dict[str, Tensor]:
+def _parted(joined: Tensor, like: Numbers, fields: Sequence[str]) -> dict[str, Array]:
     """The inverse of :func:`_joined`, in the shapes of other numbers."""
-    shapes = [getattr(like, name) for name in fields]
-    pieces = joined.split([tensor.numel() for tensor in shapes])
-    return {name: piece.view_as(tensor) for name, piece, tensor in zip(fields, pieces, shapes, strict=True)}
+    shaped = [getattr(like, name) for name in fields]
+    pieces = np.split(joined.numpy(), np.cumsum([array.size for array in shaped])[:-1])
+    return {name: piece.reshape(array.shape) for name, piece, array in zip(fields, pieces, shaped, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import warnings
 from collections import defaultdict
@@ -19,13 +20,13 @@ from lightning_module_monitor.distributed.reduce import reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.moments import Moments, Need, merged, moments_of_rows
+from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.statistics.finish import Finisher
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
-from lightning_module_monitor.statistics.layout import ABSENT, Layout, Numbers, Observed
+from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
@@ -49,9 +50,9 @@ class SeriesState:
         self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
         self._finisher = Finisher(())
 
-    def finisher(self, is_observed: Sequence[bool]) -> Finisher:
+    def finisher(self, is_observed: Flags) -> Finisher:
         """Finishes the statistics of the streams that were observed; made anew only when they differ from those of the step before."""
-        rows = [*itertools.compress(zip(self.layout.streams.values(), self.layout.first_rows.values(), strict=True), is_observed)]
+        rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
         if self._finisher.rows != rows:
             self._finisher = Finisher(rows)
         return self._finisher
@@ -74,6 +75,8 @@ class StepAccumulator:
         self.parts: set[MetricSpec] = set()
         """Streams of which this rank holds its own shard."""
         self._failed: set[str] = set()
+        self._uncounted: set[str] = set()
+        """Keys of histograms that some elements are missing from, among those."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
@@ -257,103 +260,84 @@ class StepAccumulator:
         except Exception:
             self.is_lost = True
             raise
-        self.num_errors, self.is_lost = int(numbers.num_errors), bool(numbers.is_lost)
+        self.num_errors, self.is_lost = int(numbers.num_errors[0]), bool(numbers.is_lost[0])
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return {}
-        for spec in itertools.compress(layout.streams.values(), numbers.failed.tolist()):
-            self._give_up(spec)
-        raised = numbers.raised.tolist()
-        self._failed.update(spec.keys[name] for (spec, name, _value), has_raised in zip(layout.values, raised, strict=True) if has_raised)
+        for spec in itertools.compress(layout.streams, numbers.failed):
+            self._failed.update(spec.moment_keys)
+        self._failed.update(spec.keys[name] for spec, name, _value in itertools.compress(layout.values, numbers.raised))
         # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
         results = self._finished_once(observed, numbers, copied, ranks)
-        moments = Moments(*(field.numpy() for field in numbers.moments))
-        values = self._state.finisher([is_observed > 0 for is_observed in numbers.observed.tolist()]).values(moments, self._fail)
-        values |= self._merged_values(numbers) | results | self._unit_values(numbers)
-        counts = zip(layout.counted, numbers.counts.numpy().astype(np.int64), strict=True)
-        measured = {identity for identity, is_observed in zip(layout.streams, numbers.observed.tolist(), strict=True) if is_observed}
-        by_key = {key: Histogram(row) for spec, row in counts if spec.identity in measured for key in spec.histogram_keys}
+        values = self._state.finisher(numbers.observed).values(numbers.moments, self._fail)
+        merged_values = zip(layout.values, numbers.merged([value.aggregate for _spec, _name, value in layout.values]), strict=True)
+        of_numbers = itertools.compress(merged_values, numbers.called)
+        values |= {spec.keys[name]: result for (spec, name, value), result in of_numbers if value.is_number} | results
+        for spec, units in zip(layout.with_units, numbers.units, strict=True):
+            alive = units[units != ABSENT] > 0
+            for key in (spec.keys[name] for name in spec.units) if len(alive) else ():
+                self._state.units[key].append(alive)
+                values[key] = dead_fraction(self._state.units[key])
+        counts = zip(layout.counted, numbers.counts.astype(np.int64), strict=True)
+        there = [(spec, row) for spec, row in counts if numbers.observed[layout.places[spec.identity]]]
+        by_key = {key: Histogram(row) for spec, row in there for key in spec.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
-        return values | {key: float("nan") for key in self._failed if key not in by_key}
+        return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
         final: dict[str, Tensor] = {}
         for spec, name, metric in self._metrics.values() if is_alone else ():
             final |= self._parts(spec, name, functools.partial(_computed, metric))
-        named: list[tuple[str, Results]] = []
-        whole: list[tuple[str, Aggregate, Tensor]] = []
+        named = {key: one for key, (_spec, _name, one) in self._results.items() if isinstance(one.aggregate, str)}
+        whole: dict[str, tuple[Aggregate, Tensor]] = {}
         for key, (spec, name, results) in self._results.items():
-            if isinstance(results.aggregate, str):
-                named.append((key, results))
-            else:
+            if key not in named:
                 try:
-                    whole.append((key, results.aggregate, torch.cat(results.values)))
+                    whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
                     self._fail(spec, name, "its results", error)
         counted = [spec for spec in self._rows if spec.histograms]
         counts = self._table.collect_counts([self._rows[spec] for spec in counted])
-        scalars = [value for _key, results in named for value in results.values]
-        others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _key, _aggregate, values in whole)]
+        scalars = [value for results in named.values() for value in results.values]
+        others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
-        parts = iter(arrived.split([tensor.numel() for tensor in others]) if others else ())
-        sums = [next(parts).view(len(counted), NUM_COUNTS) for _share in counts]
-        units = {spec.identity: next(parts) for spec in self._units}
-        of_results = {key: Results(one.aggregate, [next(parts)[0] for _value in one.values], one.weights) for key, one in named}
-        final_values = {key: float(next(parts)[0]) for key in final}
-        of_results |= {key: Results(aggregate, [next(parts).to(values.dtype)]) for key, aggregate, values in whole}
-        nothing = torch.stack(tuple(Moments.of_nothing(1)))
+        parts = _parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
+        sums = sum(parts(len(counted) * NUM_COUNTS) for _share in counts)
+        moments = merged(shares, self._num_rows, torch.device("cpu")).numpy()
         return Observed(
             streams=[*self._rows, *(spec for spec, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
             rows=self._rows,
-            moments=torch.cat([merged(shares, self._num_rows, torch.device("cpu")), nothing], 1),
-            counts={} if not sums else dict(zip((spec.identity for spec in counted), torch.stack(sums).sum(0), strict=True)),
-            units=units,
-            results=of_results,
+            moments=np.concatenate([moments, NO_MOMENTS], 1),
+            counts=dict(zip((spec.identity for spec in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
+            units={spec.identity: parts(len(alive)) for spec, alive in self._units.items()},
+            results={key: (str(one.aggregate), parts(len(one.values)), one.weights) for key, one in named.items()},
+            final={key: float(parts(1)[0]) for key in final},
+            whole_results={key: (how, torch.from_numpy(parts(len(one))).to(one.dtype)) for key, (how, one) in whole.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            final=final_values,
             parts=frozenset(spec.identity for spec in self.parts),
             failed=frozenset(self._failed),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
 
-    def _merged_values(self, numbers: Numbers) -> dict[str, float]:
-        """The results that named aggregates have merged, by key."""
-        values: dict[str, float] = {}
-        for index, is_called in enumerate(numbers.called.tolist()):
-            spec, name, value = self._state.layout.values[index]
-            if is_called and value.is_number and isinstance(value.aggregate, str):
-                values[spec.keys[name]] = numbers.value(index, value.aggregate)
-        return values
-
-    def _unit_values(self, numbers: Numbers) -> dict[str, float]:
-        """The statistics of units by key, of this step and the ones before."""
-        values: dict[str, float] = {}
-        for spec, units in zip(self._state.layout.with_units, numbers.units, strict=True):
-            alive = units[units != ABSENT] > 0
-            for key in (spec.keys[name] for name in spec.units) if len(alive) else ():
-                self._state.units[key].append(alive.numpy())
-                values[key] = dead_fraction(self._state.units[key])
-        return values
-
     def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[str, float]:
         """What aggregates of the user's and torchmetrics objects make of everything, by key.
 
         On every rank, in the same order, whatever this one has. What failed on any rank is NaN on all, and no rank gathers its results.
         """
-        flags = zip(numbers.called.tolist(), numbers.raised.tolist(), strict=True)
-        is_due = [is_called and not has_raised for is_called, has_raised in flags]
-        due = [one for one in itertools.compress(self._state.layout.values, is_due) if not one[2].is_number]
-        gathered = [_whole_results(observed, due)]
-        if ranks is not None and any(not _is_metric(value) for _spec, _name, value in due):
-            own = due if ranks.place == 0 else [one for one in due if one[0].identity not in copied]
-            gathered = ranks.gather(_whole_results(observed, own))
+        due = [one for one in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised)) if not one[2].is_number]
+        own, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
+        if ranks is None:
+            gathered = [own]
+        elif any(not _is_metric(value) for _spec, _name, value in due):
+            ours = [spec.keys[name] for spec, name, _value in due if ranks.place == 0 or spec.identity not in copied]
+            gathered = ranks.gather({key: own[key] for key in ours if key in own})
         values = dict(observed.final)
         for spec, name, value in due:
             key = spec.keys[name]
             if not _is_metric(value):
-                aggregate = observed.results[key].aggregate if key in observed.results else value.aggregate
+                aggregate = observed.whole_results[key][0] if key in own else value.aggregate
                 compute = functools.partial(_aggregated, aggregate, [results[key] for results in gathered if key in results])
             elif ranks is not None:
                 compute = functools.partial(_synchronized, self._metrics[key][2] if key in self._metrics else _copy_of(value), ranks)
@@ -391,6 +375,7 @@ class StepAccumulator:
 
     def _give_up(self, spec: MetricSpec) -> None:
         self._failed.update(spec.keys.values())
+        self._uncounted.update(spec.histogram_keys)
 
     def _cannot_send(self, spec: MetricSpec, error: Exception) -> None:
         self._give_up(spec)
@@ -413,10 +398,16 @@ def _copy_of(value: Value) -> Metric:
     return value.function.clone()
 
 
-def _whole_results(observed: Observed, values: Iterable[tuple[MetricSpec, str, Value]]) -> dict[str, Tensor]:
-    """The results that aggregates of the user's receive of this rank, by key."""
-    keys = (spec.keys[name] for spec, name, value in values if not _is_metric(value))
-    return {key: observed.results[key].values[0] for key in keys if key in observed.results}
+def _parts_of(array: Array) -> Callable[[int], Array]:
+    """Returns the next elements of an array, as many as it is asked for."""
+    start = 0
+
+    def following(num: int) -> Array:
+        nonlocal start
+        start += num
+        return array[start - num : start]
+
+    return following
 
 
 def _aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:

@@ -38,17 +38,17 @@ class Finisher:
             keys = [stream.keys[name] for stream, _row in members for name in first.statistics]
             self._groups.append(_Group(first, parts, keys))
 
-    def values(self, moments: Moments, fail: Callable[[MetricSpec, str, str, Exception], None]) -> dict[str, float]:
+    def values(self, moments: Array, fail: Callable[[MetricSpec, str, str, Exception], None]) -> dict[str, float]:
         """Statistics by key.
 
         Args:
-            moments: Of all rows, numpy arrays of shape ``(rows,)``, float64; written into.
+            moments: Of all rows, shape ``(fields, rows)``, float64; written into.
             fail: Receives a statistic that could not be finished: a stream that has it, its name, "its moments", the error. Its values
                 are NaN.
         """
         values: dict[str, float] = {}
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
-            fields = nan_where_empty(np.stack(moments))
+            fields = nan_where_empty(moments)
             for group in self._groups:
                 numbers = np.empty((len(group.parts[0]), len(group.first.statistics)))
                 parts = [Moments(*fields[:, index]) for index in group.parts]

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import Moments
-from lightning_module_monitor.statistics.functions import Results, Value
+from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.spec import Identity, MetricSpec
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
 
+NO_MOMENTS: Array = torch.stack(tuple(Moments.of_nothing(1))).numpy()
+"""The moments of an empty tensor, shape ``(fields, 1)``."""
+
+_NO_COUNTS = np.zeros(NUM_COUNTS)
+
 
 class Layout:
     """Streams in an order that every rank has alike: those that are planned, and those that turn up later.
 
     Attributes:
-        streams: All of them, in their order, by identity.
-        first_rows: The first row of each in the table of moments, by identity.
+        streams: All of them, in their order.
+        places: The place of each, by identity.
+        first_rows: The first row of each in the table of moments.
         num_rows: Number of rows.
         counted: Those with a histogram.
         with_units: Those with statistics of units.
@@ -33,8 +43,9 @@ class Layout:
     """
 
     def __init__(self, streams: Iterable[MetricSpec] = ()) -> None:
-        self.streams: dict[Identity, MetricSpec] = {}
-        self.first_rows: dict[Identity, int] = {}
+        self.streams: list[MetricSpec] = []
+        self.places: dict[Identity, int] = {}
+        self.first_rows: list[int] = []
         self.num_rows = 0
         self.counted: list[MetricSpec] = []
         self.with_units: list[MetricSpec] = []
@@ -45,14 +56,20 @@ class Layout:
     def add(self, streams: Iterable[MetricSpec]) -> None:
         """Add streams at the end; those that are known are left out."""
         for stream in streams:
-            if stream.identity in self.streams:
+            if stream.identity in self.places:
                 continue
-            self.streams[stream.identity], self.first_rows[stream.identity] = stream, self.num_rows
+            self.places[stream.identity] = len(self.streams)
+            self.streams.append(stream)
+            self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
             self.counted += [stream] if stream.histograms else []
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
+
+
+Flags: TypeAlias = NDArray[np.float64]
+"""0 or 1 for each item."""
 
 
 @dataclass
@@ -62,42 +79,44 @@ class Numbers:
     The fields of ``LARGEST`` are merged over ranks by their maximum, those of ``SUMMED`` by their sum, and moments as moments.
     """
 
-    moments: Moments
-    """Shape ``(rows,)``."""
-    observed: Tensor
-    """Whether a stream has moments, 0 or 1; shape ``(streams,)``."""
-    failed: Tensor
-    """Whether the statistics of a stream could not be computed."""
-    called: Tensor
+    moments: Array
+    """Shape ``(fields, rows)``."""
+    observed: Flags
+    """Whether a stream has moments; shape ``(streams,)``."""
+    failed: Flags
+    """Whether the statistics, histogram or units of a stream could not be computed."""
+    called: Flags
     """Whether there is a result, shape ``(values,)``."""
-    raised: Tensor
+    raised: Flags
     """Whether a result could not be computed."""
-    extremes: Tensor
+    extremes: Array
     """The largest result; where the aggregate is ``min``, minus the least. Shape ``(values,)``."""
-    has_nan: Tensor
+    has_nan: Flags
     """Whether a result is NaN."""
-    units: Tensor
+    units: Array
     """Which units were alive, 1 or 0, or ``ABSENT``; shape ``(streams with units, MAX_UNITS)``."""
-    is_lost: Tensor
-    """Whether an error has ended the monitoring of the step, shape ``()``."""
-    has_more: Tensor
-    """Whether something was observed that the layout lacks, shape ``()``."""
-    counts: Tensor
+    is_lost: Flags
+    """Whether an error has ended the monitoring of the step, shape ``(1,)``."""
+    has_more: Flags
+    """Whether something was observed that the layout lacks, shape ``(1,)``."""
+    counts: Array
     """Of the bins, shape ``(streams with histograms, NUM_COUNTS)``."""
-    totals: Tensor
+    totals: Array
     """Sum of the results, times their weights where the aggregate is ``mean``; shape ``(values,)``."""
-    weights: Tensor
-    num_results: Tensor
-    num_errors: Tensor
-    """Shape ``()``."""
+    weights: Array
+    num_results: Array
+    num_errors: Array
+    """Shape ``(1,)``."""
 
-    def value(self, index: int, aggregate: str) -> float:
-        """A result, from what is known of it."""
-        if aggregate in ("min", "max"):
-            return float("nan") if self.has_nan[index] else float(self.extremes[index]) * (-1 if aggregate == "min" else 1)
-        if aggregate == "mean" and self.num_results[index] == 1 and self.weights[index] and not self.has_nan[index]:
-            return float(self.extremes[index])  # times its weight and divided by it, a value could round
-        return float(self.totals[index] / self.weights[index] if aggregate == "mean" else self.totals[index])
+    def merged(self, aggregates: Sequence[Aggregate]) -> list[float]:
+        """The value of each result, by its aggregate; NaN for an aggregate of the user's."""
+        with np.errstate(all="ignore"):
+            means = self.totals / self.weights
+        # Times its weight and divided by it, a value could round.
+        means = np.where((self.num_results == 1) & (self.weights != 0) & (self.has_nan == 0), self.extremes, means)
+        extremes = np.where(self.has_nan > 0, np.nan, self.extremes)
+        by_name = {"mean": means, "sum": self.totals, "max": extremes, "min": -extremes}
+        return [float(by_name[one][index]) if isinstance(one, str) else math.nan for index, one in enumerate(aggregates)]
 
 
 LARGEST = ("observed", "failed", "called", "raised", "extremes", "has_nan", "units", "is_lost", "has_more")
@@ -112,20 +131,22 @@ class Observed:
     """Those that anything is known of."""
     rows: Mapping[MetricSpec, int] = field(default_factory=dict)
     """First row of those that have moments."""
-    moments: Tensor = field(default_factory=lambda: torch.stack(tuple(Moments.of_nothing(1))))
+    moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
-    counts: Mapping[Identity, Tensor] = field(default_factory=dict)
+    counts: Mapping[Identity, Array] = field(default_factory=dict)
     """Of the bins, shape ``(NUM_COUNTS,)`` each."""
-    units: Mapping[Identity, Tensor] = field(default_factory=dict)
+    units: Mapping[Identity, Array] = field(default_factory=dict)
     """Which units were alive, 0 or 1, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
-    results: Mapping[str, Results] = field(default_factory=dict)
-    """By key."""
+    results: Mapping[str, tuple[str, Array, Sequence[float]]] = field(default_factory=dict)
+    """Aggregate, results, shape ``(results,)``, and their weights, by key, where the aggregate has a name."""
+    whole_results: Mapping[str, tuple[Aggregate, Tensor]] = field(default_factory=dict)
+    """Aggregate of the user's, and what it receives, by key."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
     final: Mapping[str, float] = field(default_factory=dict)
     """What they computed, by key, where this is the only rank."""
     parts: frozenset[Identity] = frozenset()
-    """Those of which this rank has a part that is its own to count."""
+    """Streams of which this rank has a part that is its own to count."""
     failed: frozenset[str] = frozenset()
     """Keys of what could not be computed."""
     num_errors: int = 0
@@ -133,61 +154,46 @@ class Observed:
 
     def numbers(self, layout: Layout, *, has_more: bool = False) -> Numbers:
         """All numbers in the order of a layout; what the layout lacks is left out."""
-        observed, units = _zeros(len(layout.streams)), torch.full((len(layout.with_units), MAX_UNITS), ABSENT, dtype=torch.float64)
-        rows = torch.full((layout.num_rows,), self.moments.shape[1] - 1, dtype=torch.int64, device="cpu")
-        places = {identity: place for place, identity in enumerate(layout.streams)}
+        observed, units = np.zeros(len(layout.streams)), np.full((len(layout.with_units), MAX_UNITS), ABSENT)
+        rows = np.full(layout.num_rows, self.moments.shape[1] - 1)
         for stream, row in self.rows.items():
-            first = layout.first_rows.get(stream.identity)
-            if first is not None:
-                observed[places[stream.identity]] = 1.0
-                rows[first : first + stream.num_rows] = torch.arange(row, row + stream.num_rows)
+            place = layout.places.get(stream.identity)
+            if place is not None:
+                first = layout.first_rows[place]
+                observed[place] = 1.0
+                rows[first : first + stream.num_rows] = range(row, row + stream.num_rows)
         for of_stream, stream in zip(units, layout.with_units, strict=True):
-            alive = self.units.get(stream.identity)
-            if alive is not None:
-                of_stream[: len(alive)] = alive
+            alive = self.units.get(stream.identity, ())
+            of_stream[: len(alive)] = alive
         counts = [self.counts.get(stream.identity, _NO_COUNTS) for stream in layout.counted]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
-        named = [self.results.get(key) for key in keys]
         return Numbers(
-            moments=Moments(*self.moments[:, rows]),
+            moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams.values()),
-            called=_flags(key in self.results or key in self.metrics for key in keys),
+            failed=_flags(not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
+            called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
             units=units,
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
-            counts=torch.stack(counts) if counts else _zeros(0, NUM_COUNTS),
+            counts=np.stack(counts) if counts else np.zeros((0, NUM_COUNTS)),
             num_errors=_flags([self.num_errors]),
-            **_numbers_of_results([None if one is None or not isinstance(one.aggregate, str) else one for one in named]),
+            **self._numbers_of_results(keys),
         )
 
-
-_NO_COUNTS = torch.zeros(NUM_COUNTS, dtype=torch.float64, device="cpu")
-
-
-def _numbers_of_results(results: Sequence[Results | None]) -> dict[str, Tensor]:
-    """The fields of :class:`Numbers` that named aggregates are merged from, in a few operations; each float64, shape ``(results,)``."""
-    there = [(place, one) for place, one in enumerate(results) if one is not None and one.values]
-    index = torch.tensor([place for place, one in there for _value in one.values], dtype=torch.int64, device="cpu")
-    values = torch.stack([value for _place, one in there for value in one.values]) if there else _zeros(0)
-    weights = _flags(weight for _place, one in there for weight in one.weights)
-    is_mean = _flags(one.aggregate == "mean" for _place, one in there for _value in one.values) > 0
-    sign = _flags(-1.0 if one.aggregate == "min" else 1.0 for _place, one in there for _value in one.values)
-    nothing, is_nan = _zeros(len(results)), values.isnan()
-    least = torch.full_like(nothing, -torch.inf)
-    return {
-        "extremes": least.scatter_reduce(0, index, (values * sign).masked_fill(is_nan, -torch.inf), "amax"),
-        "has_nan": nothing.scatter_reduce(0, index, is_nan.double(), "amax"),
-        "totals": nothing.index_add(0, index, torch.where(is_mean, values * weights, values)),
-        "weights": nothing.index_add(0, index, weights),
-        "num_results": nothing.index_add(0, index, torch.ones_like(values)),
-    }
+    def _numbers_of_results(self, keys: Sequence[str]) -> dict[str, Array]:
+        """The fields of :class:`Numbers` that named aggregates are merged from, each of shape ``(keys,)``."""
+        extremes, (has_nan, totals, all_weights, num_results) = np.full(len(keys), -np.inf), np.zeros((4, len(keys)))
+        for index, key in enumerate(keys):
+            if key in self.results:
+                aggregate, values, weights = self.results[key]
+                has_nan[index], num_results[index], all_weights[index] = np.isnan(values).any(), len(values), sum(weights)
+                with np.errstate(all="ignore"):
+                    totals[index] = (values * weights if aggregate == "mean" else values).sum()
+                if not has_nan[index]:
+                    extremes[index] = -values.min() if aggregate == "min" else values.max()
+        return {"extremes": extremes, "has_nan": has_nan, "totals": totals, "weights": all_weights, "num_results": num_results}
 
 
-def _flags(values: Iterable[float]) -> Tensor:
-    return torch.tensor([*values], dtype=torch.float64, device="cpu")
-
-
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64, device="cpu")
+def _flags(values: Iterable[float]) -> Flags:
+    return np.array([*values], dtype=np.float64)
