@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from helpers.lightning_package import Callback, FSDPStrategy, LightningCLI, LightningModule, Trainer
+from helpers.lightning_package import Callback, FSDPStrategy, LightningCLI, LightningModule, ModelParallelStrategy, Trainer
 from helpers.tiny import Tiny, fit, loader, measured
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -389,12 +389,13 @@ def test_what_ranks_would_decide_together_is_refused_where_each_has_values_of_it
     assert message.startswith(f"{found}: under SingleDeviceStrategy each rank judges its own values, and the others would wait for it;")
 
 
-def test_norms_of_tokens_of_flat_parameters_are_refused() -> None:
-    """FSDP1 cuts parameters anywhere; under NO_SHARD it does not."""
+@pytest.mark.parametrize("strategy", [FSDPStrategy(), ModelParallelStrategy()])
+def test_norms_of_tokens_of_sharded_parameters_are_refused(strategy: object) -> None:
+    """A rank may have parts of a token; under NO_SHARD it has all."""
     rules = Rule(kinds=["activation", "gradient"], statistics=["norm", "token_rms"])
     planner, health = ModuleMonitor(rules=rules).planner, parse_health(None, (), has_default_rules=True)
-    trainer = SimpleNamespace(strategy=FSDPStrategy(), world_size=2)
-    with pytest.raises(ConfigError, match=r"rules\[0\]\.statistics 'token_rms': under FSDPStrategy a rank has parts"):
+    trainer = SimpleNamespace(strategy=strategy, world_size=2)
+    with pytest.raises(ConfigError, match=rf"rules\[0\]\.statistics 'token_rms': under {type(strategy).__name__} a rank has parts"):
         check_strategy(cast("Trainer", trainer), health, planner)
     trainer.strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
     check_strategy(cast("Trainer", trainer), health, planner)

@@ -191,9 +191,18 @@ EVERYTHING = ["mean", "std", "skewness", "kurtosis", "norm", "rms", "min", "max"
 EVERYTHING += ["token_norm", "token_rms", "hist"]
 
 
-def _rules() -> list[Rule]:
-    kinds = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
-    return [Rule(kinds=kinds, statistics=EVERYTHING), Rule(kinds="update", statistics="ratio")]
+PLAIN = [name for name in EVERYTHING if not name.startswith("token")]
+"""Those that parts of a tensor show."""
+
+
+def _rules(*, are_sharded: bool = False) -> list[Rule]:
+    """Every statistic of every kind; norms of tokens not of parameters that are laid out over ranks."""
+    outputs, parameters = ["activation", "activation_gradient"], ["parameter", "gradient_before_clip", "gradient", "update"]
+    return [
+        Rule(kinds=outputs, statistics=EVERYTHING),
+        Rule(kinds=parameters, statistics=PLAIN if are_sharded else EVERYTHING),
+        Rule(kinds="update", statistics="ratio"),
+    ]
 
 
 def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
@@ -354,7 +363,7 @@ def of_a_subclass(folder: Path) -> dict[str, Any]:
             torch.manual_seed(0)
             is_ddp = issubclass(one, DDPStrategy)
             module = Classifier("mlp", torch.optim.SGD) if is_ddp else Laid(fully_sharded)
-            callback = ModuleMonitorCallback(1, rules=_rules(), on_error="raise")
+            callback = ModuleMonitorCallback(1, rules=_rules(are_sharded=not is_ddp), on_error="raise")
             strategy = one() if is_ddp else one(WORLD, 1)
             result = fit(folder, module, callback, even_data(RANK, WORLD), strategy=strategy, limit_val_batches=0)
             values.setdefault(classes[0].__name__, []).append([dict(record.values) for record in result["records"]])
@@ -947,9 +956,8 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     """All kinds that there are, with functions of whole parameters in steps 0 and 1; in tensor parallel training no reference runs."""
 
     def scenario(folder: Path) -> dict[str, Any]:
-        statistics = [name for name in EVERYTHING if tensor_parallel == 1 or not name.startswith("token")]
         rules = [
-            *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules()),
+            *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules(are_sharded=True)),
             Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
@@ -957,7 +965,8 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             Rule(kinds="activation", statistics="hist", sites="network.squash"),
             Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
         ]
-        rules[0] = dataclasses.replace(rules[0], statistics=statistics)
+        if tensor_parallel > 1:
+            rules[0] = dataclasses.replace(rules[0], statistics=PLAIN)
         if tensor_parallel == 1:  # the reference is laid out as the model, and runs
             rules.append(Rule(kinds="activation_difference", statistics=["norm", "ratio", "cosine"], exclude="network.squash"))
         callback = ModuleMonitorCallback(
@@ -1058,10 +1067,9 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
 
     def scenario(folder: Path) -> dict[str, Any]:
         kinds = ["parameter", "gradient", "update"]
-        plain = [name for name in EVERYTHING if not name.startswith("token")]
         rules = [
             Rule(kinds=["activation", "activation_gradient"], statistics=EVERYTHING),
-            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=plain),
+            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=PLAIN),
             Rule(kinds="update", statistics="ratio"),
             Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
@@ -1190,7 +1198,10 @@ def plain_loop(folder: Path, fabric: Fabric | None = None) -> dict[str, Any]:
     model: nn.Module = network if fabric is None else fabric.setup_module(network)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = plain if fabric is None else fabric.setup_optimizers(plain)
-    rules = [*_rules(), Rule(kinds=["activation", "gradient"], functions={"total": torch.sum}, aggregate="sum", sites="down(.weight)?")]
+    rules = [
+        *_rules(are_sharded=True),
+        Rule(kinds=["activation", "gradient"], functions={"total": torch.sum}, aggregate="sum", sites="down(.weight)?"),
+    ]
     flow = GradientFlow(blocks=["first", "up", "head"])
     records = []
     with ModuleMonitor(rules=rules, gradient_flow=flow, distributed=fabric is not None and WORLD > 1) as monitor:

@@ -235,7 +235,7 @@ def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     callback = ModuleMonitorCallback(1, rules=RULES, dry_run=True)
     fit(tmp_path, [callback], max_steps=2)
     printed = capsys.readouterr().out
-    assert "activation: 5 sites x 2 (rms, hist)" in printed
+    assert "activation: 5 sites x 2 (hist, rms)" in printed
     assert "  33 keys; a table of" in printed
     assert f"2 monitored steps in max_steps=2: at most {2 * (11 + 22 * 264) * 8 / 1024:.3g} KiB of store" in printed
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,12 +122,15 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
         specs = {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
         of_weight = {kind: by_site[f"{site}.weight"] for kind, by_site in watched.layers.items() if f"{site}.weight" in by_site}
         planned = specs.get(ALIGNMENT)
-        alignments = {} if planned is None else {name: replace(planned, outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
+        alignments = (
+            {} if planned is None else {name: planned.derive(("ratio", name), outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
+        )
         recorded = frozenset(specs[OPERATOR_NORM].outputs if OPERATOR_NORM in specs else ())
         computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
         norms = specs.get(OPERATOR_NORM, planned)
         if norms is not None and computed != recorded:
-            norms = replace(norms, kind=OPERATOR_NORM, outputs={name: Value() for name in sorted(computed)})
+            outputs = {name: Value() for name in sorted(computed)}
+            norms = norms.derive(("norms", *outputs), kind=OPERATOR_NORM, outputs=outputs)
         maps = (specs, of_weight, alignments)
         found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
     return found

@@ -223,9 +223,9 @@ class StepAccumulator:
             TypeError: If it is neither tensor nor number.
         """
         key = spec.keys[name]
-        if key not in self._results:
-            self._results[key] = (spec, name, Results(spec.values[name].aggregate))
-        self._results[key][2].add(result, num_elements)
+        found = self._results.get(key) or (spec, name, Results(spec.values[name].aggregate))
+        found[2].add(result, num_elements)
+        self._results[key] = found
 
     def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
         """Discard the values of some streams whose keys are those of what was measured; returns the keys."""
@@ -311,7 +311,7 @@ class StepAccumulator:
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=dict(zip((spec.identity for spec in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
             units={spec.identity: parts(len(alive)) for spec, alive in self._units.items()},
-            results={key: (str(one.aggregate), parts(len(one.values)), one.weights) for key, one in named.items()},
+            results={key: (str(one.aggregate), parts(len(one.values)).tolist(), one.weights) for key, one in named.items()},
             final={key: float(parts(1)[0]) for key in final},
             whole_results={key: (how, torch.from_numpy(parts(len(one))).to(one.dtype)) for key, (how, one) in whole.items()},
             metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},

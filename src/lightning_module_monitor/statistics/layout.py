@@ -22,6 +22,9 @@ from lightning_module_monitor.statistics.spec import Identity, MetricSpec
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
 
+Flags: TypeAlias = NDArray[np.float64]
+"""0 or 1 for each item."""
+
 NO_MOMENTS: Array = torch.stack(tuple(Moments.of_nothing(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
 
@@ -51,6 +54,7 @@ class Layout:
         self.with_units: list[MetricSpec] = []
         self.replicated: list[MetricSpec] = []
         self.values: list[tuple[MetricSpec, str, Value]] = []
+        self._order: tuple[Mapping[MetricSpec, int], Flags, NDArray[np.int64]] | None = None
         self.add(streams)
 
     def add(self, streams: Iterable[MetricSpec]) -> None:
@@ -67,9 +71,21 @@ class Layout:
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
 
+    def order_of(self, rows: Mapping[MetricSpec, int]) -> tuple[Flags, NDArray[np.int64]]:
+        """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
 
-Flags: TypeAlias = NDArray[np.float64]
-"""0 or 1 for each item."""
+        Made anew only when rows or streams differ from those of the step before.
+        """
+        if self._order is None or self._order[0] != rows or len(self._order[1]) != len(self.streams):
+            observed, order = np.zeros(len(self.streams)), np.full(self.num_rows, -1)
+            for stream, row in rows.items():
+                place = self.places.get(stream.identity)
+                if place is not None:
+                    first = self.first_rows[place]
+                    observed[place] = 1.0
+                    order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
+            self._order = dict(rows), observed, order
+        return self._order[1], self._order[2]
 
 
 @dataclass
@@ -137,8 +153,8 @@ class Observed:
     """Of the bins, shape ``(NUM_COUNTS,)`` each."""
     units: Mapping[Identity, Array] = field(default_factory=dict)
     """Which units were alive, 0 or 1, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
-    results: Mapping[str, tuple[str, Array, Sequence[float]]] = field(default_factory=dict)
-    """Aggregate, results, shape ``(results,)``, and their weights, by key, where the aggregate has a name."""
+    results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    """Aggregate, results, and their weights, by key, where the aggregate has a name."""
     whole_results: Mapping[str, tuple[Aggregate, Tensor]] = field(default_factory=dict)
     """Aggregate of the user's, and what it receives, by key."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -154,14 +170,8 @@ class Observed:
 
     def numbers(self, layout: Layout, *, has_more: bool = False) -> Numbers:
         """All numbers in the order of a layout; what the layout lacks is left out."""
-        observed, units = np.zeros(len(layout.streams)), np.full((len(layout.with_units), MAX_UNITS), ABSENT)
-        rows = np.full(layout.num_rows, self.moments.shape[1] - 1)
-        for stream, row in self.rows.items():
-            place = layout.places.get(stream.identity)
-            if place is not None:
-                first = layout.first_rows[place]
-                observed[place] = 1.0
-                rows[first : first + stream.num_rows] = range(row, row + stream.num_rows)
+        observed, rows = layout.order_of(self.rows)
+        units = np.full((len(layout.with_units), MAX_UNITS), ABSENT)
         for of_stream, stream in zip(units, layout.with_units, strict=True):
             alive = self.units.get(stream.identity, ())
             of_stream[: len(alive)] = alive
@@ -170,7 +180,7 @@ class Observed:
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
+            failed=_flags(bool(self.failed) and not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
             called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
             units=units,
@@ -187,11 +197,11 @@ class Observed:
         for index, key in enumerate(keys):
             if key in self.results:
                 aggregate, values, weights = self.results[key]
-                has_nan[index], num_results[index], all_weights[index] = np.isnan(values).any(), len(values), sum(weights)
-                with np.errstate(all="ignore"):
-                    totals[index] = (values * weights if aggregate == "mean" else values).sum()
+                weighted = (value * weight for value, weight in zip(values, weights, strict=True))
+                totals[index] = sum(weighted if aggregate == "mean" else values)
+                all_weights[index], num_results[index], has_nan[index] = sum(weights), len(values), any(map(math.isnan, values))
                 if not has_nan[index]:
-                    extremes[index] = -values.min() if aggregate == "min" else values.max()
+                    extremes[index] = -min(values) if aggregate == "min" else max(values)
         return {"extremes": extremes, "has_nan": has_nan, "totals": totals, "weights": all_weights, "num_results": num_results}
 
 

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
@@ -139,11 +139,15 @@ class MetricSpec:
 
     def at(self, site: str) -> MetricSpec:
         """The same for a further site, as a further output of the module; for one site always the same object."""
-        stream = self._further.get(site)
+        return self.derive(site, site=site, origin=self)
+
+    def derive(self, name: object, **changes: Any) -> MetricSpec:  # values of fields
+        """The stream with other values of some fields: for one name always the same object."""
+        stream = self._derived.get(name)
         if stream is None:
-            stream = self._further[site] = replace(self, site=site, origin=self)
+            stream = self._derived[name] = replace(self, **changes)
         return stream
 
     @functools.cached_property
-    def _further(self) -> dict[str, MetricSpec]:
+    def _derived(self) -> dict[object, MetricSpec]:
         return {}

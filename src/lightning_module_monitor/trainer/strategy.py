@@ -118,7 +118,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
 
     Raises:
         ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which all ranks have
-            to decide together; if under FSDP1 a rule asks for norms of tokens, of which a rank has parts.
+            to decide together; if a rule asks for norms of the tokens of parameters that are laid out over ranks.
     """
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
@@ -129,7 +129,8 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
         if together:
             why = f"under {name} each rank judges its own values, and the others would wait for it"
             raise ConfigError(f"{together[0]}: {why}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
-    if is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD:
+    is_fsdp1 = is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD
+    if is_fsdp1 or is_a(strategy, "ModelParallelStrategy"):
         for rule in planner.rules:
             of_tokens = token_statistics(rule)
             kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
