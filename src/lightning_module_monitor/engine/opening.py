@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.activations import ActivationProbe, ModuleTable
+from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
@@ -24,6 +25,7 @@ from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors, fail_removed
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import UserFunction
@@ -72,17 +74,17 @@ class StepOpener:
         expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
-        probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference),
-            ActivationProbe(plan.modules, tools, calls),
-        ]
+        consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
+        consumers.append(ActivationProbe(plan.modules, tools))
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
-            probes.append(shapes)
+            consumers.append(shapes)
         if plan.chain is not None:
-            probes.append(GradientFlowProbe(plan.chain, tools))
+            consumers.append(GradientFlowProbe(plan.chain, tools))
         if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
+            consumers.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
+        of_parameters = ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference)
+        probes: list[Probe] = [of_parameters, ModuleTap(consumers), *consumers]
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
             # The last to be attached: by now it is known which tensors of the reference the others need.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.kernels.elements import in_memory, own_elements, unwrapped
-from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.model.outputs import is_first, named_tensors
-from lightning_module_monitor.probes.base import Among, GradientProbe, StepTools, WatchedModule
+from lightning_module_monitor.model.outputs import NamedTensors
+from lightning_module_monitor.probes.base import Among, StepTools, WatchedModule
 from lightning_module_monitor.probes.parameters import (
     FOR_THE_FILE,
     Copies,
@@ -28,6 +27,7 @@ from lightning_module_monitor.probes.parameters import (
     update,
 )
 from lightning_module_monitor.probes.reporting import failing_alone
+from lightning_module_monitor.probes.tap import Awaited, Consumer
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import unscaled
 
@@ -35,7 +35,7 @@ _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""
 
 
-class CaptureProbe(GradientProbe[WatchedModule]):
+class CaptureProbe(Consumer[WatchedModule]):
     """Copies tensors of a step as they are: on their own device, of any dtype.
 
     Calls of a module are numbered over the whole step, in the order of its forward passes; a gradient has the number of its output's
@@ -52,7 +52,7 @@ class CaptureProbe(GradientProbe[WatchedModule]):
     ) -> None:
         super().__init__((one.site.module, one) for one in modules)
         self._parameters = parameters
-        self._further_name = tools.names.further_name
+        self._name = tools.output_name
         self._report = tools.report_not_captured
         self._whole_tensors = whole_tensors
         self._access = access
@@ -86,30 +86,29 @@ class CaptureProbe(GradientProbe[WatchedModule]):
         return [dataclasses.replace(raw, value=raw.value.to("cpu")) for raw in self._kept]
 
     def close(self) -> None:
-        """Remove every hook and release every tensor."""
-        super().close()
+        """Release every tensor."""
         self._before.take()
         self._kept = []
 
-    def observe_call(self, watched: WatchedModule, _args: object, output: object) -> None:
-        """Copy every tensor of an output, and wait for their gradients."""
-        for path, tensor in named_tensors(output):
-            name = watched.site.name if is_first(path) else self._further_name(watched.site.name, path)
-            call = None if is_in_backward() else (name, self._num_calls[name])
-            if call is not None:
+    def observe_output(self, watched: WatchedModule, _output: object, tensors: NamedTensors, is_repeated: bool) -> Iterator[Awaited]:
+        """Copy every tensor of an output, and await their gradients."""
+        for path, tensor in tensors:
+            name = self._name(watched.site.name, path)
+            call = name, self._num_calls[name]
+            if not is_repeated:
                 self._num_calls[name] += 1
                 if "activation" in watched.specs:
                     self._keep("activation", *call, tensor)
             if "activation_gradient" in watched.specs:
-                self.follow(name, tensor, call)
+                yield tensor, name, call
 
     def fail(self, watched: WatchedModule, output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart or copied."""
         self._report(f"The output of {watched.site.name!r}", error)
 
-    def observe_gradient(self, call: _Call, gradient: Tensor) -> None:
+    def observe_gradient(self, call: _Call, gradient: Tensor, scale: Tensor | None) -> None:
         """Copy the gradient of an output."""
-        self._keep("activation_gradient", *call, unscaled(gradient, self.scale))
+        self._keep("activation_gradient", *call, unscaled(gradient, scale))
 
     def fail_gradient(self, call: _Call, gradient: Tensor, error: Exception) -> None:
         """Report a gradient that cannot be copied."""

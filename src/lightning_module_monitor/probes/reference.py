@@ -21,7 +21,7 @@ from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
-from lightning_module_monitor.model.outputs import Path, named_tensors, with_tensors
+from lightning_module_monitor.model.outputs import NamedTensors, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -32,8 +32,6 @@ from lightning_module_monitor.model.unchanged import (
     unchanged_random_states,
 )
 from lightning_module_monitor.probes.base import Probe, StepTools
-
-NamedTensors = list[tuple[Path, Tensor]]
 
 
 class Reference:
