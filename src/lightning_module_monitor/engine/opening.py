@@ -22,7 +22,8 @@ from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors, fail_removed
+from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, WholeTensors, expected_tensors, fail_removed
+from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
@@ -66,25 +67,33 @@ class StepOpener:
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)
         tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter)
-        captured = self._planner.capture_plan(step) if stage == TRAIN else None
+        captured = (self._planner.capture_plan(step) if stage == TRAIN else None) or Plan([], [], None)
         parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         if None in parameters.values():
-            fail_removed(plan.parameters_by_kind, tools.accumulator)
+            fail_removed(plan.parameters, tools.accumulator)
         flat = flat_shards_by_name(parameters, model)
-        expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
+        expected = expected_tensors(plan.parameters, captured.parameters, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
+        capture = CaptureProbe(captured.modules, tools)
         consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
-        consumers.append(ActivationProbe(plan.modules, tools))
+        consumers += [ActivationProbe(plan.modules, tools), capture]
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
             consumers.append(shapes)
         if plan.chain is not None:
             consumers.append(GradientFlowProbe(plan.chain, tools))
-        if captured is not None:
-            consumers.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
-        of_parameters = ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference)
-        probes: list[Probe] = [of_parameters, ModuleTap(consumers), *consumers]
+        parameters_tap = ParameterTap(
+            plan.parameters,
+            captured.parameters,
+            capture.keep,
+            tools,
+            whole_tensors=whole_tensors,
+            access=access,
+            flat=flat,
+            reference=reference,
+        )
+        probes: list[Probe] = [parameters_tap, ModuleTap(consumers), *consumers]
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
             # The last to be attached: by now it is known which tensors of the reference the others need.
