@@ -18,7 +18,7 @@ from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.plan import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Probe, StepTools
+from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
@@ -37,10 +37,11 @@ from lightning_module_monitor.statistics.results import SeriesState
 class StepOpener:
     """Opens the steps of one module."""
 
-    def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues) -> None:
+    def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues, gate: Gate) -> None:
         self._planner = planner
         self._reporter = reporter
         self._logged = logged
+        self._gate = gate
         self.modules = ModuleTable()
         self._states: dict[tuple[str, ActiveRules], tuple[SeriesState, DistributedReducer | None]] = {}
         """What lives from step to step, by the plan that says what may be observed."""
@@ -66,12 +67,12 @@ class StepOpener:
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
         state, reducer = self._lasting(due, stage, ranks)
-        tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter)
+        tools = StepTools(StepAccumulator(reporter.of_spec, state), sites, reporter, self._gate)
         captured = (self._planner.capture_plan(step) if stage == TRAIN else None) or Plan([], [], None)
-        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
-        if None in parameters.values():
+        tensors = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        if None in tensors.values():
             fail_removed(plan.parameters, tools.accumulator)
-        flat = flat_shards_by_name(parameters, model)
+        flat = flat_shards_by_name(tensors, model)
         expected = expected_tensors(plan.parameters, captured.parameters, flat)
         whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
@@ -83,7 +84,7 @@ class StepOpener:
             consumers.append(shapes)
         if plan.chain is not None:
             consumers.append(GradientFlowProbe(plan.chain, tools))
-        parameters_tap = ParameterTap(
+        parameters = ParameterTap(
             plan.parameters,
             captured.parameters,
             capture.keep,
@@ -93,16 +94,27 @@ class StepOpener:
             flat=flat,
             reference=reference,
         )
-        probes: list[Probe] = [parameters_tap, ModuleTap(consumers), *consumers]
+        modules = ModuleTap(consumers, self._gate, tools.accumulator)
+        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=self._planner.has_attention_rule(due))
+        probes: list[Probe] = [parameters, modules, *consumers]
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.spec(OWN_KIND, RCC_SKIPPED_CALLS)))
-            # The last to be attached: by now it is known which tensors of the reference the others need.
-            probes += [calls] if calls.is_needed() else []
-        is_requested = self._planner.has_attention_rule(due)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
-        uncompiled = None if self._planner.keeps_compiled else Uncompiled()
+            # After those that name the tensors of the reference that they need.
+            calls = calls if calls.is_needed() else None
+            probes += [] if calls is None else [calls]
         return StepContext(
-            step, stage, tools, reducer, whole_tensors=whole_tensors, attention=attention, probes=probes, uncompiled=uncompiled
+            step,
+            stage,
+            tools,
+            reducer,
+            whole_tensors=whole_tensors,
+            parameters=parameters,
+            modules=modules,
+            capture=capture,
+            reference=calls,
+            attention=attention,
+            probes=[*probes, attention],
+            uncompiled=None if self._planner.keeps_compiled else Uncompiled(),
         )
 
     def _forget_removed_modules(self) -> None:

@@ -1,19 +1,19 @@
-"""What probes share: what is recorded of a site, the tools of a step, and its phases."""
+"""What probes share: what is recorded of a site, the gate and the tools of a step, and its phases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.spec import MetricSpec
 
@@ -34,6 +34,55 @@ Among = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
 
+class Gate:
+    """Whether what happens now is observed, and by which step: one for all steps of a module, which hooks read."""
+
+    def __init__(self) -> None:
+        self.current: object = None
+        """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
+        self.observer: object = None
+        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
+        self.wrapped: nn.Module | None = None
+        """The monitored module, if a strategy has wrapped it."""
+        self._closed_by: set[object] = set()
+
+    def enter(self, step: object) -> None:
+        """A step goes on, of which this is the accumulator, or none does."""
+        self.current = step
+        self._update()
+
+    def close(self, by: object) -> None:
+        """Nothing is observed from now on, until :meth:`open` is called with the same object. A second call does nothing."""
+        self._closed_by.add(by)
+        self._update()
+
+    def open(self, by: object) -> None:
+        """Observe again, unless the gate is closed by another object."""
+        self._closed_by.discard(by)
+        self._update()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within the block nothing is observed."""
+        by = object()
+        try:
+            self.close(by)
+            yield
+        finally:
+            self.open(by)
+
+    def is_redirected(self, module: nn.Module) -> bool:
+        """Whether a call of a module that begins now is the wrapper's: Lightning has replaced ``forward`` by the step for this call.
+
+        What it takes and returns is the step's, and no activation. Calls within it are the module's own.
+        """
+        # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
+        return module is self.wrapped and getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
+
+    def _update(self) -> None:
+        self.observer = None if self._closed_by else self.current
+
+
 class StepTools(NamedTuple):
     """What the probes of a step have in common."""
 
@@ -41,6 +90,15 @@ class StepTools(NamedTuple):
     names: ModelIndex
     """Names further outputs, inputs and heads."""
     reporter: ErrorReporter
+    gate: Gate
+
+    def is_observed(self) -> bool:
+        """Whether this step observes what happens now."""
+        return self.gate.observer is self.accumulator
+
+    def is_suspended(self) -> bool:
+        """Whether a loop of another stage runs in the middle of the step. If not, the reference's calls count though the gate is closed."""
+        return self.gate.current is not self.accumulator
 
     def output_name(self, site: str, path: Path) -> str:
         """The name of an output of a module; of the output itself, or the first element of it, the module's own."""
@@ -61,49 +119,14 @@ class StepTools(NamedTuple):
 class Probe:
     """Observes one step from :meth:`attach` to :meth:`close`. A probe overrides the phases that concern it."""
 
-    is_open = True
-    """Whether calls are observed now: not under ``no_monitor``, and not in a loop of another stage."""
-    is_suspended = False
-    """Whether a loop of another stage runs in the middle of the step. The reference is run under ``no_monitor`` too, and a call of it
-    belongs to the step only where this is false."""
-
-    def overrides(self, method: Callable[..., object]) -> bool:
-        """Whether the probe does anything in a phase, one of the methods below."""
-        return getattr(type(self), method.__name__) is not method
-
     def attach(self) -> None:
         """Register the hooks."""
-
-    def begin_backward(self, scale: Tensor | None = None) -> None:
-        """The backward pass of the loss times ``scale``, shape ``()``, begins. In a loop that never reports one, every gradient counts."""
-
-    def end_backward(self) -> None:
-        """The backward pass of the loss is over."""
-
-    def observe_parameters(self, among: Among = None) -> None:
-        """The optimizer is about to move ``among``, or all parameters."""
-
-    def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
-        """The gradients of parameters are complete.
-
-        Args:
-            kind: ``gradient_before_clip``, or ``gradient`` if the optimizer is about to use them.
-            among: Of which parameters; all without it.
-            scale: The factor of the loss that they still have, shape ``()``, on any device.
-        """
-
-    def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """The optimizer has moved parameters, or skipped its step: then the update is 0, whatever else has changed them."""
 
     def end_micro_batch(self) -> None:
         """One of several micro-batches of the step is over."""
 
     def finish(self) -> None:
         """The step is over: record what was deferred. Before :meth:`close`."""
-
-    def tensors(self) -> list[RawTensor]:
-        """The captured tensors of the step, on the host. Before :meth:`close`."""
-        return []
 
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call does nothing."""

@@ -192,7 +192,7 @@ class CoordinateCheckProbe(Probe):
 
     def _observe_call(self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Observe the terms of one call; count it where it cannot be compared, and record NaN where its terms cannot be computed."""
-        if not self.is_open or is_in_backward():
+        if not self._tools.is_observed() or is_in_backward():
             return  # the recomputation of a call was counted
         try:
             # Modes of torch functions are foreign code, and no public function turns them off.

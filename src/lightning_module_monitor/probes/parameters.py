@@ -236,7 +236,8 @@ class ParameterTap(Probe):
         self._tools.log_unsupported("parameters", self._unsupported)
 
     def close(self) -> None:
-        """Release the copies."""
+        """Release the copies; nothing is read any more."""
+        self._watched = []
         self._before.clear()
 
     def _read(

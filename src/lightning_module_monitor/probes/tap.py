@@ -25,7 +25,7 @@ from lightning_module_monitor.model.hooks import (
     requires_gradient,
 )
 from lightning_module_monitor.model.outputs import NamedTensors, in_graph, named_tensors
-from lightning_module_monitor.probes.base import Probe
+from lightning_module_monitor.probes.base import Gate, Probe
 
 TargetT = TypeVar("TargetT")
 
@@ -80,9 +80,16 @@ class ModuleTap(Probe):
 
     Under reentrant checkpointing an output has a gradient only when it is computed again, within the backward pass. Such a gradient is
     assigned to the first call: stretches of the model are run again from the last to the first, each from its beginning to its end.
+
+    Args:
+        consumers: The consumers.
+        gate: Says when outputs are observed.
+        step: The step, as the gate names it.
     """
 
-    def __init__(self, consumers: Iterable[Consumer[Any]]) -> None:
+    def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
+        self.gate = gate
+        self.step = step
         self._by_module: defaultdict[nn.Module, tuple[tuple[Consumer[Any], Any], ...]] = defaultdict(tuple)
         for consumer in consumers:
             for module, target in consumer.targets:
@@ -104,7 +111,12 @@ class ModuleTap(Probe):
     def attach(self) -> None:
         """Register the hooks on modules."""
         for module, consumers in self._by_module.items():
-            self._module_hooks.add_forward(module, OutputHook(self, consumers))
+            if module is not self.gate.wrapped:
+                self._module_hooks.add_forward(module, OutputHook(self, consumers))
+                continue
+            hook = WrappedOutputHook(self, consumers)
+            self._module_hooks.add_forward_pre(module, UncopiedHook(hook.begin), prepend=True)
+            self._module_hooks.add_forward(module, hook, always_call=True)
 
     def begin_backward(self, scale: Tensor | None = None) -> None:
         """Gradients that arrive from now on count."""
@@ -181,7 +193,7 @@ class OutputHook(UncopiedHook):
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
         """Take the output apart once, and give it to every consumer; not while torch traces."""
         tap = self._tap
-        if is_tracing() or not tap.is_open:
+        if is_tracing() or tap.gate.observer is not tap.step:
             return
         is_repeated = is_in_backward()
         try:
@@ -199,6 +211,24 @@ class OutputHook(UncopiedHook):
                 raise
             except Exception as error:
                 consumer.fail(target, output, error)
+
+
+class WrappedOutputHook(OutputHook):
+    """The hook of a module that a strategy has wrapped: it leaves out the calls of the wrapper, which may have others within them."""
+
+    def __init__(self, tap: ModuleTap, consumers: Sequence[tuple[Consumer[Any], Any]]) -> None:
+        super().__init__(tap, consumers)
+        self._are_redirected: list[bool] = []
+        """Whether each running call is the wrapper's, the outermost first."""
+
+    def begin(self, module: nn.Module, _args: object) -> None:
+        """The forward begins."""
+        self._are_redirected.append(self._tap.gate.is_redirected(module))
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        """The forward is over; the output is ``None`` after an exception."""
+        if not is_tracing() and not (self._are_redirected and self._are_redirected.pop()):
+            super().__call__(module, args, output)
 
 
 class GradientHook:

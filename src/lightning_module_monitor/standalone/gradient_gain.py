@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config.rules import check_choice, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec
 from lightning_module_monitor.probes.tap import ModuleTap, elements_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -195,7 +196,7 @@ class _Probe(BlockGradientProbe):
         super().__init__(blocks)
         self._specs = [norm_spec(f"block {place}", norm) for place in range(len(blocks))]
         self._is_strict = is_strict
-        self.tap = ModuleTap([self])
+        self.tap = ModuleTap([self], Gate(), None)
         self.reset()
 
     def reset(self) -> None:
