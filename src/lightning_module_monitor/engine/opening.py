@@ -22,7 +22,7 @@ from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, alignment_specs
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, WholeTensors, expected_tensors, fail_removed
+from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
 from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -73,8 +73,6 @@ class StepOpener:
         if None in tensors.values():
             fail_removed(plan.parameters, tools.accumulator)
         flat = flat_shards_by_name(tensors, model)
-        expected = expected_tensors(plan.parameters, captured.parameters, flat)
-        whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
         calls = None if reference is None else ReferenceProbe(reference, tools)
         capture = CaptureProbe(captured.modules, tools)
         consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
@@ -84,16 +82,8 @@ class StepOpener:
             consumers.append(shapes)
         if plan.chain is not None:
             consumers.append(GradientFlowProbe(plan.chain, tools))
-        parameters = ParameterTap(
-            plan.parameters,
-            captured.parameters,
-            capture.keep,
-            tools,
-            whole_tensors=whole_tensors,
-            access=access,
-            flat=flat,
-            reference=reference,
-        )
+        watched = plan.parameters, captured.parameters
+        parameters = ParameterTap(*watched, capture.keep, tools, access, ranks, flat, reference)
         modules = ModuleTap(consumers, self._gate, tools.accumulator)
         attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=self._planner.has_attention_rule(due))
         probes: list[Probe] = [parameters, modules, *consumers]
@@ -102,20 +92,9 @@ class StepOpener:
             # After those that name the tensors of the reference that they need.
             calls = calls if calls.is_needed() else None
             probes += [] if calls is None else [calls]
-        return StepContext(
-            step,
-            stage,
-            tools,
-            reducer,
-            whole_tensors=whole_tensors,
-            parameters=parameters,
-            modules=modules,
-            capture=capture,
-            reference=calls,
-            attention=attention,
-            probes=[*probes, attention],
-            uncompiled=None if self._planner.keeps_compiled else Uncompiled(),
-        )
+        uncompiled = None if self._planner.keeps_compiled else Uncompiled()
+        taps = parameters, modules
+        return StepContext(step, stage, tools, reducer, *taps, capture, calls, attention, [*probes, attention], uncompiled)
 
     def _forget_removed_modules(self) -> None:
         removed = self._planner.forget_removed_modules()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,57 +15,45 @@ from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.parameters import ParameterTap, WholeTensors
+from lightning_module_monitor.probes.parameters import ParameterTap
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import unchanged_grad_mode
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import RawTensor, Values
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
 
+@dataclass(eq=False)
 class StepContext:
-    """One step, or one loop of another stage, while it is observed: its probes and what they observe.
+    """One step, or one loop of another stage, while it is observed: its probes and what they observe."""
 
-    Compiled code runs uncompiled in it if ``uncompiled`` is given. ``reference`` keeps what the reference computes, if that is needed.
-    A model can report attention by hand to the probe ``attention``. The order of ``probes``, which has all of them, is that of their hooks.
-    """
+    step: int
+    stage: str
+    tools: StepTools
+    reducer: DistributedReducer | None
+    parameters: ParameterTap
+    modules: ModuleTap
+    capture: CaptureProbe
+    reference: ReferenceProbe | None
+    """Keeps what the reference computes, if that is needed."""
+    attention: AttentionProbe | None
+    """A model can report attention to it by hand; ``None`` in a step that was lost."""
+    probes: Sequence[Probe]
+    """All of them, in the order in which they register their hooks."""
+    uncompiled: Uncompiled | None
+    """Given where compiled code runs uncompiled in the step."""
+    _num_unobserved: int = field(default_factory=lambda: Unobserved.number)
 
-    def __init__(
-        self,
-        step: int,
-        stage: str,
-        tools: StepTools,
-        reducer: DistributedReducer | None,
-        *,
-        whole_tensors: WholeTensors,
-        parameters: ParameterTap,
-        modules: ModuleTap,
-        capture: CaptureProbe,
-        reference: ReferenceProbe | None,
-        attention: AttentionProbe,
-        probes: Sequence[Probe],
-        uncompiled: Uncompiled | None,
-    ) -> None:
-        self.step = step
-        self.stage = stage
-        self.accumulator = tools.accumulator
-        self.reducer = reducer
-        self.whole_tensors = whole_tensors
-        self.parameters = parameters
-        self.modules = modules
-        self.reference = reference
-        self.attention: AttentionProbe | None = attention
-        """``None`` in a step that was lost."""
-        self._capture = capture
-        self._probes = probes
-        self._reporter = tools.reporter
-        self._uncompiled = uncompiled
-        self._num_unobserved = Unobserved.number
+    @property
+    def accumulator(self) -> StepAccumulator:
+        """Everything that is observed."""
+        return self.tools.accumulator
 
     def attach(self) -> None:
         """Register the hooks of the probes."""
-        if self._uncompiled is not None:
-            self._uncompiled.begin()
-        for probe in self._probes:
+        if self.uncompiled is not None:
+            self.uncompiled.begin()
+        for probe in self.probes:
             probe.attach()
 
     def has_missed(self) -> bool:
@@ -74,22 +63,21 @@ class StepContext:
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
-            if self._uncompiled is not None:
-                stack.callback(self._uncompiled.end)
-            for probe in reversed(self._probes):
+            if self.uncompiled is not None:
+                stack.callback(self.uncompiled.end)
+            for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
     def lose(self) -> None:
         """Discard everything that was observed: no rank makes a record."""
         self.close()
-        self.attention, self._probes = None, ()
-        self.whole_tensors.forget()
+        self.attention, self.probes = None, ()
         self.accumulator.is_lost = True
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Within the block an error is reported and counted, and tensors have no graph."""
-        with unchanged_grad_mode(), self._reporter.guard(what, self.accumulator):
+        with unchanged_grad_mode(), self.tools.reporter.guard(what, self.accumulator):
             yield
 
     def end_micro_batch(self) -> None:
@@ -99,26 +87,27 @@ class StepContext:
     def finish_probes(self) -> list[RawTensor]:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
         with self.guard("whole tensors"):
-            self.whole_tensors.assemble()
+            self.parameters.assemble()
         self._each("what has waited", lambda probe: probe.finish())
+        tensors: list[RawTensor] = []
         with self.guard("raw tensors"):
-            return self._capture.tensors()
-        return []
+            tensors += self.capture.tensors()
+        return tensors
 
     def _each(self, what: str, act: Callable[[Probe], None]) -> None:
         """Let every probe act; an error in one does not affect the others."""
         with unchanged_grad_mode(), torch.no_grad():
-            for probe in self._probes:
+            for probe in self.probes:
                 try:
                     act(probe)
                 except MonitorError:
                     raise
                 except Exception as error:
-                    self._reporter.not_taken(what, error, self.accumulator)
+                    self.tools.reporter.not_taken(what, error, self.accumulator)
 
     def with_derived(self, values: Values) -> dict[str, float]:
         """The values, with what some probes derive from them in their place."""
         derived = dict(values.items())
-        for probe in self._probes:
+        for probe in self.probes:
             probe.derive(derived)
         return derived

@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -141,64 +142,49 @@ def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulat
             accumulator.fail(spec, one.site.owner, LookupError("the module has no parameter of this name any more"))
 
 
-Keep = Callable[[str, str, int, Tensor], None]
-"""Copies a tensor that is captured: its kind, its site, the number of its call, and the tensor."""
-
 _Tensors = Sequence[tuple[WatchedParameter, Tensor]]
 
 PARAMETER, DIFFERENCE, UPDATE = "parameter", "parameter_difference", "update"
 
 
+@dataclass
 class ParameterTap(Probe):
     """Reads parameters, gradients and updates, each once at its moment of the step, under ``torch.no_grad``.
 
     What is read is measured, given to the user's functions, compared with the reference, and kept if it is captured. Of a tensor that is
     laid out over ranks this rank's part is measured.
-
-    Args:
-        watched: What is recorded of parameters.
-        captured: The parameters that are captured; the specifications say which kinds.
-        keep: Takes the captured tensors.
-        tools: The tools of the step.
-        whole_tensors: Assembles tensors that are laid out over ranks.
-        access: Reads parameters.
-        flat: The parameters of FSDP1 that are laid out over ranks, by site.
-        reference: What parameters are compared with.
     """
 
-    def __init__(
-        self,
-        watched: Sequence[WatchedParameter],
-        captured: Sequence[WatchedParameter],
-        keep: Keep,
-        tools: StepTools,
-        *,
-        whole_tensors: WholeTensors,
-        access: ParameterAccess,
-        flat: Mapping[str, FlatShard],
-        reference: Reference | None,
-    ) -> None:
-        self._captured = {(kind, one.site.name) for one in captured for kind in one.specs}
-        known = {one.site.name for one in watched} if captured else ()
-        self._watched = [*watched, *(Watched(one.site, {}) for one in captured if one.site.name not in known)]
-        self._keep = keep
-        self._tools = tools
-        self._accumulator = tools.accumulator
-        self._whole_tensors = whole_tensors
-        self._access = access
-        self._flat = flat
-        self._reference = reference
-        self._before: dict[str, tuple[WatchedParameter, int, Tensor]] = {}
-        """By site the ``id`` of a parameter, and its copy from before the optimizer moves it until its update is observed."""
-        self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
-        """Names of parameters that are not real floating ones."""
+    watched: Sequence[WatchedParameter]
+    captured: Sequence[WatchedParameter]
+    """The parameters that are captured; their specifications say which kinds."""
+    keep: Callable[[str, str, int, Tensor], None]
+    """Copies what is captured: its kind, its site, the number of its call, and the tensor."""
+    tools: StepTools
+    access: ParameterAccess
+    ranks: Ranks | None
+    flat: Mapping[str, FlatShard]
+    """The parameters of FSDP1 that are laid out over ranks, by site."""
+    reference: Reference | None
+    _before: dict[str, tuple[WatchedParameter, int, Tensor]] = field(default_factory=dict)
+    """By site the ``id`` of a parameter, and its copy from before the optimizer moves it until its update is observed."""
+    _unsupported: defaultdict[torch.dtype | type, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Names of parameters that are not real floating ones."""
+
+    def __post_init__(self) -> None:
+        expected = expected_tensors(self.watched, self.captured, self.flat)
+        self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
+        self._accumulator = self.tools.accumulator
+        self._captured = {(kind, one.site.name) for one in self.captured for kind in one.specs}
+        known = {one.site.name for one in self.watched} if self.captured else ()
+        self._sites = [*self.watched, *(Watched(one.site, {}) for one in self.captured if one.site.name not in known)]
 
     def observe_parameters(self, among: Among = None) -> None:
         """Observe parameters, and copy those whose update is recorded."""
-        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self._access.parameter):
+        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self.access.parameter):
             self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
-            for one, parameter in () if self._reference is None else read:
+            for one, parameter in () if self.reference is None else read:
                 with self._failing({DIFFERENCE}, one, parameter):
                     self._compare(one, parameter)
             for one, parameter in read:
@@ -208,7 +194,7 @@ class ParameterTap(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        read = self._access.gradient if scale is None else functools.partial(self._access.unscaled_gradient, scale=scale)
+        read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
 
@@ -226,28 +212,33 @@ class ParameterTap(Probe):
             parameter = one.site.tensor()
             if parameter is not None:
                 with self._failing({UPDATE}, one, copy):
-                    after = None if is_skipped else self._access.parameter(parameter)
+                    after = None if is_skipped else self.access.parameter(parameter)
                     if is_skipped or after is not None:
                         updates.append((one, copy.zero_() if after is None else update(copy, after)))
         self._observe(UPDATE, "updates", updates)
 
     def finish(self) -> None:
         """Log which parameters are not recorded."""
-        self._tools.log_unsupported("parameters", self._unsupported)
+        self.tools.log_unsupported("parameters", self._unsupported)
+
+    def assemble(self) -> None:
+        """Assemble the tensors that are laid out over ranks, at the end of the step, on every rank."""
+        self._whole_tensors.assemble()
 
     def close(self) -> None:
         """Release the copies; nothing is read any more."""
-        self._watched = []
+        self._sites = []
         self._before.clear()
+        self._whole_tensors.forget()
 
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
     ) -> Iterator[_Tensors]:
         """Read the parameters of which any of some kinds is recorded or captured: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
-        wanted = [one for one in self._watched if not kinds.isdisjoint(one.specs) or one.site.name in captured]
+        wanted = [one for one in self._sites if not kinds.isdisjoint(one.specs) or one.site.name in captured]
         present = [(one, tensor) for one in wanted if (tensor := one.site.tensor()) is not None and (among is None or id(tensor) in among)]
-        if not (makes_copies or self._access.makes_copies):
+        if not (makes_copies or self.access.makes_copies):
             yield [(one, tensor) for one, parameter in present if (tensor := read(parameter)) is not None]
             return
         # One after the other: all at once would take as much memory as the parameters.
@@ -262,12 +253,12 @@ class ParameterTap(Probe):
         """Measure tensors, call the user's functions with them, and keep those that are captured."""
         measured = [(one.specs[kind], tensor) for one, tensor in read if kind in one.specs and self._is_supported(one.site.name, tensor)]
         if measured:
-            with self._tools.reporter.guard(what, self._accumulator):
+            with self.tools.reporter.guard(what, self._accumulator):
                 self._accumulator.measure_all(self._own(measured))
         for one, tensor in read:
             if (kind in one.specs and one.specs[kind].functions) or (kind, one.site.name) in self._captured:
                 name = name_of(kind, one.site.name)
-                with failing_alone(functools.partial(self._tools.report_not_captured, name)):
+                with failing_alone(functools.partial(self.tools.report_not_captured, name)):
                     self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, one))
 
     def _use_whole(self, kind: str, one: WatchedParameter, tensor: Tensor) -> None:
@@ -275,7 +266,7 @@ class ParameterTap(Probe):
         if kind in one.specs and tensor.is_floating_point():
             self._accumulator.call_functions(one.specs[kind], tensor)
         if (kind, one.site.name) in self._captured:
-            self._keep(kind, one.site.name, 0, tensor)
+            self.keep(kind, one.site.name, 0, tensor)
 
     def _copy(self, one: WatchedParameter, parameter: Tensor) -> None:
         """Copy a parameter before the optimizer moves it, in place of an older copy."""
@@ -286,8 +277,8 @@ class ParameterTap(Probe):
 
     def _compare(self, one: WatchedParameter, parameter: Tensor) -> None:
         """Observe the difference of a parameter from the reference's."""
-        assert self._reference is not None
-        spec, reference = one.specs.get(DIFFERENCE), self._reference.parameter(one.site)
+        assert self.reference is not None
+        spec, reference = one.specs.get(DIFFERENCE), self.reference.parameter(one.site)
         if spec is None or reference is None or not self._is_supported(one.site.name, parameter):
             return
         parameter, reference = parameter.detach(), reference.detach()
@@ -305,7 +296,7 @@ class ParameterTap(Probe):
             try:
                 if (spec.needs | spec.base_needs) & Need.TOKENS:
                     self._check_tokens(spec, tensor)
-                part = tensor if type(tensor) in PLAIN and not self._flat else self._own_part(spec, tensor)
+                part = tensor if type(tensor) in PLAIN and not self.flat else self._own_part(spec, tensor)
             except Exception as error:
                 self._accumulator.fail(spec, tensor, error)  # this one alone
                 continue
@@ -319,13 +310,13 @@ class ParameterTap(Probe):
         Raises:
             ValueError: If this rank has parts of several tokens, whose norms are asked for.
         """
-        if spec.site in self._flat or has_parts_of_tokens(tensor):
-            if len(self._flat[spec.site].shape if spec.site in self._flat else tensor.shape) > 1:
+        if spec.site in self.flat or has_parts_of_tokens(tensor):
+            if len(self.flat[spec.site].shape if spec.site in self.flat else tensor.shape) > 1:
                 raise ValueError("its last dimension is laid out over ranks; expected whole tokens. Leave token_norm and token_rms out")
             self._accumulator.whole_tokens.add(spec)
 
     def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
-        shard, part = self._flat.get(spec.site), None
+        shard, part = self.flat.get(spec.site), None
         if shard is not None:
             part = None if shard.is_copy else tensor
         elif is_sharded(tensor):
@@ -345,7 +336,7 @@ class ParameterTap(Probe):
             if kind in one.specs:
                 self._accumulator.fail(one.specs[kind], tensor, error)
             if (kind, one.site.name) in self._captured:
-                self._tools.report_not_captured(name_of(kind, one.site.name), error)
+                self.tools.report_not_captured(name_of(kind, one.site.name), error)
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

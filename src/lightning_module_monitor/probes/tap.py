@@ -6,7 +6,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -72,6 +72,10 @@ class Consumer(Probe, Generic[TargetT], ABC):
         raise error
 
 
+Consumers = tuple[tuple[Consumer[Any], Any], ...]
+"""The consumers of a module's outputs, or of a gradient; each with what its methods get with it."""
+
+
 class ModuleTap(Probe):
     """Gives the outputs of modules, and the gradients that arrive at them, to consumers.
 
@@ -90,11 +94,13 @@ class ModuleTap(Probe):
     def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
         self.gate = gate
         self.step = step
-        self._by_module: defaultdict[nn.Module, tuple[tuple[Consumer[Any], Any], ...]] = defaultdict(tuple)
+        self._by_module: defaultdict[nn.Module, Consumers] = defaultdict(tuple)
         for consumer in consumers:
             for module, target in consumer.targets:
                 self._by_module[module] += ((consumer, target),)
         self._module_hooks = HookSet()
+        self._are_redirected: list[bool] = []
+        """Whether each running call of a wrapped module is the wrapper's, the outermost first."""
         self._gradient_hooks: weakref.WeakKeyDictionary[GradientHook, RemovableHandle] = weakref.WeakKeyDictionary()
         """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
         self.counts_gradients = True
@@ -111,12 +117,12 @@ class ModuleTap(Probe):
     def attach(self) -> None:
         """Register the hooks on modules."""
         for module, consumers in self._by_module.items():
-            if module is not self.gate.wrapped:
-                self._module_hooks.add_forward(module, OutputHook(self, consumers))
-                continue
-            hook = WrappedOutputHook(self, consumers)
-            self._module_hooks.add_forward_pre(module, UncopiedHook(hook.begin), prepend=True)
-            self._module_hooks.add_forward(module, hook, always_call=True)
+            if module is self.gate.wrapped:
+                self._module_hooks.add_forward_pre(module, UncopiedHook(self._begin_wrapped), prepend=True)
+                end = UncopiedHook(functools.partial(self._end_wrapped, consumers))
+                self._module_hooks.add_forward(module, end, always_call=True)
+            else:
+                self._module_hooks.add_forward(module, UncopiedHook(functools.partial(self._observe, consumers)))
 
     def begin_backward(self, scale: Tensor | None = None) -> None:
         """Gradients that arrive from now on count."""
@@ -149,7 +155,36 @@ class ModuleTap(Probe):
         self._module_hooks.close()
         self.end_micro_batch()
 
-    def await_gradient(self, hooks: dict[int, GradientHook], consumer: Consumer[Any], is_repeated: bool, awaited: Awaited) -> None:
+    def _observe(self, consumers: Consumers, _module: nn.Module, _args: object, output: object) -> None:
+        """Take the output of a call apart once, and give it to every consumer."""
+        if self.gate.observer is not self.step:
+            return
+        is_repeated = is_in_backward()
+        try:
+            tensors: NamedTensors = (((), output),) if isinstance(output, Tensor) else [*named_tensors(output)]
+        except Exception as error:  # e.g. of an output that contains itself
+            for consumer, target in consumers:
+                consumer.fail(target, output, error)
+            return
+        hooks: dict[int, GradientHook] = {}
+        for consumer, target in consumers:
+            try:  # and no `failing_alone`, whose calls would be paid at every call of a module
+                for awaited in consumer.observe_output(target, output, tensors, is_repeated):
+                    self._await_gradient(hooks, consumer, is_repeated, awaited)
+            except MonitorError:
+                raise
+            except Exception as error:
+                consumer.fail(target, output, error)
+
+    def _begin_wrapped(self, module: nn.Module, _args: object) -> None:
+        self._are_redirected.append(self.gate.is_redirected(module))
+
+    def _end_wrapped(self, consumers: Consumers, *call: Any) -> None:
+        """Leave out the wrapper's own call, which has others within it. The output of a call that failed is ``None``."""
+        if not (self._are_redirected and self._are_redirected.pop()):
+            self._observe(consumers, *call)
+
+    def _await_gradient(self, hooks: dict[int, GradientHook], consumer: Consumer[Any], is_repeated: bool, awaited: Awaited) -> None:
         """Wait for the gradient of an output, or of its recomputation. ``hooks`` has the hooks of the output's tensors by ``id``."""
         tensor, name, call = awaited
         tensor = None if tensor is None else in_graph(tensor)
@@ -183,60 +218,12 @@ class ModuleTap(Probe):
             self._outer_pass = {backward_pass(): hook.outer_pass}
 
 
-class OutputHook(UncopiedHook):
-    """The hook after a module's forward. It returns nothing: what a forward hook returns replaces the output."""
-
-    def __init__(self, tap: ModuleTap, consumers: Sequence[tuple[Consumer[Any], Any]]) -> None:
-        self._tap = tap
-        self._consumers = consumers
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        """Take the output apart once, and give it to every consumer; not while torch traces."""
-        tap = self._tap
-        if is_tracing() or tap.gate.observer is not tap.step:
-            return
-        is_repeated = is_in_backward()
-        try:
-            tensors: NamedTensors = (((), output),) if isinstance(output, Tensor) else [*named_tensors(output)]
-        except Exception as error:  # e.g. of an output that contains itself
-            for consumer, target in self._consumers:
-                consumer.fail(target, output, error)
-            return
-        hooks: dict[int, GradientHook] = {}
-        for consumer, target in self._consumers:
-            try:  # and no `failing_alone`, whose calls would be paid at every call of a module
-                for awaited in consumer.observe_output(target, output, tensors, is_repeated):
-                    tap.await_gradient(hooks, consumer, is_repeated, awaited)
-            except MonitorError:
-                raise
-            except Exception as error:
-                consumer.fail(target, output, error)
-
-
-class WrappedOutputHook(OutputHook):
-    """The hook of a module that a strategy has wrapped: it leaves out the calls of the wrapper, which may have others within them."""
-
-    def __init__(self, tap: ModuleTap, consumers: Sequence[tuple[Consumer[Any], Any]]) -> None:
-        super().__init__(tap, consumers)
-        self._are_redirected: list[bool] = []
-        """Whether each running call is the wrapper's, the outermost first."""
-
-    def begin(self, module: nn.Module, _args: object) -> None:
-        """The forward begins."""
-        self._are_redirected.append(self._tap.gate.is_redirected(module))
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        """The forward is over; the output is ``None`` after an exception."""
-        if not is_tracing() and not (self._are_redirected and self._are_redirected.pop()):
-            super().__call__(module, args, output)
-
-
 class GradientHook:
     """The hook on the gradient of an output tensor. It returns nothing: what a tensor hook returns replaces the gradient."""
 
     def __init__(self, tap: ModuleTap) -> None:
         self._tap = tap
-        self.takers: tuple[tuple[Consumer[Any], Any], ...] = ()
+        self.takers: Consumers = ()
         """Consumers with the call that each has given; of a recomputation, once it is known which call it repeats."""
         self.is_numbered = False
         """Whether any consumer tells the call from others of the same module."""
