@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from helpers.lightning_package import LightningModule, SingleDeviceStrategy
 from helpers.zoo import batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,3 +146,64 @@ def test_a_module_has_one_forward_hook_and_an_output_one_gradient_hook(name: str
     kinds = {key.split("/")[0] for key in record.values}
     assert kinds >= {"activation", "activation_gradient", "activation_difference", "gradient_flow"}
     assert all(info.output_shape is not None for info in record.modules)
+
+
+class Redirected(LightningModule):
+    """Its step calls it twice: once in vain, and once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError("on purpose")
+        return self.fc(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.fails = True
+        with contextlib.suppress(KeyError):
+            self(x)
+        self.fails = False
+        return F.cross_entropy(self(x), y)
+
+
+class Wrapper(nn.Module):
+    """What a strategy wraps a module in, as DDP does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+def test_the_call_of_a_wrapper_is_no_call_of_the_module() -> None:
+    """Lightning runs ``training_step`` as the forward of the wrapped module: its loss is no activation, calls within it are observed."""
+    redirect = SingleDeviceStrategy("cpu")._forward_redirection
+    model = Redirected()
+    wrapper, reference = Wrapper(model), copy.deepcopy(model)
+    calls: list[int] = []
+    reference.fc.register_forward_hook(lambda *_call: calls.append(0))
+    batch = batches(4)[0]
+    rules = [Rule(kinds=["activation", "activation_gradient", "activation_difference"], statistics=["norm", "nonfinite_count"])]
+    with ModuleMonitor(rules=rules, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.wrapper = wrapper
+        monitor.set_reference_module(reference, follows=True)
+        for step in range(2):
+            monitor.begin_step(step)
+            assert [module for module in model.modules() if module._forward_pre_hooks] == [model]
+            redirect(wrapper, model, "training_step", batch, 0).backward()
+            record = monitor.end_step()
+            assert record is not None
+            output = model.fc(batch[0]).detach()
+            assert record.values["activation/_root_/norm"] == pytest.approx(float(output.norm()), rel=1e-6)
+            assert record.values["activation_difference/_root_/norm"] == 0.0
+            (gradient,) = torch.autograd.grad(F.cross_entropy(logits := output.requires_grad_(), batch[1]), logits)
+            assert record.values["activation_gradient/_root_/norm"] == pytest.approx(float(gradient.norm()), rel=1e-6)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert len(calls) == 4
