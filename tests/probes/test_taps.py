@@ -13,8 +13,9 @@ from helpers.lightning_package import LightningModule, SingleDeviceStrategy
 from helpers.zoo import batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Rule
+from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Record, Rule
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import CAPTURED, KINDS
 
@@ -207,3 +208,65 @@ def test_the_call_of_a_wrapper_is_no_call_of_the_module() -> None:
             assert record.values["activation_gradient/_root_/norm"] == pytest.approx(float(gradient.norm()), rel=1e-6)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert len(calls) == 4
+
+
+class Stretches(nn.Module):
+    """Three stretches, of which each calls the first block again; they are computed again in the backward pass, or not (``None``)."""
+
+    def __init__(self, *, is_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.act = nn.Tanh()
+        self.head = nn.Linear(6, 3)
+        self._is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+
+            def run(x: Tensor, block: nn.Module = block) -> Tensor:
+                return self.act(self.blocks[0](self.act(block(x))))
+
+            x = run(x) if self._is_reentrant is None else checkpoint(run, x, use_reentrant=self._is_reentrant)
+            with torch.no_grad():
+                self.act(x)
+        return self.head(x)
+
+
+def observed(is_reentrant: bool | None, **options: Any) -> Record:
+    """A step of two micro-batches."""
+    model = Stretches(is_reentrant=is_reentrant)
+    with ModuleMonitor(on_error="raise", **({"rules": []} | options)) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        for x, y in batches(3, 4):
+            monitor.end_backward()
+            loss = F.cross_entropy(model(x), y)
+            monitor.begin_backward()
+            loss.backward()
+            monitor.after_micro_batch()
+        record = monitor.end_step()
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("is_reentrant", [None, False, True])
+def test_consumers_of_one_tap_do_not_disturb_each_other(is_reentrant: bool | None) -> None:
+    """What each of measuring, gradient flow and capture observes alone they observe together, also of what is computed again."""
+    rules = [Rule(kinds=["activation", "activation_gradient"], statistics=["norm", "mean"])]
+    flow = GradientFlow(blocks=["blocks.0", "blocks.1", "act", "head"])
+    capture = Capture(sites="blocks.0|head", steps=0, kinds=["activation", "activation_gradient"])
+    together = observed(is_reentrant, rules=rules, gradient_flow=flow, capture=capture)
+    plain = observed(None, rules=rules, gradient_flow=flow, capture=capture)
+    alone = {**observed(is_reentrant, rules=rules).values, **observed(is_reentrant, gradient_flow=flow).values}
+    assert together.values == alone
+    assert together.values == pytest.approx(plain.values, rel=1e-5, abs=1e-7)
+    assert together.values["gradient_flow/blocks.0-blocks.1/gain"] > 0
+    kept, of_plain = ({(raw.kind, raw.site, raw.call): raw.value for raw in record.tensors} for record in (together, plain))
+    of_capture = {(raw.kind, raw.site, raw.call): raw.value for raw in observed(is_reentrant, capture=capture).tensors}
+    assert len(kept) == 2 * 2 * (4 + 1)  # kinds, micro-batches, calls of the first block and of the head
+    assert kept.keys() == of_capture.keys() == of_plain.keys()
+    for key, value in kept.items():
+        assert torch.equal(value, of_capture[key]), key
+        torch.testing.assert_close(value, of_plain[key], msg=str(key))

@@ -249,4 +249,5 @@ class GradientHook:
 
 def elements_of(tensor: Tensor) -> Tensor:
     """The elements of an activation, or of its gradient, that this rank counts: of all samples under ``vmap``."""
-    return local_part(unwrapped(tensor))
+    tensor = unwrapped(tensor)
+    return tensor if type(tensor) is Tensor else local_part(tensor)
