@@ -94,10 +94,9 @@ class DifferenceProbe(Consumer[_Compared]):
 
     def observe_output(self, target: _Compared, output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
         """Compare every tensor with the same one of the sibling's call."""
-        spec, sibling = target
         if not is_repeated:
-            with failing_alone(functools.partial(self._accumulator.fail, spec, output)):
-                self._compare(spec, sibling, tensors)
+            with failing_alone(functools.partial(self._accumulator.fail, target[0], output)):
+                self._compare(*target, tensors)
         return ()
 
     def fail(self, target: _Compared, output: object, error: Exception) -> None:

@@ -84,16 +84,12 @@ class ModuleTap(Probe):
 
     Under reentrant checkpointing an output has a gradient only when it is computed again, within the backward pass. Such a gradient is
     assigned to the first call: stretches of the model are run again from the last to the first, each from its beginning to its end.
-
-    Args:
-        consumers: The consumers.
-        gate: Says when outputs are observed.
-        step: The step, as the gate names it.
     """
 
     def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
         self.gate = gate
         self.step = step
+        """What the gate's observer is while this tap observes."""
         self._by_module: defaultdict[nn.Module, Consumers] = defaultdict(tuple)
         for consumer in consumers:
             for module, target in consumer.targets:
