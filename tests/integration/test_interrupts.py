@@ -35,6 +35,7 @@ PACKAGE = Path(lightning_module_monitor.__file__).parent
 EVERY_LINE_OF_MONITOR = (
     "engine/step_context.py",
     "engine/phases.py",
+    "probes/base.py",
     "probes/reporting.py",
     "model/hooks.py",
     hooks_of_torch.__file__,

@@ -601,7 +601,7 @@ def test_memory_does_not_grow_with_passes() -> None:
         del h
         gc.collect()
         assert [output() for output in outputs] == [None] * 5
-        assert len(monitor._probe._gradient_hooks) == 0
+        assert len(monitor._probe.tap._gradient_hooks) == 0
         assert len(set(monitor._probe.reached.values())) == 1
 
 

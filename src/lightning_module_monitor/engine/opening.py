@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from typing import Any
 
 from torch import nn
 
@@ -14,15 +15,17 @@ from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.activations import ActivationProbe, ModuleTable
+from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Probe, StepTools
+from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterProbe, WholeTensors, expected_tensors, fail_removed
+from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
+from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.registry import Recent, memory
@@ -31,10 +34,11 @@ from lightning_module_monitor.statistics.registry import Recent, memory
 class StepOpener:
     """Opens the steps of one module."""
 
-    def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues) -> None:
+    def __init__(self, planner: Planner, reporter: ErrorReporter, logged: LoggedValues, gate: Gate) -> None:
         self._planner = planner
         self._reporter = reporter
         self._logged = logged
+        self._gate = gate
         self.modules = ModuleTable()
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
@@ -59,36 +63,34 @@ class StepOpener:
         """Open a step; its probes are not attached yet. ``model`` is the module, or what a strategy has wrapped it in."""
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
-        tools = StepTools(StepAccumulator(reporter.of_spec, self._state(due, stage)), sites, reporter)
-        captured = self._planner.capture_plan(step) if stage == TRAIN else None
-        parameters = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
-        if None in parameters.values():
-            fail_removed(plan.parameters_by_kind, tools.accumulator)
-        flat = flat_shards_by_name(parameters, model)
-        expected = expected_tensors(plan.parameters_by_kind, {} if captured is None else captured.parameters_by_kind, flat)
-        whole_tensors = WholeTensors(expected, ranks, tools.report_not_captured)
+        tools = StepTools(StepAccumulator(reporter.of_spec, self._state(due, stage)), sites, reporter, self._gate)
+        captured = (self._planner.capture_plan(step) if stage == TRAIN else None) or Plan([], [], None)
+        tensors = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
+        if None in tensors.values():
+            fail_removed(plan.parameters, tools.accumulator)
+        flat = flat_shards_by_name(tensors, model)
         calls = None if reference is None else ReferenceProbe(reference, tools)
-        probes: list[Probe] = [
-            ParameterProbe(plan.parameters_by_kind, tools, whole_tensors, access, flat, reference),
-            ActivationProbe(plan.modules, tools, calls),
-        ]
+        capture = CaptureProbe(captured.modules, tools)
+        consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
+        consumers += [ActivationProbe(plan.modules, tools), capture]
         shapes = self.modules.probe() if stage == TRAIN else None
         if shapes is not None:
-            probes.append(shapes)
+            consumers.append(shapes)
         if plan.chain is not None:
-            probes.append(GradientFlowProbe(plan.chain, tools))
-        if captured is not None:
-            probes.append(CaptureProbe(captured.modules, captured.parameters_by_kind, tools, whole_tensors, access))
+            consumers.append(GradientFlowProbe(plan.chain, tools))
+        watched = plan.parameters, captured.parameters
+        parameters = ParameterTap(*watched, capture.keep, tools, access, ranks, flat, reference)
+        modules = ModuleTap(consumers, self._gate, tools.accumulator)
+        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=self._planner.has_attention_rule(due))
+        probes: list[Probe] = [parameters, modules, *consumers]
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._logged.stream(OWN_KIND, RCC_SKIPPED_CALLS, "sum")))
-            # The last to be attached: by now it is known which tensors of the reference the others need.
-            probes += [calls] if calls.is_needed() else []
-        is_requested = self._planner.has_attention_rule(due)
-        attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
+            # After those that name the tensors of the reference that they need.
+            calls = calls if calls.is_needed() else None
+            probes += [] if calls is None else [calls]
         uncompiled = None if self._planner.keeps_compiled else Uncompiled()
-        return StepContext(
-            step, stage, tools, ranks, whole_tensors=whole_tensors, attention=attention, probes=probes, uncompiled=uncompiled
-        )
+        taps = parameters, modules
+        return StepContext(step, stage, tools, ranks, *taps, capture, calls, attention, [*probes, attention], uncompiled)
 
     def _forget_removed_modules(self) -> None:
         removed = self._planner.forget_removed_modules()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.model.compiled import num_compiled
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan import ActiveRules, Planner
-from lightning_module_monitor.probes.base import Among, Probe
+from lightning_module_monitor.probes.base import Among, Gate
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
@@ -60,7 +60,9 @@ class StepEngine:
         """What wraps the module, where a strategy has wrapped it."""
         self.logged = LoggedValues(self.planner.prefix)
         """Values that no probe observes."""
-        self._opener = StepOpener(self.planner, self._reporter, self.logged)
+        self.gate = Gate()
+        """Says whether what happens now is observed."""
+        self._opener = StepOpener(self.planner, self._reporter, self.logged, self.gate)
         self._has_agreed = False
         """Whether all ranks are known to record the same."""
         self.ranks: Ranks | None = None
@@ -75,8 +77,6 @@ class StepEngine:
         self._clock: MinutesSchedule | None = None
         """If it picked the step that was begun."""
         self._suspended: list[StepContext | None] = []
-        self._silences: set[object] = set()
-        """One for each block in which nothing is observed."""
         self._num_compiled_before = num_compiled()
         self._awaits_first_step = True
         """Whether no step of training has ended yet."""
@@ -102,7 +102,7 @@ class StepEngine:
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
-        return not is_tracing() and self._context is not None and not self._silences  # in this order: compiled code reads no state of ours
+        return not is_tracing() and self.gate.observer is not None  # in this order: compiled code reads no state of ours
 
     # The phases of a step
 
@@ -138,12 +138,12 @@ class StepEngine:
                 ``scaler.get_scale()`` reads nothing on the host.
         """
         if self._context is not None:
-            self._context.notify("backward pass", Probe.begin_backward, _as_scale(scale))
+            self._context.modules.begin_backward(_as_scale(scale))
 
     def end_backward(self) -> None:
         """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
         if self._context is not None:
-            self._context.notify("backward pass", Probe.end_backward)
+            self._context.modules.end_backward()
 
     def monitor_gradients(
         self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
@@ -155,8 +155,10 @@ class StepEngine:
             parameters: Of which parameters, where several optimizers have their own; all without it.
             scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has divided by it; see :meth:`begin_backward`.
         """
-        kind = "gradient_before_clip" if before_clip else "gradient"
-        self._notify("gradients", Probe.observe_gradients, kind, _identities(parameters), _as_scale(scale))
+        if self._context is not None and self.is_monitoring():
+            kind = "gradient_before_clip" if before_clip else "gradient"
+            with self._context.guard("gradients"):
+                self._context.parameters.observe_gradients(kind, _identities(parameters), _as_scale(scale))
 
     def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Take in the parameters, as they are now: before the optimizer moves them.
@@ -164,7 +166,9 @@ class StepEngine:
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
         """
-        self._notify("parameters", Probe.observe_parameters, _identities(parameters))
+        if self._context is not None and self.is_monitoring():
+            with self._context.guard("parameters"):
+                self._context.parameters.observe_parameters(_identities(parameters))
 
     def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
         """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
@@ -173,12 +177,14 @@ class StepEngine:
             parameters: Which ones, where several optimizers have their own; all without it.
             is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
         """
-        self._notify("updates", Probe.observe_updates, _identities(parameters), is_skipped=is_skipped)
+        if self._context is not None and self.is_monitoring():
+            with self._context.guard("updates"):
+                self._context.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped)
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""
         if self._context is not None:
-            self._context.notify("micro-batch", Probe.end_micro_batch)
+            self._context.end_micro_batch()
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished.
@@ -216,11 +222,8 @@ class StepEngine:
             self.end_stage()
         everything = self.planner.everything()
         plan = self.planner.plan(everything, stage)
-        if self._context is not None:
-            self._context.set_open(False)
-            self._context.set_suspended(True)
         self._suspended.append(self._context)
-        self._context = None  # where opening the loop fails, the step around it is not the loop
+        self._go_on_with(None)  # where opening the loop fails, the step around it is not the loop
         self._open(everything, step, stage)
         return bool(plan.modules)
 
@@ -237,23 +240,12 @@ class StepEngine:
         if not self._suspended:
             return None
         record = None if self._context is None else self._finish()
-        self._context = self._suspended.pop()
-        if self._context is not None:
-            self._context.set_suspended(False)
-        self._set_open()
+        self._go_on_with(self._suspended.pop())
         return record
 
-    @contextmanager
-    def no_monitor(self) -> Iterator[None]:
+    def no_monitor(self) -> AbstractContextManager[None]:
         """Within the block nothing is observed."""
-        silence = object()
-        try:
-            self._silences.add(silence)
-            self._set_open()
-            yield
-        finally:
-            self._silences.discard(silence)
-            self._set_open()
+        return self.gate.closed()
 
     # What was recorded
 
@@ -313,7 +305,7 @@ class StepEngine:
         while self._context is not None or self._suspended:
             if self._context is not None:
                 self._finish()
-            self._context = self._suspended.pop() if self._suspended else None
+            self._go_on_with(self._suspended.pop() if self._suspended else None)
 
     def abandon(self) -> None:
         """Close the step, and what it suspended, at once and without a record, on this rank alone."""
@@ -321,7 +313,8 @@ class StepEngine:
             for context in (self._context, *self._suspended):
                 if context is not None:
                     stack.callback(context.close)
-        self._context = self._begun = None
+        self._begun = None
+        self._go_on_with(None)
         self._suspended.clear()
 
     def _due(self, step: int) -> ActiveRules | None:
@@ -339,22 +332,20 @@ class StepEngine:
         if self.planner.find_compiled(self._module, self.wrapper):
             self._opener.forget_plans()
         model = self.wrapper or self._module
-        self._context = self._opener.open(due, step, stage, model=model, access=self.access, reference=self._reference, ranks=self.ranks)
+        self.gate.wrapped = None if model is self._module else self._module
+        self._go_on_with(self._opener.open(due, step, stage, model=model, access=self.access, reference=self._reference, ranks=self.ranks))
+        assert self._context is not None
         self._context.attach()
-        self._set_open()
 
-    def _notify(self, what: str, moment: Callable[..., None], *args: object, **kwargs: object) -> None:
-        if self._context is not None and self.is_monitoring():
-            self._context.notify(what, moment, *args, **kwargs)
-
-    def _set_open(self) -> None:
-        if self._context is not None:
-            self._context.set_open(not self._silences)
+    def _go_on_with(self, context: StepContext | None) -> None:
+        """From now on this step observes what happens, or none does."""
+        self._context = context
+        self.gate.enter(None if context is None else context.accumulator)
 
     def _finish(self) -> Record | None:
         """Close the context and finish what it saw; ``None`` if an error has spoiled that, on any rank, or another rank has left."""
         if self.has_lost_ranks:
-            self._context = None  # it was closed, and no rank waits for its end
+            self._go_on_with(None)  # it was closed, and no rank waits for its end
             return None
         try:
             return self._finished()
@@ -372,7 +363,7 @@ class StepEngine:
             with self._reporter.guard("hooks", context.accumulator):
                 context.close()
             # Not before: hooks that Ctrl-C has left are removed when this monitor is closed.
-            self._context = None
+            self._go_on_with(None)
         if context.has_missed():
             self._reporter.log_once(Unobserved.message, logging.WARNING)
         if context.stage == TRAIN:

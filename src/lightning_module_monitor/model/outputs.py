@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 Path = tuple[Hashable, ...]
 """The way to a tensor: an index, a name, or ``("key", k)`` for a key of a mapping that is no text. No two are alike."""
+
+NamedTensors = Sequence[tuple[Path, Tensor]]
+"""Tensors of an output, each with the path to it."""
 
 
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -4,64 +4,46 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, unwrapped
-from lightning_module_monitor.model.hooks import is_in_backward, requires_gradient
+from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
-from lightning_module_monitor.model.outputs import in_graph, is_first, named_tensors
-from lightning_module_monitor.probes.base import GradientHook, GradientProbe, ModuleProbe, StepTools, WatchedModule, elements_of
-from lightning_module_monitor.probes.reference import OTHER_SHAPE, NamedTensors, ReferenceProbe
+from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
+from lightning_module_monitor.probes.base import StepTools, WatchedModule
+from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
 from lightning_module_monitor.probes.reporting import failing_alone
+from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import ModuleInfo
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
-DIFFERENCE = "activation_difference"
+ACTIVATION, GRADIENT, DIFFERENCE = "activation", "activation_gradient", "activation_difference"
 
-KINDS = ("activation", "activation_gradient", DIFFERENCE)
-"""The kinds of this probe."""
+_Measured = tuple[str, MetricSpec | None, MetricSpec | None]
+"""Name of a module, and what is recorded of its output, and of the gradient."""
 
 _Compared = tuple[MetricSpec, nn.Module]
 """What is recorded of the difference of a module's output, and the module's sibling in the reference."""
 
-_Target = tuple[str, MetricSpec | None, MetricSpec | None, _Compared | None]
-"""Name of a module, and what is recorded of its output, of the gradient, and of the difference."""
 
+class ActivationProbe(Consumer[_Measured]):
+    """Measures outputs and their gradients. It keeps no tensor, and reads no value on the host."""
 
-class ActivationProbe(GradientProbe[_Target]):
-    """Observes outputs, their gradients, and their differences from the outputs of the reference at the same call.
-
-    It keeps no tensor, and reads no value on the host. ``reference`` is ``None`` where there is nothing to compare with.
-    """
-
-    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe | None) -> None:
-        targets: list[tuple[nn.Module, _Target]] = []
-        for one in watched:
-            activation, gradient, difference = map(one.specs.get, KINDS)
-            compared = None
-            if difference is not None and reference is not None and (sibling := reference.reference.sibling(one.site.module)) is not None:
-                reference.want(sibling, DIFFERENCE, _floating_outputs)
-                compared = difference, sibling
-            if activation or gradient or compared:
-                targets.append((one.site.module, (one.site.name, activation, gradient, compared)))
-        super().__init__(targets)
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools) -> None:
+        measured = [(one.site, one.specs) for one in watched if ACTIVATION in one.specs or GRADIENT in one.specs]
+        super().__init__([(site.module, (site.name, specs.get(ACTIVATION), specs.get(GRADIENT))) for site, specs in measured])
         self._tools = tools
         self._accumulator = tools.accumulator
-        self._reference = reference
         self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
 
-    def observe_call(self, target: _Target, _args: object, output: object) -> None:
-        """Observe every output."""
-        site, activation, gradient, compared = target
-        # First: an error below must not leave the reference's tensors of this call for the next one.
-        if compared is not None and not is_in_backward():
-            with failing_alone(functools.partial(self._accumulator.fail, compared[0], output)):
-                self._compare(*compared, output)
-        tensors = [((), output)] if isinstance(output, Tensor) else [*named_tensors(output)]
+    def observe_output(self, target: _Measured, output: object, tensors: NamedTensors, is_repeated: bool) -> Iterator[Awaited]:
+        """Measure every tensor."""
+        site, activation, gradient = target
         if not tensors and output is not None:
             self._unsupported[type(output)].append(site)
         for path, tensor in tensors:
@@ -70,46 +52,71 @@ class ActivationProbe(GradientProbe[_Target]):
                 self._unsupported[elements.dtype].append(site)
                 continue
             of_output, of_gradient = activation, gradient
-            if path and not is_first(path):
-                name = self._tools.names.further_name(site, path)
+            if path and (name := self._tools.output_name(site, path)) != site:
                 of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
-            if of_output is not None and not is_in_backward():
+            if of_output is not None and not is_repeated:
                 self._accumulator.observe(of_output, elements_of(elements))
-            # A recomputed output gets a hook too: under reentrant checkpointing no other output has a gradient.
-            if of_gradient is not None and requires_gradient(differentiated := in_graph(tensor)):
-                self.watch_gradient(differentiated, GradientHook(self, of_gradient))
+            # Also of a recomputed output: under reentrant checkpointing no other has a gradient.
+            if of_gradient is not None:
+                yield tensor, None, of_gradient
 
     def finish(self) -> None:
         """Log which outputs are not recorded."""
         self._tools.log_unsupported("outputs", self._unsupported)
 
-    def fail(self, target: _Target, output: object, error: Exception) -> None:
+    def fail(self, target: _Measured, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        _site, activation, gradient, compared = target
-        for spec in (activation, gradient, compared and compared[0]):
+        for spec in target[1:]:
             if spec is not None:
                 self._accumulator.fail(spec, output, error)
 
-    def observe_gradient(self, spec: MetricSpec, gradient: Tensor) -> None:
-        """Observe the gradient of an output."""
-        self._accumulator.observe(spec, elements_of(gradient, self.scale))
+    def observe_gradient(self, spec: MetricSpec, gradient: Tensor, scale: Tensor | None) -> None:
+        """Measure the gradient of an output."""
+        gradient = elements_of(gradient)
+        self._accumulator.observe(spec, gradient if scale is None else unscaled(gradient, scale))
 
     def fail_gradient(self, spec: MetricSpec, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
         self._accumulator.fail(spec, gradient, error)
 
-    def _compare(self, spec: MetricSpec, sibling: nn.Module, output: object) -> None:
-        """Compare every output of a call with the same output of the sibling."""
-        assert self._reference is not None
+
+class DifferenceProbe(Consumer[_Compared]):
+    """Compares outputs with the outputs of the reference at the same call."""
+
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe) -> None:
+        compared = ((one, one.specs.get(DIFFERENCE), reference.reference.sibling(one.site.module)) for one in watched)
+        super().__init__((one.site.module, (spec, sibling)) for one, spec, sibling in compared if spec and sibling is not None)
+        for _module, (_spec, sibling) in self.targets:
+            reference.want(sibling, DIFFERENCE, _floating_outputs)
+        self._tools = tools
+        self._accumulator = tools.accumulator
+        self._reference = reference
+
+    def observe_output(self, target: _Compared, output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
+        """Compare every tensor with the same one of the sibling's call."""
+        if not is_repeated:
+            with failing_alone(functools.partial(self._accumulator.fail, target[0], output)):
+                self._compare(*target, tensors)
+        return ()
+
+    def fail(self, target: _Compared, output: object, error: Exception) -> None:
+        """Record NaN for an output that cannot be taken apart. The sibling's tensors of this call must not be left for the next one."""
+        spec, sibling = target
+        if not is_in_backward():
+            self._reference.take(sibling, DIFFERENCE)
+        self._accumulator.fail(spec, output, error)
+
+    def _compare(self, spec: MetricSpec, sibling: nn.Module, tensors: NamedTensors) -> None:
         references = dict(self._reference.take(sibling, DIFFERENCE) or ())
-        for path, tensor in named_tensors(output):
+        for path, tensor in tensors:
             elements = unwrapped(tensor).detach()
             if path not in references or not elements.is_floating_point():
                 continue
             if elements.shape != references[path].shape:  # as of routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
-            own = spec if is_first(path) else spec.at(self._tools.names.further_name(spec.site, path))
+            name = self._tools.output_name(spec.site, path)
+            own = spec if name == spec.site else spec.at(name)
             with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
                 self._accumulator.observe_pair(own, elements, references[path])
 
@@ -160,18 +167,19 @@ class ModuleTable:
         return self._modules
 
 
-class OutputShapeProbe(ModuleProbe[str]):
+class OutputShapeProbe(Consumer[str]):
     """Notes shape and dtype of the first tensor that a module returns in ``outputs``, by name; no element is read."""
 
     def __init__(self, sites: Iterable[ModuleSite], outputs: dict[str, tuple[tuple[int, ...], str]]) -> None:
         super().__init__((site.module, site.name) for site in sites)
         self._outputs = outputs
 
-    def observe_call(self, target: str, _args: object, output: object) -> None:
+    def observe_output(self, target: str, _output: object, tensors: NamedTensors, _is_repeated: bool) -> Iterable[Awaited]:
         """Note what a module has returned, if it is the first time."""
-        tensor = None if target in self._outputs else next((plain(tensor) for _path, tensor in named_tensors(output)), None)
-        if tensor is not None:
+        if tensors and target not in self._outputs:
+            tensor = plain(tensors[0][1])
             self._outputs[target] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        return ()
 
     def fail(self, target: str, output: object, error: Exception) -> None:
         """An output that cannot be taken apart has no shape."""

@@ -139,7 +139,7 @@ class AttentionProbe(Probe):
             is_reported: Whether the model itself reports the call; a call that is reported and found counts once.
         """
         # A forward pass within a backward pass is the recomputation of a checkpointed one, which was counted.
-        if not self.is_open or is_in_backward() or is_tracing():
+        if not self._tools.is_observed() or is_in_backward() or is_tracing():
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
@@ -153,7 +153,7 @@ class AttentionProbe(Probe):
 
         Arguments as :meth:`observe` takes them; with ``to_host`` they are kept in the memory of the host.
         """
-        if "activation_difference" not in watched.specs or self.is_suspended:
+        if "activation_difference" not in watched.specs or self._tools.is_suspended():
             return
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
             tensors = self._tensors(watched, as_torch_itself(read, call, True))
@@ -226,7 +226,7 @@ class AttentionProbe(Probe):
 
     def _enter(self, one: _HookedModule, *_call: object) -> None:
         """The forward of a recorded module begins."""
-        if not self.is_open:
+        if not self._tools.is_observed() or self._tools.gate.is_redirected(one.module):
             return
         if not self._running:
             self._num_above = 0

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import is_laid_out
+from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
-from lightning_module_monitor.model.hooks import is_in_backward, is_tracing
-from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.probes.base import CallHook, ModuleProbe, StepTools, WatchedModule
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
+from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
+from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -44,7 +45,7 @@ from lightning_module_monitor.probes.rcc_layers import (
     layer_parts,
     weight_and_bias,
 )
-from lightning_module_monitor.probes.reference import NamedTensors, ReferenceProbe
+from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import Value
@@ -143,7 +144,7 @@ def intermediate_streams(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
     return [*(stream for layer in layers for stream in layer.alignments.values()), *norms]
 
 
-class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
+class CoordinateCheckProbe(Probe):
     """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
     def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: MetricSpec) -> None:
@@ -154,15 +155,17 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
         self._device = reference.reference.device()
         self._layers = [layer for one in watched for layer in checked_layers(one, reference.reference.sibling(one.site.module))]
         self._num_skipped = 0
-        super().__init__((layer.module, layer) for layer in self._layers if layer.type.is_called)
-        for _module, layer in self._targets:
+        self._called = [layer for layer in self._layers if layer.type.is_called]
+        self._hooks = HookSet()
+        for layer in self._called:
             reference.want(layer.reference, layer.wanted_by, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
-        for module, layer in self._targets:
+        for layer in self._called:
             # Before other hooks, which may replace the output: the terms are those of the layer itself.
-            self._module_hooks.add_forward(module, CallHook(self, layer), with_kwargs=True, prepend=True)
+            hook = UncopiedHook(functools.partial(self._observe_call, layer))
+            self._hooks.add_forward(layer.module, hook, with_kwargs=True, prepend=True)
         if not is_tracing():
             with torch.no_grad(), _full_precision(self._device):
                 self._observe_operator_norms()
@@ -186,23 +189,28 @@ class CoordinateCheckProbe(ModuleProbe[CheckedLayer]):
                 if _NORM_OF_ALIGNMENT[name] not in layer.recorded_norms:
                     values.pop(norm_key, None)
 
-    def observe_call(self, layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Observe the terms of one call; count it where it cannot be compared."""
-        if is_in_backward():
-            return  # a recomputation, which was counted
-        # Modes of torch functions are foreign code, and no public function turns them off.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            call = self._reference.take(layer.reference, layer.wanted_by)
-            if call is None:
-                self._num_skipped += 1  # the probe of the reference logs that it has not run as often
-                return
-            with self._reference.reference.gathered(layer.reference):
-                self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
 
-    def fail(self, layer: CheckedLayer, output: object, error: Exception) -> None:
-        """Record NaN for a call whose terms cannot be computed."""
-        for spec in layer.specs.values():
-            self._accumulator.fail(spec, output, error)
+    def _observe_call(self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Observe the terms of one call; count it where it cannot be compared, and record NaN where its terms cannot be computed."""
+        if not self._tools.is_observed() or is_in_backward():
+            return  # the recomputation of a call was counted
+        try:
+            # Modes of torch functions are foreign code, and no public function turns them off.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                call = self._reference.take(layer.reference, layer.wanted_by)
+                if call is None:
+                    self._num_skipped += 1  # the probe of the reference logs that it has not run as often
+                    return
+                with self._reference.reference.gathered(layer.reference):
+                    self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
+        except MonitorError:
+            raise
+        except Exception as error:
+            for spec in layer.specs.values():
+                self._accumulator.fail(spec, output, error)
 
     def _observe(self, layer: CheckedLayer, inputs: list[Tensor] | None, output: object, call: NamedTensors) -> None:
         tensors = None if inputs is None else _tensors(layer, inputs, output, call)

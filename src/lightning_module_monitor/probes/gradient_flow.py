@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,10 +14,12 @@ from lightning_module_monitor.config.rules import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, Namer
-from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.probes.base import GradientProbe, StepTools, elements_of
+from lightning_module_monitor.model.outputs import NamedTensors
+from lightning_module_monitor.probes.base import StepTools
+from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.spec import MetricSpec
 
 KIND = "gradient_flow"
@@ -72,20 +74,20 @@ class Chain:
         return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
 
-def main_tensor(output: object) -> Tensor | None:
+def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
     """The tensor of a block's output that the next block goes on from.
 
     It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
-    first real floating tensor in it. ``None`` if there is none.
+    first real floating one of all ``tensors`` in it. ``None`` if there is none.
     """
     for name in () if isinstance(output, Tensor) else MAIN_NAMES:
         part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(part, Tensor) and plain(part).is_floating_point():
             return part
-    return next((tensor for _path, tensor in named_tensors(output) if plain(tensor).is_floating_point()), None)
+    return next((tensor for _path, tensor in tensors if plain(tensor).is_floating_point()), None)
 
 
-class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
+class BlockGradientProbe(Consumer[tuple[int, ...]]):
     """Gives the gradient that arrives at each block to :meth:`observe_gradient`, with the block's place.
 
     The blocks are in the order of the forward pass. A module that stands at two places is called twice in a forward pass: its first
@@ -97,27 +99,28 @@ class BlockGradientProbe(GradientProbe[tuple[int, ...]]):
         self._num_calls: Counter[tuple[int, ...]] = Counter()
         """Number of calls of a module, by its places."""
 
-    def observe_call(self, places: tuple[int, ...], _args: object, output: object) -> None:
-        """Wait for the gradient of a block's output."""
-        place = None
-        if not is_in_backward():
-            place = places[self._num_calls[places] % len(places)]
-            self._num_calls[places] += 1
-        self.follow(places, main_tensor(output), place)
+    def observe_output(self, places: tuple[int, ...], output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
+        """Await the gradient of a block's output."""
+        tensor = main_tensor(output, tensors)
+        return ((tensor, places, None if is_repeated else self._next_place(places)),)
 
     def fail(self, places: tuple[int, ...], output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart, once for a call and its recomputation."""
         if not is_in_backward():
-            self.fail_block(places[(self._num_calls[places] - 1) % len(places)], output, error)
+            self.fail_block(self._next_place(places), output, error)
+
+    def _next_place(self, places: tuple[int, ...]) -> int:
+        """The place of the call that is over now."""
+        self._num_calls[places] += 1
+        return places[(self._num_calls[places] - 1) % len(places)]
 
     @abstractmethod
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Report that the output of the block at a place cannot be taken apart."""
 
-    def forget_calls(self) -> None:
+    def end_micro_batch(self) -> None:
         """The next call of every module is the one at its first place."""
         self._num_calls.clear()
-        super().forget_calls()
 
 
 class GradientFlowProbe(BlockGradientProbe):
@@ -128,9 +131,9 @@ class GradientFlowProbe(BlockGradientProbe):
         self._chain = chain
         self._accumulator = tools.accumulator
 
-    def observe_gradient(self, place: int, gradient: Tensor) -> None:
+    def observe_gradient(self, place: int, gradient: Tensor, scale: Tensor | None) -> None:
         """Observe the gradient at a block."""
-        self._accumulator.observe(self._chain.specs[place], elements_of(gradient, self.scale))
+        self._accumulator.observe(self._chain.specs[place], unscaled(elements_of(gradient), scale))
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""

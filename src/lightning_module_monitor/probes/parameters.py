@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -21,10 +21,9 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.kernels.elements import PLAIN, in_memory
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.probes.base import Among, Probe, StepTools
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -56,53 +55,15 @@ class ParameterAccess:
         return not parameter.numel() and not is_flattened(parameter)
 
 
-class Copies:
-    """Copies of parameters, from before the optimizer moves them until their update is observed."""
-
-    def __init__(self) -> None:
-        self._by_site: dict[ParameterSite, tuple[int, Tensor]] = {}
-
-    def keep(self, site: ParameterSite, parameter: Tensor, access: ParameterAccess) -> None:
-        """Copy a parameter, in place of an older copy."""
-        value = access.parameter(parameter)
-        if value is not None:
-            copy = in_memory(value).detach()
-            self._by_site[site] = (id(parameter), copy.clone() if copy.layout is torch.strided else copy.to_dense())
-
-    def take(self, among: Among = None) -> list[tuple[ParameterSite, Tensor]]:
-        """Remove and return the copies of some parameters, or of all."""
-        taken = [(site, copy) for site, (parameter, copy) in self._by_site.items() if among is None or parameter in among]
-        for site, _copy in taken:
-            del self._by_site[site]
-        return taken
-
-
-def update(site: ParameterSite, before: Tensor, access: ParameterAccess, *, is_skipped: bool = False) -> Tensor | None:
-    """A parameter minus its copy, in whose memory it is computed; ``None`` if the parameter was removed.
-
-    Args:
-        site: The parameter.
-        before: The copy.
-        access: Reads the parameter.
-        is_skipped: Whether the optimizer skipped its step: then the update is 0, whatever else has changed the parameter.
+def update(before: Tensor, after: Tensor) -> Tensor:
+    """A parameter minus its copy, in whose memory it is computed.
 
     Raises:
         ValueError: If the parameter's memory was given back.
     """
-    parameter = site.tensor()
-    if parameter is None:
-        return None
-    if is_skipped:
-        return before.zero_()
-    value = access.parameter(parameter)
-    if value is None:
-        return None
-    after = in_memory(value).detach()
+    after = in_memory(after).detach()
     # Of half-precision tensors in float32, which does not round the difference again.
     return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)
-
-
-FOR_THE_FILE = "for the file"
 
 
 class WholeTensors:
@@ -158,120 +119,174 @@ class WholeTensors:
         self._kept.clear()
 
 
-def name_of(kind: str, site: str, purpose: str = "for functions") -> str:
+def name_of(kind: str, site: str) -> str:
     """The name of a whole tensor, also in messages."""
-    return f"The whole {kind} of {site!r} {purpose}"
+    return f"The whole {kind} of {site!r}"
 
 
-SpecsByKind = Mapping[str, Mapping[ParameterSite, MetricSpec]]
-"""What is recorded of each parameter, by kind."""
-
-
-def present(by_kind: SpecsByKind, kind: str, among: Among) -> list[tuple[ParameterSite, MetricSpec, Tensor]]:
-    """The parameters that a kind is recorded of, as they are now, without those that were removed or are not among the given ones."""
-    found = [(site, spec, site.tensor()) for site, spec in by_kind.get(kind, {}).items()]
-    return [(site, spec, one) for site, spec, one in found if one is not None and (among is None or id(one) in among)]
-
-
-def expected_tensors(watched: SpecsByKind, captured: SpecsByKind, flat: Mapping[str, FlatShard]) -> dict[str, FlatShard | None]:
+def expected_tensors(
+    watched: Sequence[WatchedParameter], captured: Sequence[WatchedParameter], flat: Mapping[str, FlatShard]
+) -> dict[str, FlatShard | None]:
     """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [(name_of(kind, site.name), site) for kind, specs in watched.items() for site, spec in specs.items() if spec.functions]
-    named += [(name_of(kind, site.name, FOR_THE_FILE), site) for kind, specs in captured.items() for site in specs]
+    named = [(name_of(kind, one.site.name), one.site) for one in watched for kind, spec in one.specs.items() if spec.functions]
+    named += [(name_of(kind, one.site.name), one.site) for one in captured for kind in one.specs]
     parameters = [(name, site.name, site.tensor()) for name, site in named]
     return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
 
 
-def fail_removed(by_kind: SpecsByKind, accumulator: StepAccumulator) -> None:
+def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
-    for specs in by_kind.values():
-        for site, spec in specs.items():
-            if site.is_removed():
-                accumulator.fail(spec, site.owner, LookupError("the module has no parameter of this name any more"))
+    for one in watched:
+        for spec in one.specs.values() if one.site.is_removed() else ():
+            accumulator.fail(spec, one.site.owner, LookupError("the module has no parameter of this name any more"))
+
+
+_Tensors = Sequence[tuple[WatchedParameter, Tensor]]
+
+PARAMETER, DIFFERENCE, UPDATE = "parameter", "parameter_difference", "update"
 
 
 @dataclass
-class ParameterProbe(Probe):
-    """Reads parameters in the phases of a step, under ``torch.no_grad``: of a tensor that is laid out over ranks this rank's part."""
+class ParameterTap(Probe):
+    """Reads parameters, gradients and updates, each once at its moment of the step, under ``torch.no_grad``.
 
-    specs: SpecsByKind
+    What is read is measured, given to the user's functions, compared with the reference, and kept if it is captured. Of a tensor that is
+    laid out over ranks this rank's part is measured.
+    """
+
+    watched: Sequence[WatchedParameter]
+    captured: Sequence[WatchedParameter]
+    """The parameters that are captured; their specifications say which kinds."""
+    keep: Callable[[str, str, int, Tensor], None]
+    """Copies what is captured: its kind, its site, the number of its call, and the tensor."""
     tools: StepTools
-    whole_tensors: WholeTensors
     access: ParameterAccess
+    ranks: Ranks | None
     flat: Mapping[str, FlatShard]
     """The parameters of FSDP1 that are laid out over ranks, by site."""
-    reference: Reference | None = None
-    _before: Copies = field(default_factory=Copies)
+    reference: Reference | None
+    _before: dict[str, tuple[WatchedParameter, int, Tensor]] = field(default_factory=dict)
+    """By site the ``id`` of a parameter, and its copy from before the optimizer moves it until its update is observed."""
     _unsupported: defaultdict[torch.dtype | type, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of parameters that are not real floating ones."""
 
     def __post_init__(self) -> None:
+        expected = expected_tensors(self.watched, self.captured, self.flat)
+        self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
+        self._captured = {(kind, one.site.name) for one in self.captured for kind in one.specs}
+        known = {one.site.name for one in self.watched} if self.captured else ()
+        self._sites = [*self.watched, *(Watched(one.site, {}) for one in self.captured if one.site.name not in known)]
 
     def observe_parameters(self, among: Among = None) -> None:
-        """Observe parameters, and keep a copy of those whose update is recorded."""
-        self._observe_kind("parameter", among, self.access.parameter)
-        if self.reference is not None:
+        """Observe parameters, and copy those whose update is recorded."""
+        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self.access.parameter):
+            self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
-            for site, spec, parameter in self._supported("parameter_difference", among):
-                reference = self.reference.parameter(site)
-                if reference is not None:
-                    with self._failing(spec, parameter):
-                        self._observe_difference(spec, parameter.detach(), reference.detach())
-        for site, spec, parameter in self._supported("update", among):
-            with self._failing(spec, parameter):
-                self._before.keep(site, parameter, self.access)
+            for one, parameter in () if self.reference is None else read:
+                with self._failing({DIFFERENCE}, one, parameter):
+                    self._compare(one, parameter)
+            for one, parameter in read:
+                if UPDATE in one.specs or (UPDATE, one.site.name) in self._captured:
+                    with self._failing({UPDATE}, one, parameter):
+                        self._copy(one, parameter)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
         read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
-        self._observe_kind(kind, among, read, makes_copies=scale is not None)
+        for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
+            self._observe(kind, "gradients", gradients)
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """Observe parameters minus their copies, and release the copies."""
-        before = self._before.take(among)
+        """Observe parameters minus their copies, and release the copies. The update of a skipped step is 0, whatever else moved them."""
+        before = [(one, copy) for one, identity, copy in self._before.values() if among is None or identity in among]
         if not before:
             return
-        specs = self.specs["update"]
-        self._accumulator.observe_base(self._own([(specs[site], copy) for site, copy in before]))
-        updates: list[tuple[MetricSpec, Tensor]] = []
-        for site, copy in before:
-            with self._failing(specs[site], copy):
-                difference = update(site, copy, self.access, is_skipped=is_skipped)
-                updates += [] if difference is None else [(specs[site], difference)]
-        self._observe(updates)
+        for one, _copy in before:
+            del self._before[one.site.name]
+        relative_to = [(one.specs[UPDATE], copy) for one, copy in before if UPDATE in one.specs and copy.is_floating_point()]
+        self._accumulator.observe_base(self._own(relative_to))
+        updates: list[tuple[WatchedParameter, Tensor]] = []
+        for one, copy in before:
+            parameter = one.site.tensor()
+            if parameter is not None:
+                with self._failing({UPDATE}, one, copy):
+                    after = None if is_skipped else self.access.parameter(parameter)
+                    if is_skipped or after is not None:
+                        updates.append((one, copy.zero_() if after is None else update(copy, after)))
+        self._observe(UPDATE, "updates", updates)
 
     def finish(self) -> None:
         """Log which parameters are not recorded."""
         self.tools.log_unsupported("parameters", self._unsupported)
 
-    def close(self) -> None:
-        """Release the copies."""
-        self._before.take()
+    def assemble(self) -> None:
+        """Assemble the tensors that are laid out over ranks, at the end of the step, on every rank."""
+        self._whole_tensors.assemble()
 
-    def _observe_kind(self, kind: str, among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False) -> None:
-        """Observe what is read of each parameter that a kind is recorded of, where there is anything."""
-        watched = present(self.specs, kind, among)
+    def close(self) -> None:
+        """Release the copies; nothing is read any more."""
+        self._sites = []
+        self._before.clear()
+        self._whole_tensors.forget()
+
+    def _read(
+        self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
+    ) -> Iterator[_Tensors]:
+        """Read the parameters of which any of some kinds is recorded or captured: all at once, where that takes no memory."""
+        captured = {site for kind, site in self._captured if kind in kinds}
+        wanted = [one for one in self._sites if not kinds.isdisjoint(one.specs) or one.site.name in captured]
+        present = [(one, tensor) for one in wanted if (tensor := one.site.tensor()) is not None and (among is None or id(tensor) in among)]
         if not (makes_copies or self.access.makes_copies):
-            self._observe([(spec, tensor) for _site, spec, one in watched if (tensor := read(one)) is not None])
+            yield [(one, tensor) for one, parameter in present if (tensor := read(parameter)) is not None]
             return
         # One after the other: all at once would take as much memory as the parameters.
-        for _site, spec, one in watched:
-            with self._failing(spec, one):
-                tensor = read(one)
-                self._observe([] if tensor is None else [(spec, tensor)])
+        for one, parameter in present:
+            tensor = None
+            with self._failing(kinds, one, parameter):
+                tensor = read(parameter)
+            if tensor is not None:
+                yield [(one, tensor)]
 
-    def _observe(self, pairs: Sequence[tuple[MetricSpec, Tensor]]) -> None:
-        """Measure tensors, and call the user's functions with them."""
-        real = [(spec, tensor) for spec, tensor in pairs if self._is_supported(spec.site, tensor)]
-        if real:
-            self._accumulator.measure_all(self._own(real))
-        for spec, tensor in real:
-            if spec.functions:
-                self._call_functions(spec, tensor)
+    def _observe(self, kind: str, what: str, read: _Tensors) -> None:
+        """Measure tensors, call the user's functions with them, and keep those that are captured."""
+        measured = [(one.specs[kind], tensor) for one, tensor in read if kind in one.specs and self._is_supported(one.site.name, tensor)]
+        if measured:
+            with self.tools.reporter.guard(what, self._accumulator):
+                self._accumulator.measure_all(self._own(measured))
+        for one, tensor in read:
+            if (kind in one.specs and one.specs[kind].functions) or (kind, one.site.name) in self._captured:
+                name = name_of(kind, one.site.name)
+                with failing_alone(functools.partial(self.tools.report_not_captured, name)):
+                    self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, one))
 
-    def _call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
-        call = functools.partial(self._accumulator.call_functions, spec)
-        self.whole_tensors.give(name_of(spec.kind, spec.site), tensors, call)
+    def _use_whole(self, kind: str, one: WatchedParameter, tensor: Tensor) -> None:
+        """Call the user's functions with a whole tensor, and keep it if it is captured."""
+        if kind in one.specs and tensor.is_floating_point():
+            self._accumulator.call_functions(one.specs[kind], tensor)
+        if (kind, one.site.name) in self._captured:
+            self.keep(kind, one.site.name, 0, tensor)
+
+    def _copy(self, one: WatchedParameter, parameter: Tensor) -> None:
+        """Copy a parameter before the optimizer moves it, in place of an older copy."""
+        if (UPDATE, one.site.name) in self._captured or self._is_supported(one.site.name, parameter):
+            copy = in_memory(parameter).detach()
+            copy = copy.clone() if copy.layout is torch.strided else copy.to_dense()
+            self._before[one.site.name] = one, id(one.site.tensor()), copy
+
+    def _compare(self, one: WatchedParameter, parameter: Tensor) -> None:
+        """Observe the difference of a parameter from the reference's."""
+        assert self.reference is not None
+        spec, reference = one.specs.get(DIFFERENCE), self.reference.parameter(one.site)
+        if spec is None or reference is None or not self._is_supported(one.site.name, parameter):
+            return
+        parameter, reference = parameter.detach(), reference.detach()
+        own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
+        if own is not None and of_reference is not None:
+            self._accumulator.measure_pair(spec, own, of_reference.to(own.device))
+        if spec.functions:
+            call = functools.partial(self._accumulator.call_functions, spec)
+            self._whole_tensors.give(name_of(DIFFERENCE, spec.site), (parameter, reference.to(parameter.device)), call)
 
     def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
@@ -280,7 +295,7 @@ class ParameterProbe(Probe):
             try:
                 if (spec.needs | spec.base_needs) & Need.TOKENS:
                     self._check_tokens(spec, tensor)
-                part = self._own_part(spec, tensor)
+                part = tensor if type(tensor) in PLAIN and not self.flat else self._own_part(spec, tensor)
             except Exception as error:
                 self._accumulator.fail(spec, tensor, error)  # this one alone
                 continue
@@ -309,18 +324,16 @@ class ParameterProbe(Probe):
             self._accumulator.parts.add(spec)
         return part
 
-    def _observe_difference(self, spec: MetricSpec, parameter: Tensor, reference: Tensor) -> None:
-        own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
-        if own is not None and of_reference is not None:
-            self._accumulator.measure_pair(spec, own, of_reference.to(own.device))
-        if spec.functions:
-            self._call_functions(spec, parameter, reference.to(parameter.device))
+    def _failing(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self._fail, kinds, one, tensor))
 
-    def _failing(self, spec: MetricSpec, tensor: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self._accumulator.fail, spec, tensor))
-
-    def _supported(self, kind: str, among: Among) -> Iterator[tuple[ParameterSite, MetricSpec, Tensor]]:
-        return (one for one in present(self.specs, kind, among) if self._is_supported(one[0].name, one[2]))
+    def _fail(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor, error: Exception) -> None:
+        """Report a parameter that cannot be read, copied or compared."""
+        for kind in sorted(kinds):
+            if kind in one.specs:
+                self._accumulator.fail(one.specs[kind], tensor, error)
+            if (kind, one.site.name) in self._captured:
+                self.tools.report_not_captured(name_of(kind, one.site.name), error)
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,15 +45,6 @@ class Plan:
     def modules_with_heads(self) -> list[WatchedModule]:
         """The modules of which heads of attention are recorded."""
         return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
-
-    @functools.cached_property
-    def parameters_by_kind(self) -> dict[str, dict[ParameterSite, MetricSpec]]:
-        """What is recorded of each parameter, by kind."""
-        by_kind: defaultdict[str, dict[ParameterSite, MetricSpec]] = defaultdict(dict)
-        for one in self.parameters:
-            for kind, spec in one.specs.items():
-                by_kind[kind][one.site] = spec
-        return by_kind
 
     def specs(self) -> list[MetricSpec]:
         """Every specification of a rule, modules first, in the model's order."""

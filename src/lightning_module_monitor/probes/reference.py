@@ -21,7 +21,7 @@ from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
-from lightning_module_monitor.model.outputs import Path, named_tensors, with_tensors
+from lightning_module_monitor.model.outputs import NamedTensors, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
     drop_graphs,
     flags_of_model,
@@ -32,8 +32,6 @@ from lightning_module_monitor.model.unchanged import (
     unchanged_random_states,
 )
 from lightning_module_monitor.probes.base import Probe, StepTools
-
-NamedTensors = list[tuple[Path, Tensor]]
 
 
 class Reference:
@@ -281,14 +279,14 @@ class ReferenceProbe(Probe):
         device = self.reference.device()
         return [(path, one.to(device)) for path, one in call]
 
-    def _run_beside(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _run_beside(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Call the reference with copies of the model's arguments, because it may write into them."""
 
         def call() -> None:
             own_args, own_kwargs = plain_copy((args, kwargs))
             self.reference(*own_args, **own_kwargs)
 
-        if self.is_open and not is_in_backward():
+        if self._tools.is_observed() and not self._tools.gate.is_redirected(module) and not is_in_backward():
             try:
                 self.run(call, torch.is_grad_enabled())
             except NotPlainError as error:
@@ -301,7 +299,7 @@ class ReferenceProbe(Probe):
         is_of_user = not self.reference.is_running
         call = ExitStack()
         # The model of a training step runs with a graph, even where the user has none for the reference.
-        call.enter_context(self.reference.running(torch.is_grad_enabled() if self.is_suspended else True))
+        call.enter_context(self.reference.running(torch.is_grad_enabled() if self._tools.is_suspended() else True))
         self._runs.append((call, is_of_user))
 
     def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
@@ -316,7 +314,7 @@ class ReferenceProbe(Probe):
         return None
 
     def _after_forward(self, by: str, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
-        if not self.is_suspended:
+        if not self._tools.is_suspended():
             self._has_run = True
             self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(*call)])
 

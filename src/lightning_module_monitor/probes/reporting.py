@@ -71,9 +71,13 @@ class ErrorReporter:
         Raises:
             MonitorError: If errors are to be raised.
         """
-        sentence = f"The {what} of this step could not be taken"
-        with failing_alone(lambda error: self.count(sentence, sentence, error, accumulator)), torch.no_grad():
+        with failing_alone(lambda error: self.not_taken(what, error, accumulator)), torch.no_grad():
             yield
+
+    def not_taken(self, what: str, error: Exception, accumulator: StepAccumulator) -> None:
+        """Report and count an error that costs one sort of values of a step."""
+        sentence = f"The {what} of this step could not be taken"
+        self.count(sentence, sentence, error, accumulator)
 
     def of_spec(self, spec: MetricSpec, name: str, tensor: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""

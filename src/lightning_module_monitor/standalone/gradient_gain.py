@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config.rules import check_choice, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.probes.base import elements_of
+from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec
+from lightning_module_monitor.probes.tap import ModuleTap, elements_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
 from lightning_module_monitor.statistics.spec import MetricSpec
@@ -110,7 +111,7 @@ class GradientGainMonitor:
         self.eps = eps
         self.thresholds = parse_thresholds(thresholds, "thresholds")
         self._probe = _Probe(self.blocks, self.norm_type, strict_single_backward)
-        self._probe.attach()
+        self._probe.tap.attach()
 
     def norms(self) -> list[float | None]:
         """The norm of the gradient at each block's output.
@@ -173,7 +174,7 @@ class GradientGainMonitor:
 
     def close(self) -> None:
         """Remove every hook; measurements stay. A second call does nothing."""
-        self._probe.close()
+        self._probe.tap.close()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -195,6 +196,7 @@ class _Probe(BlockGradientProbe):
         super().__init__(blocks)
         self._specs = [norm_spec(f"block {place}", norm) for place in range(len(blocks))]
         self._is_strict = is_strict
+        self.tap = ModuleTap([self], Gate(), None)
         self.reset()
 
     def reset(self) -> None:
@@ -202,7 +204,8 @@ class _Probe(BlockGradientProbe):
         """The accumulator of the latest backward pass that reached a block, by the block's place."""
         self._current_pass: int | None = None
         self._norms: list[float | None] | None = None
-        self.forget_calls()
+        self.tap.forget_calls()
+        self.end_micro_batch()
 
     def norms(self) -> list[float | None]:
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
@@ -212,9 +215,9 @@ class _Probe(BlockGradientProbe):
             self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
         return list(self._norms)
 
-    def observe_gradient(self, place: int, gradient: Tensor) -> None:
-        if self._current_pass != self.backward_pass():
-            self._current_pass, self._accumulator = self.backward_pass(), StepAccumulator(_warn_of_gradient)
+    def observe_gradient(self, place: int, gradient: Tensor, _scale: Tensor | None) -> None:
+        if self._current_pass != self.tap.backward_pass():
+            self._current_pass, self._accumulator = self.tap.backward_pass(), StepAccumulator(_warn_of_gradient)
         if self._is_strict and self.reached.get(place, self._accumulator) is not self._accumulator:
             raise RuntimeError(
                 f"The gradient hook of block {place} fired twice: a second backward pass reached it. Call reset() between "

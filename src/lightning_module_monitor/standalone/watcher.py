@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -207,7 +206,6 @@ class _Mode:
     def __init__(self, model: nn.Module, rule: Rule) -> None:
         self._monitor = ModuleMonitor(rules=rule, history=1)
         self._monitor.set_module(model)
-        self._silence = ExitStack()
         self.is_over = False
         """Whether an optimizer has stepped since the last forward pass."""
 
@@ -227,9 +225,10 @@ class _Mode:
 
     def listen(self, is_listening: bool) -> None:
         """Set whether calls of the layers belong to this mode now."""
-        self._silence.close()
-        if not is_listening:
-            self._silence.enter_context(self._monitor.no_monitor())
+        if is_listening:
+            self._monitor.gate.open(self)
+        else:
+            self._monitor.gate.close(self)
 
     def end(self, step: int, gradients: bool, parameters: bool) -> Record:
         """The values of the mode, with the current gradients and parameters."""
@@ -249,7 +248,6 @@ class _Mode:
         self._monitor.abandon()
 
     def close(self) -> None:
-        self._silence.close()
         self._monitor.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,6 @@ class OptimizerTracker:
         """The factor of the loss; shape ``()``."""
         self._first_steps: dict[Optimizer, _FirstStep] = {}
         self._hooks = HookSet()
-        self._silence = ExitStack()
 
     @property
     def stepped(self) -> list[Optimizer]:
@@ -150,11 +148,11 @@ class OptimizerTracker:
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
         self._decide(first, is_skipped=getattr(optimizer, "found_inf", False))
-        self._silence.enter_context(self._monitor.no_monitor())
+        self._monitor.gate.close(self)
 
     def _after_update(self, optimizer: Optimizer) -> None:
         """An optimizer has moved its parameters, and nothing else has yet."""
-        self._silence.close()
+        self._monitor.gate.open(self)
         # After a further step there is no copy of the parameters before it, and so no update.
         self._monitor.monitor_updates(self._first_steps[optimizer].parameters)
 
@@ -174,7 +172,7 @@ class OptimizerTracker:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._silence.close()
+        self._monitor.gate.open(self)
         self._hooks.close()
 
     def _observe_gradients(self, first: _FirstStep, scale: Tensor | None) -> None:

@@ -15,8 +15,6 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import OVERHEAD_FRACTION
 from lightning_module_monitor.trainer.context import ContextController
 from lightning_module_monitor.trainer.facts import StepFacts
@@ -46,8 +44,6 @@ class StepController:
         """The optimizers of a monitored step."""
         self._context = ContextController(self._monitor)
         self._facts = StepFacts(self._monitor)
-        self._ddp_guards: list[DDPForwardGuard] = []
-        """The guard of the step, and that of the loop that interrupts it."""
         self._silence = ExitStack()
         """Silences the monitor in a loop that is not monitored."""
 
@@ -89,7 +85,6 @@ class StepController:
             if self._begin_step(step):
                 self._context.begin_step()
                 self._facts.begin_step()
-                self._guard_ddp_forward(trainer, pl_module)
                 self._track_optimizers(trainer, pl_module)
             elif self._overhead is None and nonfinite is None:
                 self.is_idle = True
@@ -168,15 +163,13 @@ class StepController:
             if self._monitor.module is None:
                 # Outside of fit this is the first event after `configure_model`.
                 self._run.set_module(trainer, pl_module)
+            self._monitor.wrapper = trainer.strategy.model
             self._monitor.begin_stage(STAGES[stage], step_of(trainer))
-            self._guard_ddp_forward(trainer, pl_module)
         else:
             self._silence.enter_context(self._monitor.no_monitor())
 
     def end_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the loop at the last moment at which values may be logged. What the module's own hooks do after it has no stage."""
-        if self._monitor.is_in_stage():
-            self._close_ddp_guard()
         record = self._monitor.end_stage()
         if record is not None:
             self._silence.enter_context(self._monitor.no_monitor())
@@ -198,8 +191,6 @@ class StepController:
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
         self._silence.close()
-        while self._ddp_guards:
-            self._close_ddp_guard()
         self._close_optimizers()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
@@ -215,8 +206,6 @@ class StepController:
         """Remove every hook; a second call does no harm."""
         with ExitStack() as stack:
             stack.callback(self._close_optimizers)
-            for guard in self._ddp_guards:
-                stack.callback(guard.close)
             stack.callback(self._silence.close)
         self._forget()
 
@@ -245,17 +234,6 @@ class StepController:
             # A step that fails to begin on this rank is monitored on others, and all count from it to the next.
             self._overhead.begin_step(step, is_monitored=is_allowed and self._monitor.is_monitoring())
 
-    def _guard_ddp_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If the strategy wraps the module, hide the wrapper's calls."""
-        if trainer.strategy.model is not pl_module:
-            self._ddp_guards.append(DDPForwardGuard(pl_module, self._monitor))
-
-    def _close_ddp_guard(self) -> None:
-        """Close the newest guard: that of the step, or of the loop that interrupts it."""
-        if self._ddp_guards:
-            self._ddp_guards[-1].close()
-            self._ddp_guards.pop()
-
     def _track_optimizers(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_a(trainer.strategy, "DeepSpeedStrategy"):
             self._optimizers = EngineTracker(self._monitor, trainer.strategy.model)
@@ -275,7 +253,6 @@ class StepController:
         """End the step. Under manual optimization the next batch may have the same number: it begins it anew."""
         self._step, self.is_idle = None, True
         try:
-            self._close_ddp_guard()
             if self._optimizers is not None:
                 self._facts.end_step(self._optimizers.stepped)
                 self._optimizers.finish()
@@ -300,48 +277,3 @@ class StepController:
 def _real(optimizers: Sequence[object]) -> list[Optimizer]:
     """The optimizers of torch: a strategy may have objects of its own."""
     return [one for one in optimizers if isinstance(one, Optimizer)]
-
-
-class DDPForwardGuard:
-    """Hides DDP's calls of the LightningModule from the monitor, so that it observes the same as in one process.
-
-    DDP's forward calls the module, whose ``forward`` Lightning has replaced for this one call by ``training_step``. That returns the loss,
-    which is no activation. So nothing is observed while the hooks of such a call run, the monitor's among them, which are on the module
-    already; within the call, everything is.
-    """
-
-    def __init__(self, module: LightningModule, monitor: ModuleMonitor) -> None:
-        self._monitor = monitor
-        self._hooks = HookSet()
-        self._silence = ExitStack()
-        self._are_redirected: list[bool] = []
-        """Whether each running call is one of DDP's, the outermost first."""
-        first, last = UncopiedHook(self._begin), UncopiedHook(self._end)
-        silence, observe = UncopiedHook(self._silenced), UncopiedHook(self._observed)
-        self._hooks.add_forward_pre(module, first, prepend=True)
-        self._hooks.add_forward_pre(module, observe)
-        self._hooks.add_forward(module, silence, prepend=True, always_call=True)
-        self._hooks.add_forward(module, last, always_call=True)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._hooks.close()
-        self._silence.close()
-
-    def _begin(self, module: LightningModule, *_arguments: object) -> None:
-        # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
-        self._are_redirected.append(getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward")
-        self._silenced()
-
-    def _end(self, *_arguments: object) -> None:
-        self._observed()
-        if self._are_redirected:
-            self._are_redirected.pop()
-
-    def _silenced(self, *_arguments: object) -> None:
-        if self._are_redirected and self._are_redirected[-1]:
-            self._silence.enter_context(self._monitor.no_monitor())
-
-    def _observed(self, *_arguments: object) -> None:
-        if self._are_redirected and self._are_redirected[-1]:
-            self._silence.close()
