@@ -19,7 +19,7 @@ from lightning_module_monitor.errors import ConfigError, Log, nearest
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan import DETAIL, Planner
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.reference import Reference, structural_differences
@@ -315,6 +315,11 @@ class ModuleMonitor(Described, StepEngine):
         for rule in as_tuple(rules):
             self.planner.add(rule, label, is_optional=are_optional)
 
+    def add_detail(self, rule: Rule, capture: Capture) -> None:
+        """Record more, of what the module has of it, and capture more, in some steps, until the module is released."""
+        self.add_rules(rule, DETAIL, are_optional=True)
+        self.planner.add_capture(capture)
+
     def watches(self, module: nn.Module) -> bool:
         """Whether a module is, or is in, the one to monitor, and is not excluded."""
         return module in self._watched
@@ -372,9 +377,8 @@ class ModuleMonitor(Described, StepEngine):
             what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
             names = [one.name for one in self.planner.index.modules]
             which = "of the reference" if is_reference else "that are watched"
-            raise ValueError(
-                f"{what} is none of the {len(names)} modules {which}{nearest(module, names) if isinstance(module, str) else ''}"
-            )
+            near = nearest(module, names) if isinstance(module, str) else ""
+            raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
         if site is None or attention is None:  # it is excluded, or an error has ended the step
             return
         watched, call = attention.watched(site), RawCall((), arguments, output)

@@ -254,7 +254,7 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     seed()
     callback = ModuleMonitorCallback(5, health=Health(watch=[]))
     steps: list[int] = []
-    monkeypatch.setattr(HealthController, "follow", lambda _self, _trainer, findings: steps.extend([step_of(_trainer)] * len(findings)))
+    monkeypatch.setattr(HealthController, "follow", lambda self, findings: steps.extend([step_of(self._trainer)] * len(findings)))
     trainer(tmp_path, [callback], limit_val_batches=0).fit(Classifier(nn.Sequential(nn.Linear(6, 3))), data, loader(8))
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.severity) == (bad_step, "nonfinite", "_root_", "error")

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.kernels.elements import plain
-from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.hooks import as_torch_itself
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Facts, GroupFacts, ParameterFacts, Training
 from lightning_module_monitor.trainer.optimizers import parameter_ids
+from lightning_module_monitor.trainer.run import Run
 
 INPUT = {"input_abs_max": "max", "input_is_constant": "min", "stale_gradients": "max"}
 """Values of the context that describe the batch and the gradients before the backward pass, with their aggregates."""
@@ -44,14 +43,10 @@ _RESHAPING = (
 
 
 class StepFacts:
-    """Collects the facts of a step."""
+    """Collects the facts of a monitored step."""
 
-    def __init__(self, monitor: ModuleMonitor) -> None:
-        self._monitor = monitor
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """A monitored step begins."""
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._softmax_twice = self._is_classification = False
         self._stale: dict[Optimizer, Tensor | float] = {}
         """Whether the gradients of an optimizer were not zero when any backward pass began."""
@@ -87,13 +82,13 @@ class StepFacts:
             self._add("stale_gradients", 0.0 if _first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
 
     def _add(self, name: str, value: Tensor | float) -> None:
-        self._monitor.monitor_context(name, value, INPUT[name])
+        self._run.monitor.monitor_context(name, value, INPUT[name])
 
-    def facts(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> Facts:
+    def facts(self, optimizers: Sequence[Optimizer]) -> Facts:
         """The facts of the step that is over."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = [type(optimizer).__name__ for optimizer in optimizers for _group in optimizer.param_groups]
-        parameters = _parameters(self._monitor, optimizers)
+        parameters = _parameters(self._run, optimizers)
         return Facts(
             parameters,
             tuple(
@@ -103,28 +98,28 @@ class StepFacts:
             tuple(self._in_eval(parameters)),
             self._softmax_twice,
             self._is_classification,
-            not module.automatic_optimization,
+            not self._run.module.automatic_optimization,
         )
 
     def _in_eval(self, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
         """Modules with running statistics that are in eval, some of whose own weights are trained."""
-        for site in self._monitor.planner.index.modules:
+        for site in self._run.planner.index.modules:
             if not site.module.training and getattr(site.module, "running_mean", None) is not None:
                 own = (parameters.get(f"{site.name}.{name}") for name in ("weight", "bias"))
                 if any(one is not None and one.training == "trained" for one in own):
                     yield site.name
 
 
-def _parameters(monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> dict[str, ParameterFacts]:
+def _parameters(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, ParameterFacts]:
     """What is known of each parameter, by the name of its site. Optimizers without any of them have copies: all are trained."""
     optimized = parameter_ids(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    parameters = {site.name: site.tensor() for site in monitor.planner.index.parameters}
+    parameters = {site.name: site.tensor() for site in run.planner.index.parameters}
     has_copies = not any(id(one) in optimized for one in parameters.values())
 
     def training_of(one: Tensor | None) -> Training:
-        if one is None or not one.requires_grad or monitor.access.is_empty(one) or not optimizers:
+        if one is None or not one.requires_grad or run.monitor.access.is_empty(one) or not optimizers:
             return "frozen"
         return "trained" if has_copies or id(one) in optimized else "untrained"
 

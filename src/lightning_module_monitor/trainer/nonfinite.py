@@ -12,15 +12,15 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
-from lightning_module_monitor.health.options import WARN, ParsedHealth
+from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.health.producer import Producer, producer
-from lightning_module_monitor.lightning_packages import Trainer, messages
+from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
@@ -48,9 +48,10 @@ _FLAGGED = (_Search.RERUN, _Search.PROBE, *_LIGHT)
 _PROBED = (_Search.PROBE, _Search.RECORD)
 
 
-def marks_steps(options: ParsedHealth, trainer: Trainer) -> bool:
+def marks_steps(run: Run) -> bool:
     """Whether the next record shows which step before it was not finite: to read that at once, the host or other ranks would wait."""
-    return options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+    is_remote = run.trainer.world_size > 1 or run.trainer.strategy.root_device.type != "cpu"
+    return run.options.health.nonfinite == WARN and is_remote
 
 
 class NonfiniteController:
@@ -62,19 +63,20 @@ class NonfiniteController:
     agree, that is deferred.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, *, on_error: str) -> None:
-        self._options = options
-        self._monitor = monitor
-        self._trainer = trainer
-        self._on_error = on_error
-        index = monitor.planner.index
+    def __init__(self, run: Run) -> None:
+        self._options = options = run.options.health
+        self._monitor = run.monitor
+        self._planner = run.planner
+        self._trainer = trainer = run.trainer
+        self._on_error = run.options.given["on_error"]
+        index = run.planner.index
         self._probe = NonfiniteProbe(index.modules, self._hook_failed)
         # These look inside compiled code too: at gradients, and at a copy that runs uncompiled.
         self._flag = FiniteStep(index.whole.modules)
         self._rerun = StepRerun(trainer.lightning_module, index.whole.modules)
         self._is_by_record = not options.is_at_every_step and trainer.world_size > 1
         """Whether the common record shows whether a monitored step is finite."""
-        self._marks_steps = marks_steps(options, trainer)
+        self._marks_steps = marks_steps(run)
         self._runs_again = can_run_again(trainer)
         self._is_scaled = scaler_of(trainer) is not None
         """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
@@ -162,7 +164,7 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
-        num_steps = 0.0 if record is None else record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        num_steps = 0.0 if record is None else record.values.get(self._planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
         finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
         if self._search is _Search.RECORD and record is not None:
             self._was_finite = not _has_nonfinite(record)
